@@ -11,7 +11,7 @@ import torch
 
 from niwaki import Calibration, Compute, Measurement
 from niwaki.errors import UsageError
-from niwaki.options import parse_range, parse_share, parse_size, parse_time
+from niwaki.quantities import parse_range, parse_share, parse_size, parse_time
 from support.models import message
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from niwaki.arguments import check_fields, checked_names
 from niwaki.errors import UsageError
-from niwaki.options import changed, check_known, find, name_of, parameters, parse_name
+from niwaki.named import changed, check_known, find, name_of, parameters, parse_name
 from niwaki.records.wording import in_words
 
 Allocation = Literal["uniform", "owl", "error", "loss"]

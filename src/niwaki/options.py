@@ -1,4 +1,4 @@
-"""What callers choose, as frozen dataclasses that check themselves (UsageError); and sizes and times as text.
+"""What callers choose, as frozen dataclasses that check themselves (UsageError).
 
 Nothing here imports torch, so that the command line can be read before it is loaded.
 """
@@ -6,14 +6,14 @@ Nothing here imports torch, so that the command line can be read before it is lo
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union
 
 from niwaki.arguments import check_fields, checked_names
 from niwaki.choices import TF32, Order
-from niwaki.errors import UnknownNameError, UsageError, shown
+from niwaki.errors import UsageError, shown
+from niwaki.quantities import parse_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from niwaki.windows import Windows
 
 T = TypeVar("T")
-
-#: In texts, as short as anybody needs.
-_NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 
 #: The solver with the lowest layer errors for its time; see docs/methods.md.
 DEFAULT_SOLVER = "continuation"
@@ -201,152 +198,6 @@ class Compute(_Options):
         """``max_memory`` in bytes."""
         assert not isinstance(self.max_memory, str)
         return self.max_memory
-
-
-def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, Any] | None = None) -> T:
-    """The dataclass of ``known`` that ``text`` names, with parameters changed as in ``adam:iterations=50``.
-
-    ``settings`` has more parameters, and ``kind`` is what it is in errors, such as "solver". UnknownNameError is for
-    names and parameters, UsageError for values that are missing, of another type or out of their range.
-    """
-    name, given = parse_name(text)
-    given |= settings or {}
-    value = find(kind, name, known)
-    check_known(name, given, parameters(value))
-    return changed(name, value, given)
-
-
-def parse_name(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the parameters in text such as ``adam:iterations=50``; UsageError for one without a value."""
-    name, *pairs = text.split(":")
-    for pair in pairs:
-        if "=" not in pair:
-            raise UsageError(f"{name}:{pair}: parameters are written {name}:NAME=VALUE")
-    return name, dict(pair.split("=", 1) for pair in pairs)
-
-
-def find(kind: str, name: str, known: Mapping[str, T]) -> T:
-    """The one of ``known`` called ``name``; UnknownNameError, which calls it a ``kind``, where there is none."""
-    if name not in known:
-        raise UnknownNameError(kind, name, known)
-    return known[name]
-
-
-def check_known(name: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """UsageError where something is ``given`` that is not among the ``usual`` parameters of what is called ``name``."""
-    for key in given:
-        if not usual:
-            raise UsageError(f"{name} has no parameters; got {key}")
-        if key not in usual:
-            raise UnknownNameError(f"parameter of {name}", key, usual)
-
-
-def changed(name: str, value: T, given: Mapping[str, Any]) -> T:
-    """A dataclass, called ``name`` in errors, with some fields as ``given``, of which text may stand for numbers."""
-    made: Any = value
-    types = get_type_hints(type(value))
-    changes: dict[str, Any] = {}
-    for key, wanted in given.items():
-        # What is not text, and a Literal's values, are checked by the dataclass, together with the ranges of numbers.
-        type_ = str if get_origin(types[key]) is Literal else types[key]
-        if not isinstance(wanted, str):
-            changes[key] = wanted
-            continue
-        try:
-            changes[key] = {"true": True, "false": False}[wanted.lower()] if type_ is bool else type_(wanted)
-        except (ValueError, KeyError):
-            raise UsageError(f"{key}={wanted!r}: {name} wants {type_.__name__} here") from None
-    result: T = dataclasses.replace(made, **changes)
-    return result
-
-
-def parameters(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name, as :func:`choose` takes them."""
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
-def name_of(
-    value: object, known: Mapping[str, object], parameters: Callable[[Any], dict[str, Any]] = parameters
-) -> str:
-    """Of the names in ``known`` for the class of ``value`` the one with the fewest ``parameters`` to change.
-
-    A class that is not there goes by its own name in small letters.
-    """
-
-    def changes(name: str) -> tuple[int, int]:
-        usual = parameters(known[name])
-        changed = [each for key, each in parameters(value).items() if each != usual[key]]
-        return sum(isinstance(each, str) for each in changed), len(changed)  # a word changes more than a number
-
-    names = [name for name, other in known.items() if type(other) is type(value)]
-    return min(names, key=changes, default=type(value).__name__.lower())
-
-
-def fraction(given: float | str) -> Decimal | None:
-    """0.6, "0.6" or "60 %" as a decimal, so that 0.333 and 33.3 % are the same; None for everything else."""
-    text = str(given).strip()
-    try:
-        share = Decimal(text.removesuffix("%").strip())
-        return +share / 100 if text.endswith("%") else +share
-    except ArithmeticError:  # no number, or one of a million digits
-        return None
-
-
-def parse_share(name: str, given: float | str) -> float:
-    """The share that 0.25, "0.25" or "25 %" is, from 0 to below 1; UsageError with its ``name`` for all else."""
-    share = fraction(given)
-    if share is None:
-        raise UsageError(f"{name} is a fraction, such as 0.25 or 25%; got {shown(given)}")
-    if not 0 <= float(share) < 1:
-        raise UsageError(f"{name} is a fraction, from 0 to below 1; got {as_fraction(float(share))}")
-    return float(share)
-
-
-def as_fraction(given: float) -> str:
-    """``given``, which is no fraction, for errors: with a question where it would be one in percent."""
-    return f"{given:g}; did you mean {given / 100:g} ({given:g} %)?" if 2 <= given < 100 else f"{given:g}"
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as "8GiB", "500 MB" or "4G"; UsageError where it is not one, or has no unit and is tiny."""
-    match = re.fullmatch(rf"\s*{_NUMBER}\s*([kmgt]?)(i?)b?\s*", text.lower())
-    if match is None or (match[3] and not match[2]) or not float(match[1]):
-        raise UsageError(f"invalid memory size {shown(text)}; try 8GiB or 500MB")
-    if text.strip() == match[1] and (count := float(match[1])) < 100_000:  # "8" is not meant as bytes
-        raise UsageError(
-            f"a memory size of {match[1]} bytes; did you mean {match[1]}{'GiB' if count < 1000 else 'MB'}?"
-        )
-    power = " kmgt".index(match[2] or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-
-
-def parse_number(text: str) -> int:
-    """The number that "2M", "500k" or "300000" stand for; UsageError where it is not one."""
-    match = re.fullmatch(rf"{_NUMBER}([kmg]?)", text.lower().replace(" ", "").replace(",", ""))
-    if match is None:
-        raise UsageError(f"invalid number {shown(text)}; try 2M or 500k")
-    return int(float(match[1]) * 1000 ** " kmg".index(match[2] or " "))
-
-
-def parse_time(text: str) -> float:
-    """Seconds of a time such as "2h", "90 min" or "1h30m"; UsageError where it is not one."""
-    units = rf"(?:{_NUMBER}h)?(?:{_NUMBER}m(?:in)?)?(?:{_NUMBER}s)?"
-    match = re.fullmatch(units, text.lower().replace(" ", ""))
-    parts = match.groups(default="0") if match else ()
-    seconds = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
-    if not seconds:
-        bare = re.fullmatch(_NUMBER, text.strip())
-        hint = f"did you mean {bare[1]}m or {bare[1]}h?" if bare and float(bare[1]) else "try 2h, 90m or 1h30m"
-        raise UsageError(f"invalid time {shown(text)}; {hint}")
-    return seconds
-
-
-def parse_range(text: str) -> tuple[int, int]:
-    """(first, last + 1) of a range such as "0:2", which is 0 and 1; UsageError where it is not one."""
-    match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text.strip())
-    if match is None:
-        raise UsageError(f"invalid range {shown(text)}; give FROM:TO, such as 0:2 for the first two")
-    return int(match[1]), int(match[2])
 
 
 def _name_of(text: Any) -> Any:

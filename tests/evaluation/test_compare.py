@@ -31,7 +31,8 @@ from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
 from niwaki.models.spill import MemoryBudget
-from niwaki.options import Measurement, parse_time
+from niwaki.options import Measurement
+from niwaki.quantities import parse_time
 from niwaki.records.comparison import Cell
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress

@@ -19,7 +19,7 @@ from niwaki import prune
 from niwaki.errors import OutputError, UsageError
 from niwaki.models import streamed as blocks
 from niwaki.models.spill import MemoryBudget, SpillList
-from niwaki.options import parse_size
+from niwaki.quantities import parse_size
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
 from support.arguments import arguments

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from niwaki.errors import NiwakiError, UsageError, first_line, shown
-from niwaki.options import parse_number
+from niwaki.quantities import parse_number
 
 # Before anything imports torch. OpenMP threads that wait by spinning take the core from the thread that they wait for
 # when another program is busy (docs/methods.md). Short spinning costs nothing measurable otherwise, except between the

@@ -9,7 +9,7 @@ from niwaki.effort import PLAIN_EFFORT, Effort, describe as describe_effort, mak
 from niwaki.errors import UsageError
 from niwaki.layer.patterns import Pattern, make_pattern, parse_pattern
 from niwaki.layer.solvers import Solver, describe, make_solver
-from niwaki.options import fraction
+from niwaki.quantities import fraction
 from niwaki.records.data import plain
 from niwaki.records.record import Record
 from niwaki.records.wording import in_words

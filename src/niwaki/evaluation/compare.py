@@ -22,8 +22,9 @@ from niwaki.layer.patterns import Pattern
 from niwaki.layer.solvers import Solver
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, Text, parse_time
+from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, Text
 from niwaki.pruning.request import patterns_of
+from niwaki.quantities import parse_time
 from niwaki.recipes import prune
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison, Identity
 from niwaki.records.perplexity import Perplexity

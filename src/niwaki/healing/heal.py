@@ -35,10 +35,8 @@ from niwaki.options import (
     OWN_TEXT,
     Calibration,
     Compute,
-    parse_number,
-    parse_share,
-    parse_time,
 )
+from niwaki.quantities import parse_number, parse_share, parse_time
 from niwaki.records.healing import HealingRecord
 from niwaki.records.record import CalibrationRecord, Record, versions
 from niwaki.records.wording import counted

@@ -22,10 +22,10 @@ from niwaki.models.weight_format import OnGrid, WeightFormat
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import Record
+from niwaki.runs.card import write_config
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.kept import kept_once, load_tensors, save_tensors
 from niwaki.runs.stage import Run
-from niwaki.runs.workplace import write_config
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 

@@ -20,15 +20,16 @@ from niwaki.models.kept_format import KeptFormat
 from niwaki.models.scales import FILE
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.weight_format import OnGrid, WeightFormat
-from niwaki.options import parse_range
 from niwaki.pruning.request import PatternOf, Request, patterns_of, take_masks
 from niwaki.pruning.walk import Walk
+from niwaki.quantities import parse_range
 from niwaki.records.record import Record
 from niwaki.records.wording import in_words
 from niwaki.runs.block_store import WeightStore
+from niwaki.runs.card import pruning_config, write_config
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
-from niwaki.runs.workplace import Workplace, pruning_config, write_config
+from niwaki.runs.workplace import Workplace
 from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows

@@ -1,11 +1,13 @@
-"""What the output says about itself: its model card, README.md, and its record, niwaki.json."""
+"""What the output says about itself: its model card, README.md, and its record, niwaki.json; and config.json."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from niwaki._version import __version__
 from niwaki.effort import described
 from niwaki.files import output_errors, write_json
 from niwaki.records.record import CalibrationRecord, Record
@@ -49,6 +51,26 @@ def write(directory: Path, record: Record) -> None:
     table = "\n".join(f"| {key} | {markdown(value)} |" for key, value in _rows(record).items() if value)
     text = f"# {name}, {record.outcome}\n\n{_about(record, name)}\n\n| | |\n|---|---|\n{table}{notes(record)}"
     write_json(readme, f"---\n{_data(record, inherited).to_yaml()}\n---\n\n{text}")
+
+
+def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
+    """``config.json``: ``values`` with ``pruning_config``, an extra key that transformers keeps and ignores.
+
+    Not ``quantization_config``: with a sparsity format there, transformers loads random weights.
+    """
+    whole = {**values, "pruning_config": pruning_config(record)}
+    write_json(directory / "config.json", json.dumps(whole, indent=2) + "\n")
+
+
+def pruning_config(record: Record) -> dict[str, Any]:
+    """What config.json says of how the model was made."""
+    return {
+        "library": "niwaki",
+        "version": __version__,
+        **{name: getattr(record, name) for name in ("method", "solver", "effort", "mask_from", "pattern")},
+        "sparsity": round(record.sparsity, 6),
+        **{name: value for name in ("quantization", "blocks") if (value := getattr(record, name))},
+    }
 
 
 def _data(record: Record, inherited: Mapping[str, Any]) -> ModelCardData:

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from niwaki._version import __version__
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import (
     check_replaced,
@@ -327,26 +326,6 @@ def is_kept(given: str | Path) -> bool:
 def _size(file: Path) -> int:
     status = file.lstat()
     return int(getattr(status, "st_blocks", status.st_size // 512) * 512)  # a file may have holes
-
-
-def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
-    """``config.json``: ``values`` with ``pruning_config``, an extra key that transformers keeps and ignores.
-
-    Not ``quantization_config``: with a sparsity format there, transformers loads random weights.
-    """
-    whole = {**values, "pruning_config": pruning_config(record)}
-    write_json(directory / "config.json", json.dumps(whole, indent=2) + "\n")
-
-
-def pruning_config(record: Record) -> dict[str, Any]:
-    """What config.json says of how the model was made."""
-    return {
-        "library": "niwaki",
-        "version": __version__,
-        **{name: getattr(record, name) for name in ("method", "solver", "effort", "mask_from", "pattern")},
-        "sparsity": round(record.sparsity, 6),
-        **{name: value for name in ("quantization", "blocks") if (value := getattr(record, name))},
-    }
 
 
 def _place(out: Path) -> Path:

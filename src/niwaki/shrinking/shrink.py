@@ -14,11 +14,11 @@ from niwaki.layer.unit_removal import DAMPING, flops
 from niwaki.models.extra import find_extra, notes_of
 from niwaki.models.layout import check_dtypes
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import parse_share
+from niwaki.quantities import parse_share
 from niwaki.records.record import Record
 from niwaki.runs.begin import begin_record
+from niwaki.runs.card import pruning_config
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
-from niwaki.runs.workplace import pruning_config
 from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
 from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal
 from niwaki.shrinking.experts import ExpertRemoval, expert_removal

@@ -27,10 +27,10 @@ from niwaki.records.record import MatrixRecord, Record
 from niwaki.records.structure import StructureRecord
 from niwaki.runs.begin import FEW_ZEROS
 from niwaki.runs.block_store import BlockStore
+from niwaki.runs.card import write_config
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.kept import load_tensors, save_tensors
 from niwaki.runs.stage import Run
-from niwaki.runs.workplace import write_config
 from niwaki.shrinking.block_tensors import BlockTensors, free
 from niwaki.shrinking.configuration import Tensors, check_outputs, configuration, smaller_blocks
 from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, fit_expert_neurons

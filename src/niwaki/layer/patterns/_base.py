@@ -16,7 +16,7 @@ from niwaki.arguments import check_fields
 from niwaki.errors import PatternError
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.patterns.selection import keep_highest
-from niwaki.options import as_fraction
+from niwaki.quantities import as_fraction
 
 #: From scores (out, in) the mask of the weights that are kept.
 Choice: TypeAlias = Callable[[Tensor], Tensor]

@@ -8,7 +8,7 @@ from niwaki.errors import PatternError, shown
 from niwaki.layer.patterns._base import Pattern
 from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
-from niwaki.options import fraction
+from niwaki.quantities import fraction
 
 
 def make_pattern(given: float | str | Pattern, usual: Callable[[float], Pattern]) -> Pattern:

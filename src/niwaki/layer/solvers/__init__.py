@@ -29,7 +29,8 @@ from niwaki.layer.solvers.ria import RIA
 from niwaki.layer.solvers.sparsegpt import SparseGPT
 from niwaki.layer.solvers.swaps import Swaps
 from niwaki.layer.solvers.wanda import Wanda
-from niwaki.options import DEFAULT_SOLVER, choose, name_of, parameters
+from niwaki.named import choose, name_of, parameters
+from niwaki.options import DEFAULT_SOLVER
 
 __all__ = [
     "ADMM", "ALPS", "DEFAULT_SOLVER", "OBC", "RIA", "SOLVERS", "ConjugateGradients", "Continuation", "DSnoT", "Descent",

@@ -1,0 +1,76 @@
+"""Shares, sizes, times and ranges as people write them."""
+
+import re
+from decimal import Decimal
+
+from niwaki.errors import UsageError, shown
+
+#: In texts, as short as anybody needs.
+_NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
+
+
+def fraction(given: float | str) -> Decimal | None:
+    """0.6, "0.6" or "60 %" as a decimal, so that 0.333 and 33.3 % are the same; None for everything else."""
+    text = str(given).strip()
+    try:
+        share = Decimal(text.removesuffix("%").strip())
+        return +share / 100 if text.endswith("%") else +share
+    except ArithmeticError:  # no number, or one of a million digits
+        return None
+
+
+def parse_share(name: str, given: float | str) -> float:
+    """The share that 0.25, "0.25" or "25 %" is, from 0 to below 1; UsageError with its ``name`` for all else."""
+    share = fraction(given)
+    if share is None:
+        raise UsageError(f"{name} is a fraction, such as 0.25 or 25%; got {shown(given)}")
+    if not 0 <= float(share) < 1:
+        raise UsageError(f"{name} is a fraction, from 0 to below 1; got {as_fraction(float(share))}")
+    return float(share)
+
+
+def as_fraction(given: float) -> str:
+    """``given``, which is no fraction, for errors: with a question where it would be one in percent."""
+    return f"{given:g}; did you mean {given / 100:g} ({given:g} %)?" if 2 <= given < 100 else f"{given:g}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "8GiB", "500 MB" or "4G"; UsageError where it is not one, or has no unit and is tiny."""
+    match = re.fullmatch(rf"\s*{_NUMBER}\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if match is None or (match[3] and not match[2]) or not float(match[1]):
+        raise UsageError(f"invalid memory size {shown(text)}; try 8GiB or 500MB")
+    if text.strip() == match[1] and (count := float(match[1])) < 100_000:  # "8" is not meant as bytes
+        raise UsageError(
+            f"a memory size of {match[1]} bytes; did you mean {match[1]}{'GiB' if count < 1000 else 'MB'}?"
+        )
+    power = " kmgt".index(match[2] or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def parse_number(text: str) -> int:
+    """The number that "2M", "500k" or "300000" stand for; UsageError where it is not one."""
+    match = re.fullmatch(rf"{_NUMBER}([kmg]?)", text.lower().replace(" ", "").replace(",", ""))
+    if match is None:
+        raise UsageError(f"invalid number {shown(text)}; try 2M or 500k")
+    return int(float(match[1]) * 1000 ** " kmg".index(match[2] or " "))
+
+
+def parse_time(text: str) -> float:
+    """Seconds of a time such as "2h", "90 min" or "1h30m"; UsageError where it is not one."""
+    units = rf"(?:{_NUMBER}h)?(?:{_NUMBER}m(?:in)?)?(?:{_NUMBER}s)?"
+    match = re.fullmatch(units, text.lower().replace(" ", ""))
+    parts = match.groups(default="0") if match else ()
+    seconds = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
+    if not seconds:
+        bare = re.fullmatch(_NUMBER, text.strip())
+        hint = f"did you mean {bare[1]}m or {bare[1]}h?" if bare and float(bare[1]) else "try 2h, 90m or 1h30m"
+        raise UsageError(f"invalid time {shown(text)}; {hint}")
+    return seconds
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """(first, last + 1) of a range such as "0:2", which is 0 and 1; UsageError where it is not one."""
+    match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text.strip())
+    if match is None:
+        raise UsageError(f"invalid range {shown(text)}; give FROM:TO, such as 0:2 for the first two")
+    return int(match[1]), int(match[2])
