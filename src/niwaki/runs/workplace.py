@@ -38,6 +38,8 @@ from niwaki.runs.journal import Journal
 _LONGER = 32
 #: The folder of a workplace for what a stage keeps besides its output.
 _SCRATCH = "scratch"
+#: What earlier versions kept beside the workplace, whose runs are not resumed.
+_FORMER = (".plan.safetensors", ".scratch", ".first", ".first.plan.safetensors", ".first.json")
 #: What only records of pruning, of comparisons and of speed have, one each. Those of `niwaki eval` have none.
 _PARTS = {"matrices", "cells", "speeds"}
 
@@ -237,16 +239,14 @@ class Workplace:
     def clear_all(self) -> None:
         """Removes all that an earlier run left, the journal last: where that fails, the same command does it again."""
         self._remove(set())
+        for name in _FORMER:
+            _remove(self.path.with_name(self.path.name + name))
         self._journal.unlink(missing_ok=True)
 
     def _remove(self, kept: set[str]) -> None:
         for path in self.path.iterdir():
-            if path.name in kept:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            if path.name not in kept:
+                _remove(path)
 
 
 @contextlib.contextmanager
@@ -361,3 +361,10 @@ def _remove_empty(directories: list[Path]) -> None:
     for directory in directories:
         with contextlib.suppress(OSError):
             directory.rmdir()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
