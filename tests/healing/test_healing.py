@@ -33,7 +33,7 @@ from niwaki.records.record import Record
 from niwaki.runs.journal import Journal
 from niwaki.texts.reading import read_windows
 from support.healing import LENGTH, TOKENS, divergence, drawn, heal, held, pruned_model, same_tensors, undrawn
-from support.models import COMMON, EACH_CASE, message, reference, save_model, save_model_with_tokenizer
+from support.models import COMMON, each_case_and, each_family, message, reference, save_model, save_model_with_tokenizer
 from support.runs import StopAt, files, tensors, zeros
 
 
@@ -54,7 +54,7 @@ class Notes(Progress):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("case", EACH_CASE)
+@each_family(1)
 def test_the_objective(tmp_path: Path, case: str) -> None:
     """What is said of the dense model gives the KL divergence and its gradient."""
     dense, pruned = save_model(tmp_path / "dense", case), save_model(tmp_path / "pruned", case, seed=1)
@@ -84,7 +84,7 @@ def test_the_objective(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(gradient.double(), wanted, rtol=1e-2, atol=2e-3 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("case", EACH_CASE)
+@each_family(2)
 def test_attention_of_short_windows_in_half_precision(tmp_path: Path, case: str) -> None:
     """Is computed in another way, which is the same but for rounding."""
     path, tokens = save_model(tmp_path / "model", case), TOKENS[:2]
@@ -190,12 +190,11 @@ def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("case", EACH_CASE)
-@pytest.mark.parametrize(("method", "rate"), [("lora", 0.01), ("norms", 0.005)], ids=["lora", "norms"])
+@each_case_and(("method", "rate"), [("lora", 0.01), ("norms", 0.005)])
 def test_less_is_trained(tmp_path: Path, case: str, method: str, rate: float) -> None:
     """What is measured while it trains is what the files say in the end; all else stays."""
     dense, pruned = pruned_model(tmp_path, case, torch.bfloat16)
-    record = heal(pruned, tmp_path / "out", dense, tokens=3000, method=method, rate=rate)
+    record = heal(pruned, tmp_path / "out", dense, tokens=1000, method=method, rate=rate)
     assert record.healing
     points, best = record.healing.points, record.healing.points[record.healing.best]
     assert best.error < points[0].error

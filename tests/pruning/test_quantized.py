@@ -24,7 +24,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.recipes import prune
 from niwaki.records.record import Record
 from support.arguments import arguments
-from support.models import each_case, is_pruned, message, random_tokens, reference, save_model
+from support.models import each_family, is_pruned, message, random_tokens, reference, save_model
 from support.runs import files, raw, stopped, tensors, zeros
 
 TOKENS = random_tokens(24, 24)
@@ -79,7 +79,7 @@ def check(model: Path, out: Path, grid: Grid, case: str = "llama", even: bool = 
     assert sum(zeros(after[key]) for key in pruned) >= sum(after[key].numel() for key in pruned) // 2
 
 
-@each_case
+@each_family(2)
 @pytest.mark.slow
 def test_every_family(tmp_path: Path, case: str) -> None:
     model = save_model(tmp_path / "model", case)

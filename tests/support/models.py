@@ -214,6 +214,17 @@ EACH_CASE = [pytest.param(case, marks=() if case in COMMON else pytest.mark.slow
 each_case = pytest.mark.parametrize("case", EACH_CASE)
 
 
+def some_of_each_family(turn: int) -> list[Any]:
+    """A case of every family, another one at the next turn, and the common ones: for tests of what takes long."""
+    families = [list(cases) for _, cases in itertools.groupby(CASES, key=lambda case: case.split()[0])]
+    chosen = {cases[turn % len(cases)] for cases in families} | set(COMMON)
+    return [param for param in EACH_CASE if FULL or param.values[0] in chosen]
+
+
+def each_family(turn: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", some_of_each_family(turn))
+
+
 def each_case_and(names: tuple[str, ...], values: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
     """Every case with one of ``values`` at least, and every family with all of them."""
     parameters = []
