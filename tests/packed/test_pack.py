@@ -184,6 +184,7 @@ def test_nothing_packed_is_read_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(set(read)) == sorted(key for key in stored if not stored[key].packed)
 
 
+@pytest.mark.slow
 def test_without_the_library_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -508,6 +509,7 @@ def test_float8_stays_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["pack", "unpack"])
 @pytest.mark.parametrize("there", [False, True])
+@pytest.mark.slow
 def test_stopped_while_it_was_moved(what: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a folder that is in its place already; the same command ends it."""
     model, out = sparse_model(tmp_path / "model"), tmp_path / "out"
@@ -976,6 +978,7 @@ def test_what_no_run_writes_about_a_grid(what: Callable[..., object], odd: dict[
     ],
 )
 @pytest.mark.parametrize("what", [niwaki.pack, niwaki.export])
+@pytest.mark.slow
 def test_scales_beside_the_model_that_no_run_writes(
     what: Callable[..., object], change: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
 ) -> None:

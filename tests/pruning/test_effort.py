@@ -174,6 +174,7 @@ def test_each_effort_is_worth_it(tmp_path: Path, case: str) -> None:
     assert fitted < 0.9 * targets
 
 
+@pytest.mark.slow
 def test_the_fit_is_that_of_the_weights_that_are_written(tmp_path: Path) -> None:
     """Of one batch, all is held out: the error in the record is that of the model on the disk."""
     model = save_model(tmp_path / "model")
@@ -182,6 +183,7 @@ def test_the_fit_is_that_of_the_weights_that_are_written(tmp_path: Path) -> None
     assert [fit.after for fit in record.fits] == pytest.approx(errors, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_experts_without_tokens(tmp_path: Path) -> None:
     model = save_starved(tmp_path / "model")
     record = run(model, tmp_path / "out")
@@ -212,6 +214,7 @@ def test_half_precision(tmp_path: Path, dtype: str, computing: str) -> None:
             assert zeros(value) == value.numel() // 2
 
 
+@pytest.mark.slow
 def test_a_given_mask_stays(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     run(model, tmp_path / "lender", solver="magnitude", effort="fast")
@@ -234,6 +237,7 @@ def test_without_perplexity_the_weights_are_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("effort", [TARGETS, BEST])
+@pytest.mark.slow
 def test_the_dense_model_does_not_run_behind_the_last_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effort: str
 ) -> None:
@@ -339,6 +343,7 @@ def test_another_effort_is_another_run(tmp_path: Path) -> None:
 # What is told of it
 
 
+@pytest.mark.slow
 def test_stages_and_steps(tmp_path: Path) -> None:
     class Watch(Progress):
         def __init__(self) -> None:
@@ -378,6 +383,7 @@ def test_efforts_in_words() -> None:
     ("effort", "unstructured", "two_four"),
     [("balanced", 0.3, 0.6), ("balanced:epochs=2", 2, 2), ("balanced:epochs=0", 0, 0), ("best", 1, 1)],
 )
+@pytest.mark.slow
 def test_more_epochs_where_zeros_cannot_be_shared_out(
     tmp_path: Path, effort: str, unstructured: float, two_four: float
 ) -> None:

@@ -233,6 +233,7 @@ def test_config_json_gains_one_key(model: Path, out: Path) -> None:
 # How it goes about it
 
 
+@pytest.mark.slow
 def test_progress_is_told_everything(model: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     diary = Diary(wants_steps=True)
     run(model, out, solver="admm1", progress=diary)

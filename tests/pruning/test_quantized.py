@@ -112,6 +112,7 @@ def test_every_dtype(tmp_path: Path, dtype: str, quantize: str) -> None:
         assert ".layers.1." in key
 
 
+@pytest.mark.slow
 def test_weights_are_fitted_to_their_grid(tmp_path: Path) -> None:
     """Not only rounded: at 8 bits the output error of Wanda's mask is below that of weights left as they were."""
     model = save_model(tmp_path / "model")
@@ -126,6 +127,7 @@ def test_weights_are_fitted_to_their_grid(tmp_path: Path) -> None:
         assert after.error < third.error
 
 
+@pytest.mark.slow
 def test_nothing_is_pruned_at_sparsity_0(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     record = run(model, tmp_path / "out", solver="continuation", sparsity=0, quantize="int8", measure="none")
@@ -146,6 +148,7 @@ def test_efforts_keep_to_the_grid(tmp_path: Path, effort: str) -> None:
         assert matrix.sparsity == zeros(stored) / stored.numel()
 
 
+@pytest.mark.slow
 def test_importance_of_rows_leaves_no_trace_on_the_grid(tmp_path: Path) -> None:
     """Where rows do not compete, weights and scales are those without importance."""
     model = save_model(tmp_path / "model", dtype=torch.bfloat16)

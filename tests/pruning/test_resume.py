@@ -160,6 +160,7 @@ def test_how_runs_differ() -> None:
         assert Journal([there]).differences([here]) == [said]
 
 
+@pytest.mark.slow
 def test_tf32_is_part_of_what_was_asked_where_there_is_any(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +187,7 @@ def test_other_versions_are_refused(tmp_path: Path, model: Path, monkeypatch: py
     assert f"niwaki {metadata.version('niwaki')} there, 9.9 here" in said
 
 
+@pytest.mark.slow
 def test_restart(tmp_path: Path, model: Path) -> None:
     stopped(model, tmp_path / "out")
     record = run(model, tmp_path / "out", restart=True, solver="magnitude")
@@ -354,6 +356,7 @@ def test_another_run_where_only_the_move_was_missing(
     assert files(out) == files(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_only_the_journal_was_left(tmp_path: Path, model: Path, unmoved: Callable[[Path], None]) -> None:
     """Moved, but for the last step; another run for the same place changes nothing."""
     out, partial = tmp_path / "out", tmp_path / ".out.partial"

@@ -90,6 +90,7 @@ def check(model: Path, out: Path, record: Record, case: str) -> None:
 
 
 @pytest.mark.parametrize("effort", ["fast", "balanced", "fast:dense_targets=0.5", "balanced:allocation=owl"])
+@pytest.mark.slow
 def test_every_effort(tmp_path: Path, model: Path, case: str, effort: str) -> None:
     record = run(model, tmp_path / "out", solver="sparsegpt", effort=effort)
     check(model, tmp_path / "out", record, case)
@@ -131,6 +132,7 @@ def first_inputs(model: Path, out: Path, block: int) -> dict[str, Tensor]:
     return linear_inputs(whole, block, TOKENS)
 
 
+@pytest.mark.slow
 def test_inputs_are_those_of_all_blocks(tmp_path: Path, model: Path, case: str) -> None:
     """Against hooks in whole models: pruned up to the first block that has a matrix, dense for all others."""
     found = problems(model, tmp_path / "out", effort="fast")
@@ -173,6 +175,7 @@ def test_dense_targets_are_those_of_all_blocks(tmp_path: Path) -> None:
         assert (expected - W).norm() > 1e-3 * W.norm()
 
 
+@pytest.mark.slow
 def test_fits_leave_what_is_shared(tmp_path: Path) -> None:
     """The rate of fits changes all else in the first block, which has the transformer, and not that."""
     model, rates = save_model(tmp_path / "model", "zamba"), (0.001, 0.01)
@@ -187,6 +190,7 @@ def test_fits_leave_what_is_shared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("matrices", [1, 5, 14, 24])
+@pytest.mark.slow
 def test_resumed_runs_give_the_same_bytes(tmp_path: Path, matrices: int) -> None:
     """Before and after the first blocks that have what is shared are done."""
     model = save_model(tmp_path / "model", "zamba2")

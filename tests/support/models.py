@@ -32,6 +32,8 @@ from support.covering import FULL
 #: The model that ships with niwaki, and its tokenizer's size.
 EMBEDDED = Path(str(files("niwaki"))) / "data" / "model"
 EMBEDDED_VOCABULARY = 4096
+#: What is left of it where nothing hangs on the words: readers of GGUF files take a second for all of them.
+FEW_TOKENS = 512
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -366,6 +368,16 @@ def add_tokenizer(path: Path) -> Path:
     """Gives a model with its vocabulary the embedded model's tokenizer."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(EMBEDDED / name, path / name)
+    return path
+
+
+def add_small_tokenizer(path: Path) -> Path:
+    """Gives a model the first of the embedded model's tokens: single bytes, and what they are joined to first."""
+    add_tokenizer(path)
+    model = json.loads((path / "tokenizer.json").read_text())["model"]
+    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < FEW_TOKENS}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    edit_json(path / "tokenizer.json", model=model)
     return path
 
 
