@@ -153,6 +153,7 @@ def test_inputs_are_those_of_all_blocks(tmp_path: Path, model: Path, case: str) 
         assert found[first, own][2] == SAMPLES * LENGTH
 
 
+@pytest.mark.slow
 def test_dense_targets_are_those_of_all_blocks(tmp_path: Path) -> None:
     """The least squares of the definition, over the tokens of all blocks; the later ones' are their own targets."""
     model = save_model(tmp_path / "model", "zamba2")
@@ -205,6 +206,7 @@ def test_resumed_runs_give_the_same_bytes(tmp_path: Path, matrices: int) -> None
     assert bool(again) == (matrices < 20)
 
 
+@pytest.mark.slow
 def test_what_is_shared_is_damaged(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "zamba2")
     run(model, tmp_path / "whole")
@@ -226,6 +228,7 @@ def test_what_is_shared_is_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "shared", "stay"), [("0:2", {1}, 0), ("2:4", {2}, 1), ("3:6", set(), 2)])
+@pytest.mark.slow
 def test_only_some_blocks(tmp_path: Path, blocks: str, shared: set[int], stay: int) -> None:
     """What is shared is pruned with the first of its blocks, or stays, which is noted."""
     model = save_model(tmp_path / "model", "zamba2")
@@ -243,6 +246,7 @@ def test_only_some_blocks(tmp_path: Path, blocks: str, shared: set[int], stay: i
 # Files
 
 
+@pytest.mark.slow
 def test_files_may_name_any_of_the_blocks(tmp_path: Path) -> None:
     """As transformers reads them."""
     model = save_model(tmp_path / "model", "zamba")
@@ -258,6 +262,7 @@ def test_files_may_name_any_of_the_blocks(tmp_path: Path) -> None:
     assert all(raw(after[key]) == raw(value) for key, value in expected.items())
 
 
+@pytest.mark.slow
 def test_files_with_a_copy_for_each_block(tmp_path: Path) -> None:
     """They are pruned on their own, and transformers reads them so."""
     model = save_model(tmp_path / "model", "zamba")
@@ -277,6 +282,7 @@ def test_files_with_a_copy_for_each_block(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_packed_models_share(tmp_path: Path, model: Path, case: str) -> None:
     run(model, tmp_path / "out", effort="fast")
     niwaki.pack(tmp_path / "out", tmp_path / "packed")
@@ -298,6 +304,7 @@ def _export(model: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize(("call", "expected"), [(_shrink, "share weights"), (_export, "of its own")])
+@pytest.mark.slow
 def test_what_sharing_does_not_allow(tmp_path: Path, call: Callable[[Path, Path], None], expected: str) -> None:
     model = save_model(tmp_path / "model", "zamba2")
     assert expected in message(lambda: call(model, tmp_path / "out"), UnsupportedModelError)

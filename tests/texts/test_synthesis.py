@@ -229,6 +229,7 @@ def test_values() -> None:
 
 
 @pytest.mark.parametrize("units", ["amx_bf16", "avx512_bf16", "avx512_f"])
+@pytest.mark.slow
 def test_the_dtype_of_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, units: str) -> None:
     """It is that of the files on processors with units for it, and what is written is the same text of that model."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {units: True}, raising=False)
