@@ -32,6 +32,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.journal import Journal
 from niwaki.texts.reading import read_windows
+from support.covering import covered
 from support.healing import LENGTH, TOKENS, divergence, drawn, heal, held, pruned_model, same_tensors, undrawn
 from support.models import COMMON, each_case_and, each_family, message, reference, save_model, save_model_with_tokenizer
 from support.runs import StopAt, files, tensors, zeros
@@ -163,8 +164,7 @@ def test_logits_of_another_kind(tmp_path: Path) -> None:
     assert "neither products of the head" in message(lambda: find_logits(model), UnsupportedModelError)
 
 
-@pytest.mark.parametrize("case", COMMON)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("case", "dtype"), [*zip(COMMON, [torch.bfloat16, torch.float32] * 3, strict=False)], ids=str)
 @pytest.mark.slow
 def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     """Nearer to the dense model by transformers' own account, with the same zeros and everything else as it was."""
@@ -713,6 +713,7 @@ def test_without_a_record(tmp_path: Path) -> None:
             assert not bool((value[:, ::2].signbit()).any())
 
 
+@covered
 @pytest.mark.parametrize("case", ["llama", "mixtral"])
 @pytest.mark.parametrize("method", ["full", "lora", "norms", "blocks"])
 @pytest.mark.parametrize("is_better", [True, False], ids=["better", "not better"])
@@ -847,8 +848,10 @@ def test_a_teacher_that_is_worse(tmp_path: Path) -> None:
         assert any("is it the right one?" in note for note in record.notes) == (before > came)
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize(("method", "rate"), [("full", 0.01), ("norms", 0.003)], ids=["full", "norms"])
+@pytest.mark.parametrize(
+    ("case", "method", "rate"),
+    [("llama", "norms", 0.003), ("gpt2", "full", 0.01), ("mixtral", "norms", 0.003), ("gpt_oss", "full", 0.01)],
+)
 @pytest.mark.slow
 def test_a_grid(tmp_path: Path, case: str, method: str, rate: float) -> None:
     """Weights stay on it, with its scales, and what is measured is what the files say."""

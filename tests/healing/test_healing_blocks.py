@@ -58,8 +58,9 @@ def outputs(path: Path, tokens: Tensor) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", [*COMMON, "zamba2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*zip([*COMMON, "zamba2"], [torch.float32, torch.bfloat16] * 3, strict=True)], ids=str
+)
 @pytest.mark.slow
 def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     """Nearer to the dense model by transformers' own account, with the same zeros and everything else as it was."""

@@ -57,8 +57,7 @@ def unsigned(codes: Tensor) -> Tensor:
     return torch.stack([codes & 15, codes >> 4])
 
 
-@pytest.mark.parametrize("effort", ["fast", BEST])
-@pytest.mark.parametrize("case", MAKERS)
+@pytest.mark.parametrize(("case", "effort"), [*((case, "fast") for case in MAKERS), ("fp8", BEST), ("mxfp4", BEST)])
 @pytest.mark.slow
 def test_what_is_written(tmp_path: Path, case: str, effort: str) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
