@@ -211,15 +211,17 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 #: One of each kind: matrices on their own and joined, transposed ones, experts one by one and in one tensor.
 COMMON = ("llama grouped", "phi3", "gpt2", "mixtral", "gpt_oss")
+#: Blocks get keys and values from others, which no other kind of model tries.
+HANDED_ON = ("gemma3n_text", "gemma4_text")
 #: All, of which ``make quick`` runs the common ones.
 EACH_CASE = [pytest.param(case, marks=() if case in COMMON else pytest.mark.slow) for case in CASES]
 each_case = pytest.mark.parametrize("case", EACH_CASE)
 
 
 def some_of_each_family(turn: int) -> list[Any]:
-    """A case of every family, another one at the next turn, and the common ones: for tests of what takes long."""
+    """A case of every family, another one at the next turn, and those like no other: for what takes long."""
     families = [list(cases) for _, cases in itertools.groupby(CASES, key=lambda case: case.split()[0])]
-    chosen = {cases[turn % len(cases)] for cases in families} | set(COMMON)
+    chosen = {cases[turn % len(cases)] for cases in families} | {*COMMON, *HANDED_ON}
     return [param for param in EACH_CASE if FULL or param.values[0] in chosen]
 
 
