@@ -23,6 +23,7 @@ CALIBRATION, HELDOUT = random_tokens(8, 24), random_tokens(3, 24, seed=1)
 
 
 @pytest.mark.parametrize("make", [in_fp8, lambda path: in_fp8(path, None), in_mxfp4], ids=["fp8", "whole", "mxfp4"])
+@pytest.mark.slow
 def test_tensors_are_those_that_others_read(tmp_path: Path, make: Any) -> None:
     meant = make(tmp_path)
     checkpoint = Checkpoint(tmp_path)
@@ -47,6 +48,7 @@ def test_one_scale_in_a_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("make", "shards"), [(in_fp8, 1), (in_fp8, 2), (in_mxfp4, 2)])
+@pytest.mark.slow
 def test_a_pruned_model_is_in_bfloat16(tmp_path: Path, make: Any, shards: int) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     meant = make(source)
@@ -71,6 +73,7 @@ def test_a_pruned_model_is_in_bfloat16(tmp_path: Path, make: Any, shards: int) -
     assert record.perplexity["after"].value == pytest.approx(loss, rel=0.01)  # bfloat16
 
 
+@pytest.mark.slow
 def test_scales_in_a_file_of_their_own(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     meant = in_fp8(source)
@@ -102,6 +105,7 @@ def test_a_tensor_that_is_there_twice(tmp_path: Path) -> None:
     assert "twice" in message(lambda: Checkpoint(tmp_path), CheckpointError)
 
 
+@pytest.mark.slow
 def test_experts_are_removed_from_fp8(tmp_path: Path) -> None:
     in_fp8(tmp_path / "source")
     niwaki.shrink(tmp_path / "source", tmp_path / "out", experts=0.25, calibration=CALIBRATION, measurement=HELDOUT)
@@ -140,6 +144,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["a scale", "no scale", "a code", "the other code", "too large a power"])
+@pytest.mark.slow
 def test_what_is_no_number_is_seen_before_any_work(tmp_path: Path, what: str) -> None:
     in_mxfp4(tmp_path / "model") if what == "too large a power" else in_fp8(tmp_path / "model")
     Checkpoint(tmp_path / "model")

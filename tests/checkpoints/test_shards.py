@@ -41,6 +41,7 @@ def test_tensors_that_are_not_contiguous(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "file")["turned"], value)
 
 
+@pytest.mark.slow
 def test_one_tensor_is_there_at_a_time(tmp_path: Path) -> None:
     there: list[weakref.ref[Tensor]] = []
 

@@ -497,6 +497,7 @@ def written(model: Path, tmp_path: Path) -> dict[str, list[object]]:
 
 
 @pytest.mark.parametrize("command", ["pack", "unpack", "export", "export gguf"])
+@pytest.mark.slow
 def test_an_interruption_of_what_is_all_or_nothing(
     written: dict[str, list[object]],
     tmp_path: Path,

@@ -300,6 +300,7 @@ def test_version_and_help(niwaki_: Command) -> None:
     ("words", "options"),
     [(["help"], ["--help"]), (["help", "prune"], ["prune", "--help"]), (["version"], ["--version"])],
 )
+@pytest.mark.slow
 def test_help_and_version_are_commands_too(niwaki_: Command, words: list[str], options: list[str]) -> None:
     ran = niwaki_(*words)
     assert (ran.code, ran.err) == (0, "")

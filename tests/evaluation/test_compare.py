@@ -601,6 +601,7 @@ def test_the_record_of_another_cell(tmp_path: Path, model: Path, whole: Comparis
     ],
     ids=range(7),
 )
+@pytest.mark.slow
 def test_tables_that_were_changed(tmp_path: Path, model: Path, whole: Comparison, change: Any, said: str) -> None:
     written = json.loads(whole.to_json())
     change(written["cells"])

@@ -261,7 +261,7 @@ def test_stages_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, model: Path, niwaki_: Command) -> None:  # noqa: F811
-    options = ("--calibration", "demo", "--samples", 4, "--seqlen", 16, "--text-samples", 0, "--device", "cpu")
+    options = ("--calibration", "demo", "--samples", 4, "--length", 16, "--text-samples", 0, "--device", "cpu")
     stages = ("--stage", "prune 2:4 effort=fast", "--stage", "export gguf-q8_0")
     ran = niwaki_("run", model, tmp_path / "out", *stages, *options)
     assert (ran.code, ran.err) == (0, "")

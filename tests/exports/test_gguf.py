@@ -23,7 +23,8 @@ from support.llama_cpp import LLAMA_CPP, ask, distance
 from support.models import (
     EMBEDDED,
     EMBEDDED_VOCABULARY,
-    add_tokenizer,
+    FEW_TOKENS,
+    add_small_tokenizer,
     edit_json,
     format_of,
     message,
@@ -41,8 +42,8 @@ TEXT = "The old man sat by the river in 1984, and didn't say a word.\n\n  </s> W
 
 
 def saved(path: Path, case: str, **changes: Any) -> Path:
-    random_model(case, vocab_size=EMBEDDED_VOCABULARY, **changes).save_pretrained(path)
-    return add_tokenizer(path)
+    random_model(case, vocab_size=FEW_TOKENS, **changes).save_pretrained(path)
+    return add_small_tokenizer(path)
 
 
 def exported(path: Path, case: str, kind: Any = "F16", **changes: Any) -> tuple[Path, list[str]]:
@@ -82,6 +83,7 @@ def test_transformers_reads_the_same_model(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.slow
 def test_values_in_groups(tmp_path: Path, kind: Any) -> None:
     niwaki.export("demo", tmp_path / "model.gguf", format_of(kind))
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
@@ -97,11 +99,12 @@ def test_values_in_groups(tmp_path: Path, kind: Any) -> None:
 
 @pytest.mark.slow
 def test_zeros_stay(tmp_path: Path) -> None:
-    out = tmp_path / "pruned"
-    niwaki.prune("demo", out, 0.5, effort="fast", solver="magnitude", calibration="demo", measurement=None)
+    source, out = saved(tmp_path / "source", "llama"), tmp_path / "pruned"
+    niwaki.prune(source, out, 0.5, effort="fast", solver="magnitude", calibration="demo", measurement=None)
     niwaki.export(out, tmp_path / "model.gguf", "gguf-q8_0")
-    pruned = AutoModelForCausalLM.from_pretrained(out).model.layers[3].mlp.up_proj.weight
-    (one,) = [t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors if t.name == "blk.3.ffn_up.weight"]
+    pruned = AutoModelForCausalLM.from_pretrained(out).model.layers[1].mlp.up_proj.weight
+    assert int((pruned == 0).sum()) == pruned.numel() // 2
+    (one,) = [t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors if t.name == "blk.1.ffn_up.weight"]
     read = torch.from_numpy(gguf.quants.dequantize(one.data, one.tensor_type))
     assert (read[pruned == 0] == 0).all()
 
@@ -172,6 +175,7 @@ def test_what_cannot_be_exported(tmp_path: Path, spoil: Any, kind: Any, error: t
         ("F16", float("inf"), "NaN or infinite"),
     ],
 )
+@pytest.mark.slow
 def test_values_beyond_half_precision(tmp_path: Path, kind: Any, largest: float, said: str) -> None:
     """Scales of groups are numbers of half precision, as all weights are in F16, and so is what comes of them."""
     source, file = save_model_with_tokenizer(tmp_path / "source"), tmp_path / "model.gguf"
@@ -194,6 +198,7 @@ def test_rows_that_have_no_groups(tmp_path: Path) -> None:
     assert "179" in notes[0]
 
 
+@pytest.mark.slow
 def test_tensors_that_transformers_has_no_place_for(tmp_path: Path) -> None:
     source = save_model_with_tokenizer(tmp_path / "source")
     change(model__layers__2__mlp__up_proj__weight=torch.ones(2, 2))(source)

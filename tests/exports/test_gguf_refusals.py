@@ -103,6 +103,7 @@ def test_layers_that_differ(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("value", [1, 3, "x"])
+@pytest.mark.slow
 def test_experts_of_models_that_have_none(tmp_path: Path, case: str, value: Any) -> None:
     """Families without experts do not read their number, and the file says nothing of it."""
     source = saved(tmp_path / "source", case)
@@ -296,6 +297,7 @@ def test_tokens_that_are_composed_themselves(tmp_path: Path) -> None:
     niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
 
 
+@pytest.mark.slow
 def test_special_tokens_that_are_split(tmp_path: Path) -> None:
     source = save_model_with_tokenizer(tmp_path / "source")
     edit_json(source / "tokenizer_config.json", split_special_tokens=True)

@@ -32,8 +32,9 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.journal import Journal
 from niwaki.texts.reading import read_windows
+from support.covering import covered
 from support.healing import LENGTH, TOKENS, divergence, drawn, heal, held, pruned_model, same_tensors, undrawn
-from support.models import COMMON, EACH_CASE, message, reference, save_model, save_model_with_tokenizer
+from support.models import COMMON, each_case_and, each_family, message, reference, save_model, save_model_with_tokenizer
 from support.runs import StopAt, files, tensors, zeros
 
 
@@ -54,7 +55,8 @@ class Notes(Progress):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("case", EACH_CASE)
+@each_family(1)
+@pytest.mark.slow
 def test_the_objective(tmp_path: Path, case: str) -> None:
     """What is said of the dense model gives the KL divergence and its gradient."""
     dense, pruned = save_model(tmp_path / "dense", case), save_model(tmp_path / "pruned", case, seed=1)
@@ -84,7 +86,7 @@ def test_the_objective(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(gradient.double(), wanted, rtol=1e-2, atol=2e-3 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("case", EACH_CASE)
+@each_family(2)
 def test_attention_of_short_windows_in_half_precision(tmp_path: Path, case: str) -> None:
     """Is computed in another way, which is the same but for rounding."""
     path, tokens = save_model(tmp_path / "model", case), TOKENS[:2]
@@ -128,6 +130,7 @@ def test_a_capped_head() -> None:
 
 
 @pytest.mark.parametrize("cap", [0.5, 3.0, 30.0])
+@pytest.mark.slow
 def test_a_cap_that_makes_predictions_flat(cap: float) -> None:
     """Where most of the probability is in no likely word, the divergence is that of all of them too."""
     head, dense, h, exact, _ = capped(cap, 4000, 2000)
@@ -161,8 +164,8 @@ def test_logits_of_another_kind(tmp_path: Path) -> None:
     assert "neither products of the head" in message(lambda: find_logits(model), UnsupportedModelError)
 
 
-@pytest.mark.parametrize("case", COMMON)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("case", "dtype"), [*zip(COMMON, [torch.bfloat16, torch.float32] * 3, strict=False)], ids=str)
+@pytest.mark.slow
 def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     """Nearer to the dense model by transformers' own account, with the same zeros and everything else as it was."""
     dense, pruned = pruned_model(tmp_path, case, dtype)
@@ -190,12 +193,12 @@ def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("case", EACH_CASE)
-@pytest.mark.parametrize(("method", "rate"), [("lora", 0.01), ("norms", 0.005)], ids=["lora", "norms"])
+@each_case_and(("method", "rate"), [("lora", 0.01), ("norms", 0.005)])
+@pytest.mark.slow
 def test_less_is_trained(tmp_path: Path, case: str, method: str, rate: float) -> None:
     """What is measured while it trains is what the files say in the end; all else stays."""
     dense, pruned = pruned_model(tmp_path, case, torch.bfloat16)
-    record = heal(pruned, tmp_path / "out", dense, tokens=3000, method=method, rate=rate)
+    record = heal(pruned, tmp_path / "out", dense, tokens=1000, method=method, rate=rate)
     assert record.healing
     points, best = record.healing.points, record.healing.points[record.healing.best]
     assert best.error < points[0].error
@@ -213,6 +216,7 @@ def test_less_is_trained(tmp_path: Path, case: str, method: str, rate: float) ->
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.slow
 def test_in_half_precision(tmp_path: Path, method: str) -> None:
     dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
     record = heal(pruned, tmp_path / "out", dense, tokens=3000, method=method, compute=Compute("cpu", "bfloat16"))
@@ -233,6 +237,7 @@ def test_the_dtype_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("case", ["llama", "zamba2"])
+@pytest.mark.slow
 def test_lora_is_a_product_of_low_rank(tmp_path: Path, case: str) -> None:
     """And its gradient is that of a plain one, by float64; of matrices that blocks share it is the same in all."""
     _, pruned = pruned_model(tmp_path, case)
@@ -262,6 +267,7 @@ def test_lora_is_a_product_of_low_rank(tmp_path: Path, case: str) -> None:
         torch.testing.assert_close(result.double(), changed[key].detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_steps(tmp_path: Path) -> None:
     """The same as a plain loop over whole models of transformers."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -317,6 +323,7 @@ def test_the_steps(tmp_path: Path) -> None:
         assert float((change - wanted).norm()) < 0.05 * float(wanted.norm()), name
 
 
+@pytest.mark.slow
 def test_stopped_at_each_point(tmp_path: Path) -> None:
     """The same bytes as in one go."""
     dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
@@ -340,6 +347,7 @@ def test_stopped_at_each_point(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_another_request_does_not_resume(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     with pytest.raises(KeyboardInterrupt):
@@ -349,6 +357,7 @@ def test_another_request_does_not_resume(tmp_path: Path) -> None:
     heal(pruned, tmp_path / "out", dense, rate=0.02, restart=True)
 
 
+@pytest.mark.slow
 def test_a_damaged_point(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     with pytest.raises(KeyboardInterrupt):
@@ -360,6 +369,7 @@ def test_a_damaged_point(tmp_path: Path) -> None:
     assert "is missing or damaged; start over with --restart" in text
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     own, calls = Head.divergence, 0
@@ -391,6 +401,7 @@ def test_never_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert same_tensors(pruned, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_too_high(tmp_path: Path) -> None:
     """From the best point, and not from one that it has destroyed."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -400,6 +411,7 @@ def test_a_rate_that_is_too_high(tmp_path: Path) -> None:
     assert record.healing.points[record.healing.best].error <= record.healing.points[0].error
 
 
+@pytest.mark.slow
 def test_lessons_that_are_lost_or_damaged(tmp_path: Path) -> None:
     """The dense model is asked again."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -419,6 +431,7 @@ def test_lessons_that_are_lost_or_damaged(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_healed_twice(tmp_path: Path) -> None:
     """The record of how it was pruned stays."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -440,6 +453,7 @@ def prune_and_heal(model: Path, out: Path, **changes: Any) -> Record:
     return niwaki.prune(model, out, 0.5, **options)
 
 
+@pytest.mark.slow
 def test_pruned_and_healed_in_one(tmp_path: Path) -> None:
     """What comes out is what pruning and then healing give."""
     dense = save_model(tmp_path / "dense")
@@ -490,6 +504,7 @@ def test_of_all_kinds_of_text_from_the_beginning() -> None:
 
 
 @pytest.mark.parametrize("method", ["full", "blocks"])
+@pytest.mark.slow
 def test_a_prefix_of_all_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """With tokens for an eighth of it, it is trained on both ends of a long text and on a second, short one."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -536,6 +551,7 @@ def test_windows_are_from_all_of_a_file(tmp_path: Path) -> None:
     assert found == ["random", "first"]
 
 
+@pytest.mark.slow
 def test_it_is_healed_on_text_that_was_not_pruned_on(tmp_path: Path) -> None:
     """The same as by hand, with what follows the calibration text."""
     dense = save_model_with_tokenizer(tmp_path / "dense")
@@ -550,6 +566,7 @@ def test_it_is_healed_on_text_that_was_not_pruned_on(tmp_path: Path) -> None:
     assert not same_tensors(tmp_path / "out", tmp_path / "pruned")
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_without_healing_is_seen_before_pruning(tmp_path: Path) -> None:
     dense, effort = save_model(tmp_path / "dense"), "best:synthetic=0:healing=0"
     with pytest.raises(KeyboardInterrupt):
@@ -618,6 +635,7 @@ def _is_last_phase(place: Path) -> bool:
     return any(Journal.read(path).complete for path in place.rglob(".*partial.json"))
 
 
+@pytest.mark.slow
 def test_another_run_in_the_way_of_one_that_heals(tmp_path: Path) -> None:
     """One that is pruned and to be healed is not lost without a word."""
     dense, effort = save_model(tmp_path / "dense"), "fast"
@@ -631,6 +649,7 @@ def test_another_run_in_the_way_of_one_that_heals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop_at", [1, 2])
+@pytest.mark.slow
 def test_pruned_and_stopped(tmp_path: Path, stop_at: int) -> None:
     dense = save_model(tmp_path / "dense")
     prune_and_heal(dense, tmp_path / "expected")
@@ -653,6 +672,7 @@ def test_pruned_and_stopped(tmp_path: Path, stop_at: int) -> None:
     ],
     ids=["memory", "blocks", "text"],
 )
+@pytest.mark.slow
 def test_what_is_not_healed_is_pruned_alone(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
     dense, said = save_model(tmp_path / "dense"), Notes()
     record = prune_and_heal(dense, tmp_path / "out", progress=said, **changes)
@@ -661,6 +681,7 @@ def test_what_is_not_healed_is_pruned_alone(tmp_path: Path, changes: dict[str, A
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
 
 
+@pytest.mark.slow
 def test_a_short_text(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     record = heal(pruned, tmp_path / "out", dense, calibration=TOKENS[:9])
@@ -692,9 +713,11 @@ def test_without_a_record(tmp_path: Path) -> None:
             assert not bool((value[:, ::2].signbit()).any())
 
 
+@covered
 @pytest.mark.parametrize("case", ["llama", "mixtral"])
 @pytest.mark.parametrize("method", ["full", "lora", "norms", "blocks"])
 @pytest.mark.parametrize("is_better", [True, False], ids=["better", "not better"])
+@pytest.mark.slow
 def test_zeros_with_a_sign(tmp_path: Path, case: str, method: str, is_better: bool) -> None:
     """As ``W * mask`` has them: they are zeros as any other, and the result has none with a sign."""
     dense = save_model(tmp_path / "dense", case)
@@ -718,6 +741,7 @@ def test_zeros_with_a_sign(tmp_path: Path, case: str, method: str, is_better: bo
             assert torch.equal(value, before[key])
 
 
+@pytest.mark.slow
 def test_smaller(tmp_path: Path) -> None:
     """A model without a block and some neurons."""
     dense = save_model(tmp_path / "dense", "llama grouped")
@@ -729,6 +753,7 @@ def test_smaller(tmp_path: Path) -> None:
     assert record.healing.points[record.healing.best].error < 0.8 * record.healing.points[0].error
 
 
+@pytest.mark.slow
 def test_perplexities(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     record = heal(pruned, tmp_path / "out", dense, measurement=TOKENS[:8])
@@ -741,6 +766,7 @@ def test_perplexities(tmp_path: Path) -> None:
         assert measured.value == pytest.approx(niwaki.evaluate(directory, TOKENS[:8], compute="cpu").value, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_time(tmp_path: Path) -> None:
     """It ends, whatever the tokens."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -765,6 +791,7 @@ def test_a_time(tmp_path: Path) -> None:
     ],
     ids=["tokens", "too many", "words", "time", "rate", "batch", "own text", "percent", "samples"],
 )
+@pytest.mark.slow
 def test_options_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     assert reason in message(lambda: heal(pruned, tmp_path / "out", dense, **changes))
@@ -792,6 +819,7 @@ def test_nothing_of_it_was_pruned(tmp_path: Path) -> None:
     assert "has no zeros and the shape of" in text
 
 
+@pytest.mark.slow
 def test_a_teacher_that_was_pruned_itself(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     shutil.copytree(pruned, tmp_path / "copy")
@@ -810,6 +838,7 @@ def test_a_damaged_record(tmp_path: Path) -> None:
     assert "niwaki.json" in message(lambda: heal(pruned, tmp_path / "out", dense), CheckpointError)
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_worse(tmp_path: Path) -> None:
     _, pruned = pruned_model(tmp_path, "llama")
     other = save_model(tmp_path / "other", "llama", seed=3)
@@ -819,8 +848,11 @@ def test_a_teacher_that_is_worse(tmp_path: Path) -> None:
         assert any("is it the right one?" in note for note in record.notes) == (before > came)
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize(("method", "rate"), [("full", 0.01), ("norms", 0.003)], ids=["full", "norms"])
+@pytest.mark.parametrize(
+    ("case", "method", "rate"),
+    [("llama", "norms", 0.003), ("gpt2", "full", 0.01), ("mixtral", "norms", 0.003), ("gpt_oss", "full", 0.01)],
+)
+@pytest.mark.slow
 def test_a_grid(tmp_path: Path, case: str, method: str, rate: float) -> None:
     """Weights stay on it, with its scales, and what is measured is what the files say."""
     dense, pruned = save_model(tmp_path / "dense", case), tmp_path / "pruned"
@@ -845,6 +877,7 @@ def test_a_grid(tmp_path: Path, case: str, method: str, rate: float) -> None:
         assert torch.equal(after[matrix.key], before[matrix.key]) == (method == "norms")
 
 
+@pytest.mark.slow
 def test_a_grid_without_zeros(tmp_path: Path) -> None:
     dense, rounded = save_model(tmp_path / "dense", "llama"), tmp_path / "rounded"
     niwaki.prune(dense, rounded, 0, quantize="int3:8", calibration=TOKENS, measurement=None, compute="cpu")
@@ -866,6 +899,7 @@ def test_too_little_memory(tmp_path: Path) -> None:
         assert "of memory, and there are 0.98 KiB" in text
 
 
+@pytest.mark.slow
 def test_memory_for_low_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("niwaki.healing.method.RANK", 1)  # or that of such a small model takes more
     dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)

@@ -58,8 +58,10 @@ def outputs(path: Path, tokens: Tensor) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", [*COMMON, "zamba2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*zip([*COMMON, "zamba2"], [torch.float32, torch.bfloat16] * 3, strict=True)], ids=str
+)
+@pytest.mark.slow
 def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     """Nearer to the dense model by transformers' own account, with the same zeros and everything else as it was."""
     dense, pruned = pruned_model(tmp_path, case, dtype)
@@ -83,6 +85,7 @@ def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_each_block_is_healed_on_what_the_healed_ones_give(tmp_path: Path) -> None:
     """The errors of the fits are those between transformers' hidden states of the whole models."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -100,6 +103,7 @@ def test_each_block_is_healed_on_what_the_healed_ones_give(tmp_path: Path) -> No
         assert fits[block].after < fits[block].before
 
 
+@pytest.mark.slow
 def test_the_steps(tmp_path: Path) -> None:
     """As many as the tokens take, of what the fits do not hold out."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -121,6 +125,7 @@ def test_the_usual_rate(tmp_path: Path) -> None:
     assert record.healing.rate == BLOCKS_RATE
 
 
+@pytest.mark.slow
 def test_stopped_after_each_block(tmp_path: Path) -> None:
     """The same bytes as in one go."""
     dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
@@ -140,6 +145,7 @@ def test_stopped_after_each_block(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_block_that_is_damaged_is_healed_again(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     heal(pruned, tmp_path / "whole", dense)
@@ -157,6 +163,7 @@ def test_a_block_that_is_damaged_is_healed_again(tmp_path: Path) -> None:
     assert same_tensors(tmp_path / "out", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_never_worse(tmp_path: Path) -> None:
     """Where healed blocks are not better together the model stays as it was."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -172,6 +179,7 @@ def test_never_worse(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral", "gpt_oss"])
+@pytest.mark.slow
 def test_a_grid(tmp_path: Path, case: str) -> None:
     """Weights stay on it, with its scales, and what is measured is what the files say."""
     dense, pruned = save_model(tmp_path / "dense", case), tmp_path / "pruned"
@@ -193,6 +201,7 @@ def test_a_grid(tmp_path: Path, case: str) -> None:
         assert torch.equal(left[matrix.key] == 0, came[matrix.key] == 0)
 
 
+@pytest.mark.slow
 def test_where_memory_is_for_nothing_else(tmp_path: Path) -> None:
     """And hidden states on disk change nothing."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -211,6 +220,7 @@ def test_where_memory_is_for_nothing_else(tmp_path: Path) -> None:
         assert "(blocks) of memory, and there are" in text
 
 
+@pytest.mark.slow
 def test_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends, and says how much there was time for; fits keep to it where that was wrong."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -226,6 +236,7 @@ def test_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(0 < fit.epochs <= fit.steps for fit in record.fits if fit.after < fit.before)
 
 
+@pytest.mark.slow
 def test_smaller(tmp_path: Path) -> None:
     """A model without some neurons has the same number of blocks, a model without a block has not."""
     dense = save_model(tmp_path / "dense", "llama grouped")
@@ -240,6 +251,7 @@ def test_smaller(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_perplexities(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     record = heal(pruned, tmp_path / "out", dense, measurement=TOKENS[:8])

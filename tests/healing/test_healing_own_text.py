@@ -46,6 +46,7 @@ def by_turns(real: Tensor, own: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("method", ["full", "blocks"])
+@pytest.mark.slow
 def test_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """The same model as from windows that are mixed by hand; what is held out was written last."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -65,6 +66,7 @@ def test_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 
 
 @pytest.mark.parametrize("method", ["full", "blocks"])
+@pytest.mark.slow
 def test_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """The text is kept: the same bytes as in one go."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -78,6 +80,7 @@ def test_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_where_the_dense_model_cannot_write(tmp_path: Path) -> None:
     """It is said, and real text is all that is trained on."""
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -89,6 +92,7 @@ def test_where_the_dense_model_cannot_write(tmp_path: Path) -> None:
     assert same_tensors(tmp_path / "without", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_where_there_is_no_time_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Likewise: what was written would all be held out."""
     dense, pruned = pruned_model(tmp_path, "llama")

@@ -77,6 +77,7 @@ class TestLargeFactorisations:
         monkeypatch.setattr(linalg, "_SMALL", 0)
 
     @pytest.mark.parametrize("n", [193, 448, 1100])
+    @pytest.mark.slow
     def test_against_float64(self, n: int, dtype: torch.dtype) -> None:
         H = gram(inputs("correlated", n, seed=0)).to(dtype)
         reference = torch.linalg.inv(damped(H, 0.1))

@@ -54,6 +54,7 @@ few = settings(max_examples=20)  # of each property for each of so many patterns
 class TestProperties:
     @given(st.one_of(whole_numbers, any_numbers), dtypes)
     @few
+    @pytest.mark.slow
     def test_the_mask_is_allowed_and_none_is_better(
         self, pattern: Pattern, values: list[float], dtype: torch.dtype
     ) -> None:
@@ -70,6 +71,7 @@ class TestProperties:
 
     @given(distinct_numbers, dtypes)
     @few
+    @pytest.mark.slow
     def test_the_projection_is_its_own(self, pattern: Pattern, values: list[int], dtype: torch.dtype) -> None:
         scores = four_by_four(values, dtype)
         mask = pattern.mask(scores)
@@ -77,6 +79,7 @@ class TestProperties:
 
     @given(st.one_of(whole_numbers, any_numbers), st.floats(0, 1), st.floats(0, 1))
     @few
+    @pytest.mark.slow
     def test_partial_masks_are_on_the_way(
         self, pattern: Pattern, values: list[float], one: float, other: float
     ) -> None:
@@ -91,6 +94,7 @@ class TestProperties:
 
     @given(st.integers(1, 3), st.integers(1, 10), st.integers(1, 48), st.booleans(), st.integers(0, 2**32 - 1))
     @few
+    @pytest.mark.slow
     def test_slices_cover_the_columns_and_counts_add_up(
         self, pattern: Pattern, tall: int, long: int, width: int, tied: bool, seed: int
     ) -> None:

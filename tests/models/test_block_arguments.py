@@ -78,6 +78,7 @@ def test_the_models_have_what_this_is_about() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("effort", [EFFORTS["fast"], _BALANCED], ids=["fast", "balanced"])
+@pytest.mark.slow
 def test_pruned_models_are_what_transformers_makes_of_them(tmp_path: Path, case: str, effort: Effort) -> None:
     model, out = save_model(tmp_path / "model", case), tmp_path / "out"
     # Files have keys and values of the last blocks too, which nothing reads.
@@ -103,6 +104,7 @@ def test_pruned_models_are_what_transformers_makes_of_them(tmp_path: Path, case:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_interrupted_runs_and_little_memory_give_the_same(tmp_path: Path, case: str) -> None:
     model, wanted = save_model(tmp_path / "model", case), tmp_path / "wanted"
     run(model, wanted)
@@ -121,6 +123,7 @@ def test_interrupted_runs_and_little_memory_give_the_same(tmp_path: Path, case: 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("samples", [2, 5])  # in one batch, in several
+@pytest.mark.slow
 def test_pieces_of_batches(tmp_path: Path, case: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sample has its own embeddings, keys and values, although there was one pass for all pieces of a size."""
     if samples == 2:
@@ -161,6 +164,7 @@ def test_embeddings_of_each_block_count_as_hidden_states(tmp_path: Path, case: s
         assert budget.spilled == tokens * (32 * streams + 4 * 8 + 2 * 2 * sum(heads))
 
 
+@pytest.mark.slow
 def test_removing_blocks_is_refused(tmp_path: Path) -> None:
     """The table of embeddings has a part for each block."""
     for case in (*CASES, "gemma3n_text unshared", "gemma4_text unshared"):

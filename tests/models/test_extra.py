@@ -113,6 +113,7 @@ def shrink(model: Path, out: Path, **parts: Any) -> Record:
     return niwaki.shrink(model, out, **parts, calibration=TOKENS, measurement=None, compute="cpu")
 
 
+@pytest.mark.slow
 def test_draft_layers_are_named_and_stay(
     tmp_path: Path, drafting: tuple[Path, dict[str, Tensor]], niwaki_: Command
 ) -> None:
@@ -129,6 +130,7 @@ def test_draft_layers_are_named_and_stay(
     assert all(raw(written[key]) == raw(value) for key, value in more.items())
 
 
+@pytest.mark.slow
 def test_smaller_models_have_no_draft_layers(tmp_path: Path, drafting: tuple[Path, dict[str, Tensor]]) -> None:
     model, more = drafting
     kind = json.loads((model / "config.json").read_text())["model_type"]
@@ -154,6 +156,7 @@ def test_smaller_models_have_no_draft_layers(tmp_path: Path, drafting: tuple[Pat
 
 
 @pytest.mark.parametrize("uses", [True, False, None])
+@pytest.mark.slow
 def test_smaller_models_do_not_generate_with_draft_layers(tmp_path: Path, uses: bool | None) -> None:
     """What is said of generating goes with the layers; all else of it stays, and so does all where none goes."""
     deepseek(tmp_path / "model")
@@ -194,6 +197,7 @@ def test_smaller_models_do_not_generate_with_draft_layers(tmp_path: Path, uses: 
         (lambda model: {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "", ""),
     ],
 )
+@pytest.mark.slow
 def test_what_else_files_have(tmp_path: Path, more: Callable[[Path], dict[str, Tensor]], name: str, what: str) -> None:
     model, out = save_model(tmp_path / "model", "llama"), tmp_path / "out"
     keys = add(model, more(model)).keys()
@@ -221,6 +225,7 @@ def test_packing_keeps_them(tmp_path: Path) -> None:
     assert all(raw(tensors(back)[key]) == raw(value) for key, value in more.items())
 
 
+@pytest.mark.slow
 def test_the_export_says_that_they_are_not_packed(tmp_path: Path) -> None:
     model, out = save_model(tmp_path / "model", "llama"), tmp_path / "exported"
     more = add(model, mtp("mtp"))

@@ -280,6 +280,7 @@ def test_models_that_are_understood_by_their_structure(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta"])
+@pytest.mark.slow
 def test_an_encoder_without_a_head(tmp_path: Path, kind: str) -> None:
     """As models that make embeddings are: pruned by errors alone, and nothing is measured."""
     model, out = save_unknown(tmp_path / "model", kind, AutoModel), tmp_path / "out"

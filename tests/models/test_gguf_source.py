@@ -26,15 +26,7 @@ from niwaki.models import gguf_source
 from niwaki.models.gguf_keys import follow_keys
 from niwaki.models.locate import locate_model
 from support.gguf_files import changed, header, tensor
-from support.models import (
-    EMBEDDED_VOCABULARY,
-    add_tokenizer,
-    edit_json,
-    format_of,
-    message,
-    random_model,
-    random_tokens,
-)
+from support.models import FEW_TOKENS, add_small_tokenizer, edit_json, format_of, message, random_model, random_tokens
 from support.runs import StopAt, files, raw, tensors
 
 gguf: Any = pytest.importorskip("gguf")
@@ -69,8 +61,8 @@ def file(small: tuple[Path, bytes], tmp_path: Path) -> Path:
 def exported(path: Path, case: str = "llama", kind: Any = "F16", **changes: Any) -> tuple[Path, Path]:
     """(a random model's directory, in float16; the file that it makes)."""
     source, file = path / "source", path / "model.gguf"
-    random_model(case, vocab_size=EMBEDDED_VOCABULARY, dtype=torch.float16, **changes).save_pretrained(source)
-    niwaki.export(add_tokenizer(source), file, format_of(kind))
+    random_model(case, vocab_size=FEW_TOKENS, dtype=torch.float16, **changes).save_pretrained(source)
+    niwaki.export(add_small_tokenizer(source), file, format_of(kind))
     return source, file
 
 
@@ -82,6 +74,7 @@ def logits(path: Path, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("case", ["llama grouped", "llama tied", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.slow
 def test_pruned_as_the_directory_it_was_made_from(tmp_path: Path, case: str) -> None:
     source, file = exported(tmp_path, case)
     niwaki.prune(source, tmp_path / "expected", 0.5, **PLAIN)
@@ -100,6 +93,7 @@ def test_pruned_as_the_directory_it_was_made_from(tmp_path: Path, case: str) -> 
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_eight_bits_are_those_of_the_package(tmp_path: Path) -> None:
     source, file = exported(tmp_path, "qwen2", "Q8_0", hidden_size=64, intermediate_size=96)
     directory = locate_model(str(file))
@@ -135,6 +129,7 @@ def test_other_commands_and_places(tmp_path: Path, small: tuple[Path, bytes], fi
     assert locate_model(str(source)) == source
 
 
+@pytest.mark.slow
 def test_the_same_bytes_again(tmp_path: Path, cache: Path, file: Path) -> None:
     first = locate_model(str(file))
     assert locate_model(str(file)) == first
@@ -146,6 +141,7 @@ def test_the_same_bytes_again(tmp_path: Path, cache: Path, file: Path) -> None:
     assert json.loads((locate_model(str(renamed)) / ORIGIN).read_text())["file"] == "renamed.gguf"
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_without_the_cache(tmp_path: Path, cache: Path, file: Path) -> None:
     options: dict[str, Any] = {"solver": "wanda", "calibration": TOKENS, "measurement": None}
     niwaki.prune(file, tmp_path / "whole", 0.5, **options)
@@ -204,6 +200,7 @@ def test_damaged_files(cache: Path, file: Path, size: int) -> None:
         (lambda _, kept: kept["blk.0.ffn_up.weight"].fill(float("nan")), CheckpointError, "NaN or infinite values"),
     ],
 )
+@pytest.mark.slow
 def test_what_would_be_left_out(file: Path, change: Any, error: Any, said: str) -> None:
     changed(file, change)
     answer = message(lambda: locate_model(str(file)), error)
@@ -237,6 +234,7 @@ def test_a_file_that_may_not_be_read(file: Path, monkeypatch: pytest.MonkeyPatch
         {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32},
     ],
 )
+@pytest.mark.slow
 def test_stretched_positions(tmp_path: Path, stretch: dict[str, Any]) -> None:
     rope = {"rope_theta": 500_000.0, **stretch}
     if rope["rope_type"] == "llama3":
@@ -252,13 +250,16 @@ def test_stretched_positions(tmp_path: Path, stretch: dict[str, Any]) -> None:
     torch.testing.assert_close(logits(directory), logits(source), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
     """As SmolLM2's are; all other ways are in test_gguf_source_tokenizer.py."""
     source = tmp_path / "source"
-    random_model("llama", vocab_size=EMBEDDED_VOCABULARY).save_pretrained(source)
+    random_model("llama", vocab_size=FEW_TOKENS).save_pretrained(source)
     steps = [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "add_prefix_space": False}]
     steps[1] |= {"trim_offsets": True, "use_regex": True}
-    edit_json(add_tokenizer(source) / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+    edit_json(
+        add_small_tokenizer(source) / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": steps}
+    )
     niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     own, ours = (AutoTokenizer.from_pretrained(each) for each in (source, locate_model(str(tmp_path / "model.gguf"))))
     for text in ("a  12345", " 12345", "x\t\t1\n\n 2"):
@@ -284,6 +285,7 @@ def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
         ("niwaki.unknown", "x", "STRING"),
     ],
 )
+@pytest.mark.slow
 def test_keys_that_would_be_left_out(file: Path, key: str, value: Any, kind: str) -> None:
     changed(file, lambda fields, _: fields.update({f"llama.{key}": (value, [TYPES[kind]])}))
     said = message(lambda: locate_model(str(file)), UnsupportedModelError)
@@ -336,6 +338,7 @@ def test_keys_that_change_nothing(small: tuple[Path, bytes], file: Path) -> None
         *("tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.merges"),
     ],
 )
+@pytest.mark.slow
 def test_keys_that_are_missing(file: Path, key: str) -> None:
     name = key if key.startswith("tokenizer") else f"llama.{key}"
     changed(file, lambda fields, _: fields.pop(name))
@@ -369,12 +372,13 @@ def test_keys_that_the_configuration_is_made_to_say(file: Path) -> None:
     assert config.sliding_window == 7
 
 
+@pytest.mark.slow
 def test_a_name_that_the_reader_takes_for_another_family(tmp_path: Path) -> None:
     """With the general.name mistral it makes a configuration of that family, of which it then knows no tensors."""
     source = tmp_path / "mistral"
     config: dict[str, Any] = {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    random_model("mistral", vocab_size=EMBEDDED_VOCABULARY, dtype=torch.float16, **config).save_pretrained(source)
-    niwaki.export(add_tokenizer(source), tmp_path / "model.gguf", "gguf-f16")
+    random_model("mistral", vocab_size=FEW_TOKENS, dtype=torch.float16, **config).save_pretrained(source)
+    niwaki.export(add_small_tokenizer(source), tmp_path / "model.gguf", "gguf-f16")
     directory = locate_model(str(tmp_path / "model.gguf"))
     read = AutoConfig.from_pretrained(directory)
     assert (read.model_type, read.num_key_value_heads, read.rope_parameters["rope_theta"]) == ("llama", 2, 5e5)

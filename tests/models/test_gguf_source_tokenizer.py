@@ -18,7 +18,7 @@ from niwaki.checkpoints.gguf_header import read_header
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.gguf_source_tokenizer import SPLITTINGS, read_tokenizer
 from support.gguf_files import changed
-from support.models import EMBEDDED_VOCABULARY, add_tokenizer, message, random_model
+from support.models import FEW_TOKENS, add_small_tokenizer, message, random_model
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -56,8 +56,8 @@ OWN: dict[str, Any] = {
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GGUF file of a small model with the embedded vocabulary."""
     place = tmp_path_factory.mktemp("exported")
-    random_model("llama", vocab_size=EMBEDDED_VOCABULARY).save_pretrained(place / "model")
-    niwaki.export(add_tokenizer(place / "model"), place / "model.gguf", "gguf-f16")
+    random_model("llama", vocab_size=FEW_TOKENS).save_pretrained(place / "model")
+    niwaki.export(add_small_tokenizer(place / "model"), place / "model.gguf", "gguf-f16")
     return place / "model.gguf"
 
 
@@ -91,8 +91,8 @@ def renamed(file: Path, out: Path, name: str | None, **more: Any) -> Path:
 @pytest.mark.parametrize("name", OWN)
 def test_as_the_model_s_own(tmp_path: Path, name: str) -> None:
     source = tmp_path / "model"
-    random_model("llama", vocab_size=EMBEDDED_VOCABULARY).save_pretrained(source)
-    add_tokenizer(source)
+    random_model("llama", vocab_size=FEW_TOKENS).save_pretrained(source)
+    add_small_tokenizer(source)
     content = json.loads((source / "tokenizer.json").read_text())
     content["model"]["ignore_merges"] = SPLITTINGS[name].whole
     content["normalizer"] = {"type": "NFC"} if SPLITTINGS[name].composed else None
@@ -151,8 +151,8 @@ def test_what_is_unknown(file: Path, tmp_path: Path) -> None:
         other = renamed(file, tmp_path / "model.gguf", name)
         text = message(lambda other=other: read(other), UnsupportedModelError)  # type: ignore[misc]
         assert f"in the way {said} (tokenizer.ggml.pre)" in text
-    other = renamed(file, tmp_path / "model.gguf", "gpt-2", bos_token_id=EMBEDDED_VOCABULARY)
-    assert "says that token 4096 is its bos token" in message(lambda: read(other), CheckpointError)
+    other = renamed(file, tmp_path / "model.gguf", "gpt-2", bos_token_id=FEW_TOKENS)
+    assert f"says that token {FEW_TOKENS} is its bos token" in message(lambda: read(other), CheckpointError)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_what_is_unknown(file: Path, tmp_path: Path) -> None:
         ("merges", ["a b c"], [TYPES.ARRAY, TYPES.STRING], "merges 'a b c', which are not two tokens"),
         ("merges", 5, [TYPES.UINT32], "has tokenizer.ggml.merges 5, no list of texts; get another"),
         ("tokens", None, [], "lacks the field tokenizer.ggml.tokens"),
-        ("tokens", ["a"] * EMBEDDED_VOCABULARY, [TYPES.ARRAY, TYPES.STRING], "has some of its tokens twice"),
-        ("token_type", [1], [TYPES.ARRAY, TYPES.INT32], "has 4,096 tokens, and 1 in tokenizer.ggml.token_type"),
+        ("tokens", ["a"] * FEW_TOKENS, [TYPES.ARRAY, TYPES.STRING], "has some of its tokens twice"),
+        ("token_type", [1], [TYPES.ARRAY, TYPES.INT32], f"has {FEW_TOKENS} tokens, and 1 in tokenizer.ggml.token_type"),
         ("model", None, [], "lacks the field tokenizer.ggml.model"),
         ("model", "llama", [TYPES.STRING], "lacks the field tokenizer.ggml.scores"),
     ],

@@ -73,6 +73,7 @@ def prune(model: Path, out: Path, **changes: Any) -> Record:
     ],
     ids=["jetmoe", "hunyuan", "deepseek"],
 )
+@pytest.mark.slow
 def test_what_chooses_stays(tmp_path: Path, kind: str, values: dict[str, Any], reasons: dict[str, str]) -> None:
     model = save(tmp_path / "model", kind, **values)
     record = prune(model, tmp_path / "out")

@@ -151,6 +151,7 @@ def losses(path: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_the_language_model_inside_is_pruned(tmp_path: Path, kind: str) -> None:
     model = save(tmp_path / "model", kind)
     torch.testing.assert_close(losses(model), whole_losses(model))
@@ -186,6 +187,7 @@ def test_experts_that_files_have_twice(tmp_path: Path) -> None:
     assert "twice" in text
 
 
+@pytest.mark.slow
 def test_several_models_in_one(tmp_path: Path) -> None:
     AutoConfig.for_model("qwen2_5_omni").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")

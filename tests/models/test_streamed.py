@@ -107,6 +107,7 @@ def test_the_models_tell_families_apart(tmp_path: Path) -> None:
     assert any(name.endswith("k_norm.weight") for name in names)
 
 
+@pytest.mark.slow
 def test_hidden_states_are_those_of_the_whole_model(directory: Path, whole: PreTrainedModel, tokens: Tensor) -> None:
     expected = full_hidden_states(whole, tokens)
     model = stream_of(directory)
@@ -127,6 +128,7 @@ def test_hidden_states_are_those_of_the_whole_model(directory: Path, whole: PreT
 
 
 @pytest.mark.parametrize("logits", [1, blocks.LOGITS_PER_BATCH])  # a window at a time, a batch at a time
+@pytest.mark.slow
 def test_losses_are_cross_entropies_of_the_whole_model(
     directory: Path, whole: PreTrainedModel, tokens: Tensor, logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +146,7 @@ def test_losses_are_cross_entropies_of_the_whole_model(
     assert expected.std() > 0.02  # not all the same
 
 
+@pytest.mark.slow
 def test_gram_matrices_are_those_of_the_inputs(directory: Path, whole: PreTrainedModel, tokens: Tensor) -> None:
     compare_grams(directory, whole, tokens)
 
@@ -361,6 +364,7 @@ def test_logits_are_computed_for_losses_only(directory: Path, tokens: Tensor) ->
     handle.remove()
 
 
+@pytest.mark.slow
 def test_only_one_block_is_in_memory(directory: Path, tokens: Tensor) -> None:
     model = stream_of(directory)
     assert_clean(model)
@@ -382,6 +386,7 @@ def test_only_one_block_is_in_memory(directory: Path, tokens: Tensor) -> None:
     assert_clean(model)
 
 
+@pytest.mark.slow
 def test_weights_that_are_released_while_they_are_pruned(directory: Path, tokens: Tensor) -> None:
     kept, model = stream_of(directory), StreamedModel(Checkpoint(directory), "cpu", "float32", MemoryBudget(1 << 30))
     states, expected = model.embed(tokens), kept.embed(tokens)
@@ -405,6 +410,7 @@ def test_weights_that_are_released_while_they_are_pruned(directory: Path, tokens
     assert_clean(model)
 
 
+@pytest.mark.slow
 def test_everything_is_let_go_of_when_the_consumer_raises(directory: Path, tokens: Tensor) -> None:
     class ConsumerError(Exception):
         pass

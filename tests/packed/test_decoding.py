@@ -79,6 +79,7 @@ def expected(model: PreTrainedModel, tokens: Tensor, given: int = 3) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_as_the_dense_model(case: str, tmp_path: Path, counted: Counted) -> None:
     model = sparse_model(tmp_path / "model", case)
     niwaki.pack(model, tmp_path / "packed")
@@ -90,6 +91,7 @@ def test_as_the_dense_model(case: str, tmp_path: Path, counted: Counted) -> None
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_in_bfloat16_as_near_as_transformers(case: str, tmp_path: Path, counted: Counted) -> None:
     model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16)
     niwaki.pack(model, tmp_path / "packed")
@@ -103,6 +105,7 @@ def test_in_bfloat16_as_near_as_transformers(case: str, tmp_path: Path, counted:
     assert (found - right).norm() < 1.2 * (theirs - right).norm()
 
 
+@pytest.mark.slow
 def test_every_path_and_number_of_threads(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = random_tokens(1, LENGTH)
     best = kernels.best_path()
@@ -148,6 +151,7 @@ def test_a_prompt_with_padding(packed: Any, counted: Counted) -> None:
     assert counted.blocks > before
 
 
+@pytest.mark.slow
 def test_copies_and_other_dtypes(packed: Any, counted: Counted) -> None:
     """Nothing of the old tensors is used for new ones."""
     tokens = random_tokens(1, LENGTH)

@@ -57,6 +57,7 @@ def test_as_transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", EACH)
+@pytest.mark.slow
 def test_in_bfloat16(kind: str) -> None:
     """As far from float32 as transformers is, in both directions."""
     model, exact = (packed_model(kind, dtype, **all_experts(kind)) for dtype in (torch.bfloat16, torch.float32))
@@ -69,6 +70,7 @@ def test_in_bfloat16(kind: str) -> None:
         assert steps == model.config.num_hidden_layers * 24
 
 
+@pytest.mark.slow
 def test_the_sizes_of_smollm2() -> None:
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
     others: dict[str, Any] = {
@@ -178,6 +180,7 @@ DEVIATIONS: dict[str, tuple[str, type[nn.Module]]] = {
 
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)
+@pytest.mark.slow
 def test_what_a_class_does_otherwise(deviation: str) -> None:
     path, other = DEVIATIONS[deviation]
     model = packed_model("llama", torch.bfloat16)
@@ -236,6 +239,7 @@ def _weight(block: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_wrapped, _patched, _hook, _dropout, _eager, _norm])
+@pytest.mark.slow
 def test_changes_that_the_library_does_not_follow(change: Callable[[Any], None]) -> None:
     model, tokens = packed_model("llama"), random_tokens(1, 8)
     before, _, steps = both(model, tokens, 2)
@@ -254,6 +258,7 @@ def test_changes_that_the_library_does_not_follow(change: Callable[[Any], None])
 
 
 @pytest.mark.parametrize("change", [_epsilon, _scaling, _weight])
+@pytest.mark.slow
 def test_changes_that_the_library_follows(change: Callable[[Any], None]) -> None:
     model, tokens = packed_model("llama"), random_tokens(1, 8)
     before, _, steps = both(model, tokens, 2)

@@ -35,7 +35,7 @@ from niwaki.packed.matrix import PADDING, pack
 from niwaki.records.progress import Progress
 from niwaki.runs.workplace import Workplace
 from support.models import (
-    each_case,
+    each_family,
     edit_json,
     is_pruned,
     message,
@@ -59,7 +59,7 @@ def same_files(a: Path, b: Path) -> bool:
     return names[0] == names[1] and all((a / n).read_bytes() == (b / n).read_bytes() for n in names[0])
 
 
-@each_case
+@each_family(0)
 @pytest.mark.slow
 def test_every_family_there_and_back(case: str, tmp_path: Path) -> None:
     model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16, sparsity=0.9)
@@ -184,6 +184,7 @@ def test_nothing_packed_is_read_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(set(read)) == sorted(key for key in stored if not stored[key].packed)
 
 
+@pytest.mark.slow
 def test_without_the_library_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -508,6 +509,7 @@ def test_float8_stays_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["pack", "unpack"])
 @pytest.mark.parametrize("there", [False, True])
+@pytest.mark.slow
 def test_stopped_while_it_was_moved(what: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a folder that is in its place already; the same command ends it."""
     model, out = sparse_model(tmp_path / "model"), tmp_path / "out"
@@ -976,6 +978,7 @@ def test_what_no_run_writes_about_a_grid(what: Callable[..., object], odd: dict[
     ],
 )
 @pytest.mark.parametrize("what", [niwaki.pack, niwaki.export])
+@pytest.mark.slow
 def test_scales_beside_the_model_that_no_run_writes(
     what: Callable[..., object], change: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ from niwaki.recipes import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
 from support.arguments import arguments
-from support.models import decoder_blocks, each_case, is_pruned, message, random_tokens, reference, save_model
+from support.models import decoder_blocks, each_family, is_pruned, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, raw, tensors, zeros
 from support.streams import save_starved
 
@@ -121,7 +121,7 @@ def test_methods_that_are_named_are_plain(tmp_path: Path) -> None:
 # What comes of it
 
 
-@each_case
+@each_family(0)
 @pytest.mark.slow
 def test_every_family(tmp_path: Path, case: str) -> None:
     """The right weights are pruned, and nothing besides is changed."""
@@ -177,6 +177,7 @@ def test_each_effort_is_worth_it(tmp_path: Path, case: str) -> None:
     assert fitted < 0.9 * fast
 
 
+@pytest.mark.slow
 def test_the_fit_is_that_of_the_weights_that_are_written(tmp_path: Path) -> None:
     """Of one batch, all is held out: the error in the record is that of the model on the disk."""
     model = save_model(tmp_path / "model")
@@ -185,6 +186,7 @@ def test_the_fit_is_that_of_the_weights_that_are_written(tmp_path: Path) -> None
     assert [fit.after for fit in record.fits] == pytest.approx(errors, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_experts_without_tokens(tmp_path: Path) -> None:
     model = save_starved(tmp_path / "model")
     record = run(model, tmp_path / "out")
@@ -215,6 +217,7 @@ def test_half_precision(tmp_path: Path, dtype: str, computing: str) -> None:
             assert zeros(value) == value.numel() // 2
 
 
+@pytest.mark.slow
 def test_a_given_mask_stays(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     run(model, tmp_path / "lender", solver="magnitude", effort="fast")
@@ -237,6 +240,7 @@ def test_without_perplexity_the_weights_are_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("effort", ["fast", FITTED])
+@pytest.mark.slow
 def test_the_dense_model_runs_for_fits_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effort: str) -> None:
     advanced: list[int] = []
     advance = DecoderBlock.advance
@@ -269,8 +273,7 @@ def test_some_blocks_only(tmp_path: Path, blocks: tuple[int, int]) -> None:
 # The same bytes
 
 
-@pytest.mark.parametrize("case", ["llama grouped", "mixtral"])
-@pytest.mark.parametrize("effort", ["fast", FITTED])
+@pytest.mark.parametrize(("case", "effort"), [("llama grouped", FITTED), ("mixtral", "fast")])
 @pytest.mark.slow
 def test_nothing_else_makes_a_difference(tmp_path: Path, case: str, effort: str) -> None:
     """Twice; with little memory; stopped behind each block, with and without little memory."""
@@ -340,6 +343,7 @@ def test_another_effort_is_another_run(tmp_path: Path) -> None:
 # What is told of it
 
 
+@pytest.mark.slow
 def test_stages_and_steps(tmp_path: Path) -> None:
     class Watch(Progress):
         def __init__(self) -> None:
@@ -382,6 +386,7 @@ def test_efforts_in_words() -> None:
     ("effort", "unstructured", "two_four"),
     [("balanced", 0.3, 0.6), ("balanced:epochs=2", 2, 2), ("balanced:epochs=0", 0, 0), ("best", 1, 1)],
 )
+@pytest.mark.slow
 def test_more_epochs_where_zeros_cannot_be_shared_out(
     tmp_path: Path, effort: str, unstructured: float, two_four: float
 ) -> None:

@@ -57,6 +57,7 @@ def perplexity(path: Path) -> float:
 
 
 @pytest.mark.parametrize("case", MIXTURES)
+@pytest.mark.slow
 def test_what_is_written_is_what_was_measured(tmp_path: Path, case: str) -> None:
     source, out = saved(tmp_path / "source", case), tmp_path / "out"
     name = MIXTURES[case]
@@ -113,6 +114,7 @@ def scores(source: Path, block: int) -> Tensor:
     return totals / counts
 
 
+@pytest.mark.slow
 def test_the_experts_with_the_lowest_scores_go(tmp_path: Path) -> None:
     source = saved(tmp_path / "source", "qwen3_moe many")
     record = shrunk(source, tmp_path / "out", 0.25)
@@ -121,6 +123,7 @@ def test_the_experts_with_the_lowest_scores_go(tmp_path: Path) -> None:
     assert record.structure.experts[0] == sorted(lowest.tolist())
 
 
+@pytest.mark.slow
 def test_as_many_of_each_group(tmp_path: Path) -> None:
     record = shrunk(saved(tmp_path / "source", "deepseek_v3"), tmp_path / "out")
     assert record.structure is not None
@@ -159,6 +162,7 @@ def test_heads_and_experts_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_moe many", "qwen2_moe", "mixtral", "olmoe", "gpt_oss"])
+@pytest.mark.slow
 def test_neurons_of_experts(tmp_path: Path, case: str) -> None:
     source, out = saved(tmp_path / "source", case), tmp_path / "out"
     record = shrunk(source, out, 0.3, "expert_neurons")  # of 24 or 48, where 16 or 32 stay
@@ -202,6 +206,7 @@ def test_neurons_that_cannot_be_removed(tmp_path: Path, case: str, options: dict
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.slow
 def test_what_goes_is_freed_before_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     move = BlockTensors.move
 

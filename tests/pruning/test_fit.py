@@ -268,6 +268,7 @@ def test_weights_on_a_grid(tmp_path: Path) -> None:
     assert moved > 0.1
 
 
+@pytest.mark.slow
 def test_the_best_epoch_stays(tmp_path: Path) -> None:
     """One batch to learn by heart, and one that sees it."""
     directory = save_model(tmp_path / "model")

@@ -18,6 +18,7 @@ from niwaki.evaluation.evaluate import evaluate
 from niwaki.layer.patterns import NM, PerRow
 from niwaki.layer.solvers import SOLVERS, SparseGPT
 from niwaki.recipes import prune
+from support.covering import FULL
 from support.models import (
     each_case,
     each_case_and,
@@ -57,7 +58,7 @@ def test_a_solver_that_does_nothing_changes_nothing(
     for path in source.glob("*.safetensors*"):
         assert (out / path.name).read_bytes() == path.read_bytes()
     tokens = random_tokens(2, 24, seed=2)
-    for computing in (dtype, torch.float32):
+    for computing in {dtype, torch.float32}:
         before, after = (reference(path, computing)(tokens).logits for path in (source, out))
         assert torch.equal(before, after)
     assert record.sparsity == 0
@@ -67,15 +68,21 @@ def test_a_solver_that_does_nothing_changes_nothing(
     assert sum(sizes) == sum(t.numel() for key, t in tensors(source).items() if is_pruned(case, key))
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+EVERYWHERE: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
+    "60 %": ("llama grouped", {"sparsity": 0.6}, torch.bfloat16),
+    "2:4": ("qwen2 window", {"pattern": "2:4"}, torch.float32),
+    "per row": ("qwen3", {"pattern": PerRow(0.7)}, torch.float32),
+}
+
+
 @pytest.mark.parametrize(
-    ("case", "options", "dtype"),
+    ("solver", "case", "options", "dtype"),
     [
-        ("llama grouped", {"sparsity": 0.6}, torch.bfloat16),
-        ("qwen2 window", {"pattern": "2:4"}, torch.float32),
-        ("qwen3", {"pattern": PerRow(0.7)}, torch.float32),
+        pytest.param(solver, *EVERYWHERE[name], id=f"{name}-{solver}")
+        for i, solver in enumerate(SOLVERS)
+        for j, name in enumerate(EVERYWHERE)
+        if FULL or i % 3 == j
     ],
-    ids=["60 %", "2:4", "per row"],
 )
 @pytest.mark.slow
 def test_every_solver(
@@ -226,6 +233,7 @@ def test_config_json_gains_one_key(model: Path, out: Path) -> None:
 # How it goes about it
 
 
+@pytest.mark.slow
 def test_progress_is_told_everything(model: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     diary = Diary(wants_steps=True)
     run(model, out, solver="admm1", progress=diary)

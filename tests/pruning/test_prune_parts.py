@@ -313,6 +313,7 @@ def test_some_blocks_only_of_a_run_that_is_stopped(tmp_path: Path, out: Path) ->
         assert (out / path.name).read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
 
 
+@pytest.mark.slow
 def test_some_blocks_only_with_the_mask_of_a_model(tmp_path: Path, out: Path) -> None:
     source = save_model(tmp_path / "model", "llama grouped")
     run(source, out / "a", blocks=(1, 2), pattern="2:4")

@@ -222,6 +222,7 @@ def test_errors_are_those_of_an_independent_computation(tmp_path: Path, out: Pat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_perplexities_are_those_of_transformers(tmp_path: Path, out: Path, dtype: torch.dtype) -> None:
     source = save_model(tmp_path / "model", "qwen2", dtype=dtype)
     text = random_tokens(5, 24, seed=1)
@@ -237,6 +238,7 @@ def test_perplexities_are_those_of_transformers(tmp_path: Path, out: Path, dtype
     assert record.perplexity["before"].value != pytest.approx(record.perplexity["after"].value, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_which_perplexities(model: Path, out: Path) -> None:
     text = random_tokens(5, 24, seed=1)
     both = run(model, out / "both", text=text).perplexity

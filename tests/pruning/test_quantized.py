@@ -25,7 +25,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.recipes import prune
 from niwaki.records.record import Record
 from support.arguments import arguments
-from support.models import each_case, is_pruned, message, random_tokens, reference, save_model
+from support.models import each_family, is_pruned, message, random_tokens, reference, save_model
 from support.runs import files, raw, stopped, tensors, zeros
 
 TOKENS = random_tokens(24, 24)
@@ -80,7 +80,7 @@ def check(model: Path, out: Path, grid: Grid, case: str = "llama", even: bool = 
     assert sum(zeros(after[key]) for key in pruned) >= sum(after[key].numel() for key in pruned) // 2
 
 
-@each_case
+@each_family(2)
 @pytest.mark.slow
 def test_every_family(tmp_path: Path, case: str) -> None:
     model = save_model(tmp_path / "model", case)
@@ -113,6 +113,7 @@ def test_every_dtype(tmp_path: Path, dtype: str, quantize: str) -> None:
         assert ".layers.1." in key
 
 
+@pytest.mark.slow
 def test_weights_are_fitted_to_their_grid(tmp_path: Path) -> None:
     """Not only rounded: at 8 bits the output error of Wanda's mask is below that of weights left as they were."""
     model = save_model(tmp_path / "model")
@@ -127,6 +128,7 @@ def test_weights_are_fitted_to_their_grid(tmp_path: Path) -> None:
         assert after.error < third.error
 
 
+@pytest.mark.slow
 def test_nothing_is_pruned_at_sparsity_0(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     record = run(model, tmp_path / "out", solver="continuation", sparsity=0, quantize="int8", measure="none")
@@ -147,6 +149,7 @@ def test_efforts_keep_to_the_grid(tmp_path: Path, effort: str) -> None:
         assert matrix.sparsity == zeros(stored) / stored.numel()
 
 
+@pytest.mark.slow
 def test_importance_of_rows_leaves_no_trace_on_the_grid(tmp_path: Path) -> None:
     """Where rows do not compete, weights and scales are those without importance."""
     model = save_model(tmp_path / "model", dtype=torch.bfloat16)

@@ -160,6 +160,7 @@ def test_how_runs_differ() -> None:
         assert Journal([there]).differences([here]) == [said]
 
 
+@pytest.mark.slow
 def test_tf32_is_part_of_what_was_asked_where_there_is_any(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +187,7 @@ def test_other_versions_are_refused(tmp_path: Path, model: Path, monkeypatch: py
     assert f"niwaki {metadata.version('niwaki')} there, 9.9 here" in said
 
 
+@pytest.mark.slow
 def test_restart(tmp_path: Path, model: Path) -> None:
     stopped(model, tmp_path / "out")
     record = run(model, tmp_path / "out", restart=True, solver="magnitude")
@@ -234,45 +236,57 @@ ON_GRID = {"effort": "best:epochs=1:synthetic=0:healing=0", "quantize": "int4:16
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize("damage", ["weight", "header", "scale", "cut", "gone", "folder", "all", "plan", "no plan"])
-@pytest.mark.slow
-def test_what_is_damaged_is_done_again(tmp_path: Path, model: Path, damage: str) -> None:
-    whole = run(model, tmp_path / "whole", **ON_GRID)
-    stopped(model, tmp_path / "out", 15, **ON_GRID)
-    partial, plan = tmp_path / ".out.partial" / "1", tmp_path / ".out.partial" / "plan.safetensors"
-    entry, scale = Checkpoint(model).entries[UP], read_header(partial / FILE)[f"{UP}_scale"]
-    shard = partial / entry.shard
-    match damage:
+def damage(partial: Path, model: Path, what: str) -> None:
+    """Of what an unfinished run has kept in ``partial``, in the first block but for the plan."""
+    entry, scale = Checkpoint(model).entries[UP], read_header(partial / "1" / FILE)[f"{UP}_scale"]
+    shard, plan = partial / "1" / entry.shard, partial / "plan.safetensors"
+    match what:
         case "weight":
             flip(shard, entry.offset)
         case "header":
             flip(shard, 9)
         case "scale":
-            flip(partial / FILE, scale.offset)
+            flip(partial / "1" / FILE, scale.offset)
         case "cut":
             os.truncate(shard, entry.offset + 1)
         case "folder":
             shard.unlink()
             shard.mkdir()
         case "all":
-            shutil.rmtree(partial)
+            shutil.rmtree(partial / "1")
         case "plan":
             flip(plan, -1)
         case "no plan":
             plan.unlink()
         case _:
             shard.unlink()
-    progress = StopAt(100)
-    record = run(model, tmp_path / "out", progress=progress, **ON_GRID)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
-    again = {note.split()[1] for note in progress.notes if "done again" in note}
-    expected = {"header": set(), "plan": set(), "no plan": set(), "all": {"0", "1"}}.get(damage, {"0"})
-    assert again == expected if damage in ("weight", "scale", "header", "all") else again >= expected
-    assert any("plan" in note for note in progress.notes) == ("plan" in damage)
-    assert [(m.block, m.name, m.error) for m in record.matrices] == [(m.block, m.name, m.error) for m in whole.matrices]
-    assert [fit.after for fit in record.fits] == [fit.after for fit in whole.fits]
-    assert record.notes == whole.notes
-    assert names(tmp_path) == ["model", "out", "whole"]
+
+
+@pytest.mark.slow
+def test_what_is_damaged_is_done_again(tmp_path: Path, model: Path) -> None:
+    whole = run(model, tmp_path / "whole", **ON_GRID)
+    out, partial, journal = tmp_path / "out", tmp_path / ".out.partial", tmp_path / ".out.partial.json"
+    stopped(model, out, 15, **ON_GRID)
+    shutil.copytree(partial, tmp_path / "kept")
+    shutil.copyfile(journal, tmp_path / "kept.json")
+    for what in ("weight", "header", "scale", "cut", "gone", "folder", "all", "plan", "no plan"):
+        if not partial.exists():
+            shutil.copytree(tmp_path / "kept", partial)
+            shutil.copyfile(tmp_path / "kept.json", journal)
+        damage(partial, model, what)
+        progress = StopAt(100)
+        record = run(model, out, progress=progress, **ON_GRID)
+        assert files(out) == files(tmp_path / "whole"), what
+        again = {note.split()[1] for note in progress.notes if "done again" in note}
+        expected = {"header": set(), "plan": set(), "no plan": set(), "all": {"0", "1"}}.get(what, {"0"})
+        assert again == expected if what in ("weight", "scale", "header", "all") else again >= expected
+        assert any("plan" in note for note in progress.notes) == ("plan" in what)
+        found, meant = ([(m.block, m.name, m.error) for m in each.matrices] for each in (record, whole))
+        assert found == meant
+        assert [fit.after for fit in record.fits] == [fit.after for fit in whole.fits]
+        assert record.notes == whole.notes
+        assert names(tmp_path) == ["kept", "kept.json", "model", "out", "whole"]
+        shutil.rmtree(out)
 
 
 @pytest.mark.slow
@@ -354,6 +368,7 @@ def test_another_run_where_only_the_move_was_missing(
     assert files(out) == files(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_only_the_journal_was_left(tmp_path: Path, model: Path, unmoved: Callable[[Path], None]) -> None:
     """Moved, but for the last step; another run for the same place changes nothing."""
     out, partial = tmp_path / "out", tmp_path / ".out.partial"

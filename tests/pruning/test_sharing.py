@@ -90,6 +90,7 @@ def check(model: Path, out: Path, record: Record, case: str) -> None:
 
 
 @pytest.mark.parametrize("effort", ["fast", "balanced", "fast:epochs=1", "balanced:allocation=owl"])
+@pytest.mark.slow
 def test_every_effort(tmp_path: Path, model: Path, case: str, effort: str) -> None:
     record = run(model, tmp_path / "out", solver="sparsegpt", effort=effort)
     check(model, tmp_path / "out", record, case)
@@ -131,6 +132,7 @@ def first_inputs(model: Path, out: Path, block: int) -> dict[str, Tensor]:
     return linear_inputs(whole, block, TOKENS)
 
 
+@pytest.mark.slow
 def test_inputs_are_those_of_all_blocks(tmp_path: Path, model: Path, case: str) -> None:
     """Against hooks in whole models: pruned up to the first block that has a matrix, dense for all others."""
     found = problems(model, tmp_path / "out", effort="fast")
@@ -151,6 +153,7 @@ def test_inputs_are_those_of_all_blocks(tmp_path: Path, model: Path, case: str) 
         assert found[first, own][2] == SAMPLES * LENGTH
 
 
+@pytest.mark.slow
 def test_fits_leave_what_is_shared(tmp_path: Path) -> None:
     """The rate of fits changes all else in the first block, which has the transformer, and not that."""
     model, rates = save_model(tmp_path / "model", "zamba"), (0.001, 0.01)
@@ -164,21 +167,23 @@ def test_fits_leave_what_is_shared(tmp_path: Path) -> None:
 # Interruptions
 
 
-@pytest.mark.parametrize("matrices", [1, 5, 14, 24])
-def test_resumed_runs_give_the_same_bytes(tmp_path: Path, matrices: int) -> None:
+@pytest.mark.slow
+def test_resumed_runs_give_the_same_bytes(tmp_path: Path) -> None:
     """Before and after the first blocks that have what is shared are done."""
     model = save_model(tmp_path / "model", "zamba2")
     changes = {"solver": "sparsegpt", "effort": "balanced:epochs=1"}
     whole = run(model, tmp_path / "whole", **changes)
-    stopped(model, tmp_path / "out", matrices, **changes)
-    diary = Diary()
-    record = run(model, tmp_path / "out", progress=diary, **changes)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
-    assert [(each.name, each.error) for each in record.matrices] == [(e.name, e.error) for e in whole.matrices]
-    again = [event for event in diary.events if event[0] == "stage" and event[2] == "sharing"]
-    assert bool(again) == (matrices < 20)
+    for matrices in (1, 5, 14, 24):
+        out, diary = tmp_path / f"out {matrices}", Diary()
+        stopped(model, out, matrices, **changes)
+        record = run(model, out, progress=diary, **changes)
+        assert files(out) == files(tmp_path / "whole"), matrices
+        assert [(each.name, each.error) for each in record.matrices] == [(e.name, e.error) for e in whole.matrices]
+        again = [event for event in diary.events if event[0] == "stage" and event[2] == "sharing"]
+        assert bool(again) == (matrices < 20)
 
 
+@pytest.mark.slow
 def test_what_is_shared_is_damaged(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "zamba2")
     run(model, tmp_path / "whole")
@@ -200,6 +205,7 @@ def test_what_is_shared_is_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "shared", "stay"), [("0:2", {1}, 0), ("2:4", {2}, 1), ("3:6", set(), 2)])
+@pytest.mark.slow
 def test_only_some_blocks(tmp_path: Path, blocks: str, shared: set[int], stay: int) -> None:
     """What is shared is pruned with the first of its blocks, or stays, which is noted."""
     model = save_model(tmp_path / "model", "zamba2")
@@ -217,6 +223,7 @@ def test_only_some_blocks(tmp_path: Path, blocks: str, shared: set[int], stay: i
 # Files
 
 
+@pytest.mark.slow
 def test_files_may_name_any_of_the_blocks(tmp_path: Path) -> None:
     """As transformers reads them."""
     model = save_model(tmp_path / "model", "zamba")
@@ -232,6 +239,7 @@ def test_files_may_name_any_of_the_blocks(tmp_path: Path) -> None:
     assert all(raw(after[key]) == raw(value) for key, value in expected.items())
 
 
+@pytest.mark.slow
 def test_files_with_a_copy_for_each_block(tmp_path: Path) -> None:
     """They are pruned on their own, and transformers reads them so."""
     model = save_model(tmp_path / "model", "zamba")
@@ -251,6 +259,7 @@ def test_files_with_a_copy_for_each_block(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_packed_models_share(tmp_path: Path, model: Path, case: str) -> None:
     run(model, tmp_path / "out", effort="fast")
     niwaki.pack(tmp_path / "out", tmp_path / "packed")
@@ -272,6 +281,7 @@ def _export(model: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize(("call", "expected"), [(_shrink, "share weights"), (_export, "of its own")])
+@pytest.mark.slow
 def test_what_sharing_does_not_allow(tmp_path: Path, call: Callable[[Path, Path], None], expected: str) -> None:
     model = save_model(tmp_path / "model", "zamba2")
     assert expected in message(lambda: call(model, tmp_path / "out"), UnsupportedModelError)

@@ -85,6 +85,7 @@ def test_two_of_four_over_a_model_with_more_zeros(model: Path, tmp_path: Path, o
 
 
 @pytest.mark.parametrize("effort", ["fast", "fast:epochs=1:batch=48"])
+@pytest.mark.slow
 def test_a_grid_alone(model: Path, tmp_path: Path, effort: str) -> None:
     options: dict[str, Any] = {"solver": None, "quantize": "int4:16", "effort": effort, "measure": "none"}
     record = run(model, tmp_path / "out", sparsity=0, **options)
@@ -96,6 +97,7 @@ def test_a_grid_alone(model: Path, tmp_path: Path, effort: str) -> None:
 
 
 @pytest.mark.parametrize("effort", ["fast", "fast:allocation=loss", "fast:allocation=error"])
+@pytest.mark.slow
 def test_half_over_less(tmp_path: Path, effort: str) -> None:
     """In each matrix, or in all together where zeros are shared out, and then also where some matrix has more."""
     model = sparse_model(tmp_path / "model", sparsity=0.3)
@@ -119,12 +121,14 @@ def test_half_over_less(tmp_path: Path, effort: str) -> None:
     ("allocation", "pattern"),
     [("owl", "unstructured:0.5"), ("owl", "per-row:0.5"), ("loss", "mixed-2:4")],
 )
+@pytest.mark.slow
 def test_other_allocations(model: Path, tmp_path: Path, allocation: str, pattern: str) -> None:
     options: dict[str, Any] = {"sparsity": None, "pattern": pattern, "effort": f"fast:allocation={allocation}"}
     check(model, tmp_path / "out", run(model, tmp_path / "out", measure="none", **options))
 
 
 @pytest.mark.parametrize("case", ["mixtral", "gpt2"])
+@pytest.mark.slow
 def test_other_layouts(tmp_path: Path, case: str) -> None:
     model = sparse_model(tmp_path / "model", case, sparsity=0.6, dtype=torch.bfloat16)
     record = run(model, tmp_path / "out", solver="admm1", sparsity=None, pattern="2:4", measure="none")
@@ -132,6 +136,7 @@ def test_other_layouts(tmp_path: Path, case: str) -> None:
     assert 0.6 < record.sparsity < 0.8
 
 
+@pytest.mark.slow
 def test_a_format_that_is_kept(tmp_path: Path) -> None:
     """Codes of zero, of which MXFP4 has many: in what came out of it there is no other number."""
     in_mxfp4(tmp_path / "model")
@@ -148,6 +153,7 @@ def test_a_format_that_is_kept(tmp_path: Path) -> None:
     assert again.sparsity > first.sparsity
 
 
+@pytest.mark.slow
 def test_zeros_may_be_revived(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if they were none: what solvers get is the pattern itself."""
     options: dict[str, Any] = {"solver": "continuation", "sparsity": None, "pattern": "2:4", "measure": "none"}
@@ -181,6 +187,7 @@ def test_zeros_may_be_revived(model: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("solver", ["exact", "continuation", "wanda"])
+@pytest.mark.slow
 def test_kept_zeros_that_stay(tmp_path: Path, solver: str) -> None:
     """More zeros than the pattern asks for are in rows that lose nothing: their weights are the best ones already."""
     model = sparse_model(tmp_path / "model", sparsity=0.5)
@@ -198,6 +205,7 @@ def test_kept_zeros_that_stay(tmp_path: Path, solver: str) -> None:
     assert said in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_grid_that_revives(model: Path, tmp_path: Path) -> None:
     """What is said of rounding is a share of the weights that there were, and never below 0."""
     options: dict[str, Any] = {"sparsity": 0, "quantize": "int4:16", "measure": "none"}
@@ -220,6 +228,7 @@ def test_few_zeros_are_not_worth_a_note(tmp_path: Path) -> None:
     assert not any("zeros_before" in matrix.stats for matrix in dense.matrices)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped(model: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sparsity": None, "pattern": "2:4"}
     run(model, tmp_path / "whole", **options)
@@ -266,6 +275,7 @@ def test_masks_are_extended_to_a_pattern(tmp_path: Path, solver: str, pattern: s
         assert f"to satisfy it {added:,} weights more become zero" in said
 
 
+@pytest.mark.slow
 def test_masks_with_more_zeros_than_a_pattern_asks_for(tmp_path: Path) -> None:
     dense, lender = save_model(tmp_path / "dense"), tmp_path / "lender"
     run(dense, lender, solver="magnitude", sparsity=None, pattern="1:4", measure="none")

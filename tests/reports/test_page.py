@@ -394,6 +394,7 @@ def test_fits(tmp_path: Path) -> None:
     assert len(re.findall(r'aria-roledescription="point"', shown.figures[0].wide)) == 4
 
 
+@pytest.mark.slow
 def test_healing(tmp_path: Path) -> None:
     """With what was trained on, where that was measured; of old records not what they have before any step."""
     for which, losses in (("full", (None, 0.5)), ("full", (0.75, 0.5)), ("blocks", (None, None))):
@@ -697,6 +698,7 @@ def test_masks_of_a_model(pruned: Path) -> None:
         assert picture.zeros == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_text_is_the_most_likely_one(pruned: Path) -> None:
     """A token at a time, by the whole model without a cache."""
     (text,) = generate(Checkpoint(pruned), ["It was a dark"])

@@ -70,6 +70,7 @@ class StopAfter(Progress):
         self.told.append((done, blocks, where))
 
 
+@pytest.mark.slow
 def test_the_same_as_by_hand(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "llama grouped")
     options: dict[str, Any] = {"calibration": TOKENS, "measurement": None, "compute": CPU}
@@ -124,14 +125,17 @@ LISTS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("stages", LISTS.values(), ids=LISTS)
-@pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])
-def test_stopped_anywhere(tmp_path: Path, stages: tuple[Any, ...], there: bool) -> None:
-    """At moments of all stages, some of them twice: the bytes are those of a run that was not."""
+@pytest.mark.slow
+def test_stopped_anywhere(tmp_path: Path, stages: tuple[Any, ...]) -> None:
+    """At moments of all stages, some of them twice: the bytes are those of a run that was not.
+
+    The output is a new directory and an empty one in turns.
+    """
     model, whole = save_model(tmp_path / "model", "llama grouped"), StopAfter()
     work(model, tmp_path / "whole", *stages, progress=whole)
     expected = files(tmp_path / "whole")
-    for number in range(1, whole.count, max(1, whole.count // 9)):
-        if there:
+    for turn, number in enumerate(range(1, whole.count, max(1, whole.count // 9))):
+        if turn % 2:
             (tmp_path / "out").mkdir()
         for at in (number, number // 2 + 1):
             progress = StopAfter(at)
@@ -160,6 +164,7 @@ def test_stopped_anywhere(tmp_path: Path, stages: tuple[Any, ...], there: bool) 
     ],
     ids=["blocks and heads", "neurons, fitted", "experts, fitted", "neurons of experts"],
 )
+@pytest.mark.slow
 def test_shrinking_resumes(tmp_path: Path, case: str, options: dict[str, Any]) -> None:
     """After each block; what is done is not done again, and what is damaged is."""
     model = save_model(tmp_path / "model", case)
@@ -193,6 +198,7 @@ def test_shrinking_resumes(tmp_path: Path, case: str, options: dict[str, Any]) -
         (tmp_path / "out").rmdir()
 
 
+@pytest.mark.slow
 def test_blocks_that_shrink_are_fitted(tmp_path: Path) -> None:
     """What is left comes nearer to the dense blocks, on text of which it has seen nothing too."""
     model = save_model(tmp_path / "model", "llama grouped")
@@ -254,6 +260,7 @@ def test_texts_are_read_before_the_first_stage(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
 
 
+@pytest.mark.slow
 def test_another_recipe(tmp_path: Path) -> None:
     """A stage that has begun has to be the same; one that is still to come may be another."""
     model = save_model(tmp_path / "model", "llama grouped")
@@ -278,6 +285,7 @@ def test_another_recipe(tmp_path: Path) -> None:
     assert record.healing.tokens == 200
 
 
+@pytest.mark.slow
 def test_a_stage_that_was_damaged(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "llama grouped")
 
@@ -318,6 +326,7 @@ def test_a_run_of_an_earlier_version(tmp_path: Path) -> None:
     again(restart=True)
 
 
+@pytest.mark.slow
 def test_what_is_measured_on_is_new_to_all_stages(tmp_path: Path) -> None:
     """And the same for all: that after the windows that heal trains on."""
     model = save_model_with_tokenizer(tmp_path / "model")
@@ -381,6 +390,7 @@ def test_recipes(tmp_path: Path) -> None:
     assert "cannot be read" in message(lambda: read_recipe(file))
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, niwaki_: Command) -> None:  # noqa: F811
     model = save_model_with_tokenizer(tmp_path / "model")
     file = tmp_path / "recipe.toml"
@@ -401,6 +411,7 @@ def test_the_command(tmp_path: Path, niwaki_: Command) -> None:  # noqa: F811
         assert "say what to do" in niwaki_("run", model, tmp_path / "c", *arguments, *options).err
 
 
+@pytest.mark.slow
 def test_zeros_stay(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "llama grouped")
     work(model, tmp_path / "out", Prune("2:4", solver="wanda"), HEAL, Quantize("int8", effort="fast"))
@@ -435,6 +446,7 @@ def test_parameters_of_stages() -> None:
         Heal(own_text=2)
 
 
+@pytest.mark.slow
 def test_the_space_that_two_stages_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is read and one that is written; what is there of them already counts."""
     model = save_model(tmp_path / "model", "llama grouped")

@@ -487,6 +487,7 @@ def test_all_three_from_shards(tmp_path: Path, dtype: torch.dtype) -> None:
     assert not [path for path in listing(tmp_path) if path.startswith(".")]
 
 
+@pytest.mark.slow
 def test_the_same_run_writes_the_same_bytes(tmp_path: Path) -> None:
     source = save_model(tmp_path / "model", "llama grouped")
     outs = [tmp_path / "one", tmp_path / "other"]
@@ -736,6 +737,7 @@ def test_a_run_that_was_killed_before_its_end(tmp_path: Path, monkeypatch: pytes
     assert all((out / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in SHARDS)
 
 
+@pytest.mark.slow
 def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of other units have the right shapes."""
     without = UnitParameter.without
@@ -761,6 +763,7 @@ def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypat
         ("llama", {"neurons": 0.25, "effort": "fast:epochs=1:batch=24"}, [""]),
     ],
 )
+@pytest.mark.slow
 def test_zeros_that_fits_lose(
     tmp_path: Path, case: str, options: dict[str, Any], names: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

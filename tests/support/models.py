@@ -32,6 +32,8 @@ from support.covering import FULL
 #: The model that ships with niwaki, and its tokenizer's size.
 EMBEDDED = Path(str(files("niwaki"))) / "data" / "model"
 EMBEDDED_VOCABULARY = 4096
+#: What is left of it where nothing hangs on the words: readers of GGUF files take a second for all of them.
+FEW_TOKENS = 512
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -209,9 +211,22 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 #: One of each kind: matrices on their own and joined, transposed ones, experts one by one and in one tensor.
 COMMON = ("llama grouped", "phi3", "gpt2", "mixtral", "gpt_oss")
+#: Blocks get keys and values from others, which no other kind of model tries.
+HANDED_ON = ("gemma3n_text", "gemma4_text")
 #: All, of which ``make quick`` runs the common ones.
 EACH_CASE = [pytest.param(case, marks=() if case in COMMON else pytest.mark.slow) for case in CASES]
 each_case = pytest.mark.parametrize("case", EACH_CASE)
+
+
+def some_of_each_family(turn: int) -> list[Any]:
+    """A case of every family, another one at the next turn, and those like no other: for what takes long."""
+    families = [list(cases) for _, cases in itertools.groupby(CASES, key=lambda case: case.split()[0])]
+    chosen = {cases[turn % len(cases)] for cases in families} | {*COMMON, *HANDED_ON}
+    return [param for param in EACH_CASE if FULL or param.values[0] in chosen]
+
+
+def each_family(turn: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", some_of_each_family(turn))
 
 
 def each_case_and(names: tuple[str, ...], values: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
@@ -360,6 +375,16 @@ def add_tokenizer(path: Path) -> Path:
     """Gives a model with its vocabulary the embedded model's tokenizer."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(EMBEDDED / name, path / name)
+    return path
+
+
+def add_small_tokenizer(path: Path) -> Path:
+    """Gives a model the first of the embedded model's tokens: single bytes, and what they are joined to first."""
+    add_tokenizer(path)
+    model = json.loads((path / "tokenizer.json").read_text())["model"]
+    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < FEW_TOKENS}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    edit_json(path / "tokenizer.json", model=model)
     return path
 
 

@@ -110,6 +110,7 @@ def test_answers_are_those_of_each_prompt_alone(model: Path, prompts: str) -> No
         ({"do_sample": True, "temperature": "warm", "top_k": True, "top_p": None}, "temperature 1, top-p 1"),
     ],
 )
+@pytest.mark.slow
 def test_how_answers_are_drawn(model: Path, prompts: str, settings: dict[str, Any], said: str) -> None:
     edit_json(model / "generation_config.json", **settings)
     assert f"in its chat template, drawn with {said}; a window" in given(model, prompts, 1).origin
@@ -259,6 +260,7 @@ def test_what_makes_no_sense(model: Path, prompts: str, tmp_path: Path) -> None:
         ("a" * 1100000, "has 1,100,000 characters"),
     ],
 )
+@pytest.mark.slow
 def test_templates_without_end(
     model: Path, prompts: str, monkeypatch: pytest.MonkeyPatch, template: str, said: str
 ) -> None:
@@ -269,6 +271,7 @@ def test_templates_without_end(
     assert said in text
 
 
+@pytest.mark.slow
 def test_texts_are_those_that_transformers_makes(model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}" + (
@@ -288,6 +291,7 @@ def test_texts_are_those_that_transformers_makes(model: Path) -> None:
     assert encode(AutoTokenizer.from_pretrained(model), text) == ids
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_generate(model: Path, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise NotImplementedError("not this one")
@@ -329,6 +333,7 @@ def test_compare(model: Path, prompts: str, tmp_path: Path) -> None:
     assert niwaki.compare(model, tmp_path / "out", **asked).cells == found.cells
 
 
+@pytest.mark.slow
 def test_answers_and_a_text(model: Path, prompts: str, tmp_path: Path, niwaki_: Command) -> None:
     small = ("--samples", "4", "--length", str(LENGTH), "--text", "demo-held", "--text-samples", "2")
     texts = ("--calibration", prompts, "--calibration", "demo", "--answers", "own")

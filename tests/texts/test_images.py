@@ -138,6 +138,7 @@ def whole_grams(path: Path, name: str, inputs: list[Inputs]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_blocks_receive_what_they_do_in_the_whole_model(tmp_path: Path, kind: str) -> None:
     path, inputs = save(tmp_path / "model", kind), samples(kind)
     model = StreamedModel(Checkpoint(path), "cpu", "float32")
@@ -203,6 +204,7 @@ def run(model: Path, out: Path, file: Path, effort: str = "fast", **options: Any
 
 
 @pytest.mark.parametrize("effort", ["fast", "balanced", "best", "balanced:epochs=0.5"])
+@pytest.mark.slow
 def test_a_model_is_pruned_on_images(tmp_path: Path, processor: None, effort: str) -> None:
     model = save(tmp_path / "model", "llava")
     record = run(model, tmp_path / "out", chats(tmp_path / "data"), effort, solver="sparsegpt")
@@ -224,6 +226,7 @@ def weights(path: Path) -> bytes:
     return (path / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_other_pictures_give_other_weights(tmp_path: Path, processor: None) -> None:
     model, file = save(tmp_path / "model", "llava"), chats(tmp_path / "data")
     first = run(model, tmp_path / "out", file)
@@ -233,6 +236,7 @@ def test_other_pictures_give_other_weights(tmp_path: Path, processor: None) -> N
     assert weights(tmp_path / "out") != weights(tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes(tmp_path: Path, processor: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, file = save(tmp_path / "model", "llava"), chats(tmp_path / "data")
     run(model, tmp_path / "whole", file, "balanced")
@@ -252,6 +256,7 @@ def test_a_stopped_run_resumes(tmp_path: Path, processor: None, monkeypatch: pyt
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_little_memory_changes_nothing(tmp_path: Path, processor: None) -> None:
     model, file = save(tmp_path / "model", "llava"), chats(tmp_path / "data")
     run(model, tmp_path / "out", file)
@@ -274,6 +279,7 @@ BAD: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
+@pytest.mark.slow
 def test_conversations_that_are_refused(tmp_path: Path, processor: None, kind: str) -> None:
     """With the line, before anything is written."""
     model, file = save(tmp_path / "model", "llava"), chats(tmp_path / "data")
@@ -285,6 +291,7 @@ def test_conversations_that_are_refused(tmp_path: Path, processor: None, kind: s
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "model"]
 
 
+@pytest.mark.slow
 def test_what_is_for_text_is_refused(tmp_path: Path, processor: None) -> None:
     model, file = save(tmp_path / "model", "llava"), str(chats(tmp_path / "data"))
     for options, said in (
@@ -323,6 +330,7 @@ def test_the_tower_has_to_be_there(tmp_path: Path, processor: None) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "model"]
 
 
+@pytest.mark.slow
 def test_with_a_processor_of_transformers(tmp_path: Path) -> None:
     """From pictures on the disk to a pruned model that transformers loads."""
     image = pytest.importorskip("PIL.Image")

@@ -124,6 +124,7 @@ def test_the_first_guess_may_cut_a_token(tokenizer: PreTrainedTokenizerBase, mon
 
 
 @pytest.mark.parametrize(("at_once", "overlap"), [(777, 300), (3001, 1000), (60_000, 700)])
+@pytest.mark.slow
 def test_long_texts_become_tokens_in_parts(
     text: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, at_once: int, overlap: int
 ) -> None:

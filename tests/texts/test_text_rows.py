@@ -399,6 +399,7 @@ def chat(model: Path) -> ChatTemplate | None:
         ([{"messages": TALK}, {"messages": [{"role": "fail", "content": "x"}]}], "line 3: the model's chat template"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_no_conversation(tmp_path: Path, model: Path, rows: list[Any], said: str) -> None:
     failing = "{% if messages[0].role == 'fail' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
     edit_json(model / "tokenizer_config.json", chat_template=failing)
@@ -439,6 +440,7 @@ def test_conversations_are_made_into_text_as_they_are_needed(
         ({"id": 1, "question": "Add.", "answer": "3"}, "Add.", "question and answer"),
     ],
 )
+@pytest.mark.slow
 def test_tasks(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], asked: str, columns: str
 ) -> None:
@@ -491,6 +493,7 @@ def test_commands(niwaki_: Command, tmp_path: Path, model: Path) -> None:
         assert said in ran.err
 
 
+@pytest.mark.slow
 def test_answers_in_the_place_of_others_are_noted(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("niwaki.texts.answers.cached_assets_path", lambda *_: tmp_path / "kept")
     source = written(tmp_path / "a.jsonl", [{"messages": TALK}, {"messages": TALK[:1]}])

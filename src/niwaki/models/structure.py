@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from niwaki.checkpoints.tensors import read_json
@@ -47,7 +48,7 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
             )
         for each in (config, config.get_text_config()):  # some files ask for more, or for tuples
             each.return_dict, each.output_hidden_states, each.output_attentions = True, False, False
-        with init_empty_weights(include_buffers=False), _UntouchedZeros():
+        with init_empty_weights(include_buffers=False), no_init_weights(), _UntouchedZeros():
             # One expert after the other: the other ways of running them sort tokens into one large product.
             model = auto_class(config).from_config(
                 config, dtype=dtype, experts_implementation="eager", trust_remote_code=False
