@@ -46,12 +46,13 @@ class _Options:
         """``value``, or where it is something else the options with it in the first field and the usual rest."""
         return value if isinstance(value, cls) else cls(value)  # type: ignore[call-arg]
 
-    def only(self, caller: str, *names: str) -> None:
+    def only(self, caller: str, *names: str, hint: str = "") -> None:
         """Raises UsageError where another field than ``names`` was chosen, which ``caller`` does not use."""
         values: Any = self  # one of the dataclasses below
         for field in dataclasses.fields(values):
             if field.name not in names and getattr(self, field.name) != field.default:
-                raise UsageError(f"{caller} does not use {field.name}; got {field.name}={getattr(self, field.name)!r}")
+                got = f"{field.name}={getattr(self, field.name)!r}"
+                raise UsageError(f"{caller} does not use {field.name}; got {got}{hint}")
 
 
 @checked_names

@@ -247,7 +247,8 @@ def heal(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`. After the first point the same call resumes at the last one.
     """
-    Calibration.of(calibration).only("heal", "text", "length", "order", "seed", "answers", "bos", "field")
+    known = ("text", "length", "order", "seed", "answers", "bos", "field")
+    Calibration.of(calibration).only("heal", *known, hint="; how much it trains on is tokens")
     Compute.of(compute).only("heal", "device", "dtype", "max_memory")
     stage = Heal(method, tokens, max_time, rate, batch, own_text, teacher)
     return _execute("heal", pruned, out, [stage], calibration, measurement, compute, restart, progress)

@@ -26,6 +26,10 @@ STAGES: dict[str, Callable[..., Stage]] = {
 }
 #: The parameter that may stand without its name.
 _FIRST = {"prune": "pattern", "quantize": "grid", "export": "format"}
+#: For words without a name.
+_EXAMPLES = {"shrink": "neurons=0.25", "prune": "pattern=0.5", "quantize": "grid=int4:128", "heal": "max_time=30m"}
+#: What stages are told by recipes and efforts, and not by people.
+_INTERNAL = ("left_out", "times")
 #: What a recipe has beside its stages.
 _STAGES = "stages"
 
@@ -46,7 +50,8 @@ def make_stage(text: str) -> Stage:
         key, equals, value = word.partition("=")
         if not equals:
             if name not in _FIRST or _FIRST[name] in given:
-                raise UsageError(f"{word!r} of the stage {text!r} has no name; parameters are written NAME=VALUE")
+                hint = f", such as {_EXAMPLES[name]}" if name in _EXAMPLES else ""
+                raise UsageError(f"{word!r} of the stage {text!r} has no name; parameters are written NAME=VALUE{hint}")
             key, value = _FIRST[name], word
         if key in given:
             raise UsageError(f"the stage {text!r} gives {key} twice")
@@ -60,7 +65,8 @@ def _made(name: str, given: dict[str, Any]) -> Stage:
         raise UnknownNameError("stage", name, STAGES)
     kind: Any = STAGES[name]
     known = {field.name: get_type_hints(kind)[field.name] for field in dataclasses.fields(kind) if field.init}
-    known.pop("left_out", None)
+    for internal in _INTERNAL:
+        known.pop(internal, None)
     for key, value in given.items():
         if key not in known:
             raise UnknownNameError(f"parameter of the stage {name}", key, known)

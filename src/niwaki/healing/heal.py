@@ -115,7 +115,7 @@ class Heal:
 
     def __str__(self) -> str:
         tokens = f"tokens {self.tokens}" if self.times is None else f"{self.times:g} times the tokens calibrated on"
-        given = {"time": self.max_time, "method": None if self.method == "auto" else self.method, "rate": self.rate}
+        given = {"max_time": self.max_time, "method": None if self.method == "auto" else self.method, "rate": self.rate}
         return ", ".join([tokens, *(f"{name} {value}" for name, value in given.items() if value is not None)])
 
 

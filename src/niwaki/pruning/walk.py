@@ -200,7 +200,8 @@ class Walk:
     def _measure(self, streams: Streams, heldout: Windows | None) -> None:
         """Puts sparsity, perplexity and memory into the record, after the last block."""
         model, record, run = self.model, self.record, self.run
-        for said in (_zeros_before(record, self.request.revive), _kept_at_zero(record)):
+        zeros = "" if run.earlier else _zeros_before(record, self.request.revive)  # of another stage they are no news
+        for said in (zeros, _kept_at_zero(record)):
             if said:
                 self.run.note(self.record, said)
         record.sparsity = sum(run.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())

@@ -126,9 +126,11 @@ def _finish(run: Run, record: Record) -> None:
     assert place
     if len(run.stages) > 1:
         others = earlier.stages if earlier else []
+        # A format is not measured: the perplexity in the record is that of the stage before.
+        measured = None if stage.is_format else record.perplexity.get("after")
         record.stages = [
             *others,
-            StageRecord(stage.name, str(stage), run.clock.total(), record.perplexity.get("after")),
+            StageRecord(stage.name, str(stage), run.clock.total(), measured),
         ]
     if earlier:
         run.clock.add(earlier.seconds)

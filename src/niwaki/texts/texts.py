@@ -146,7 +146,7 @@ class _Reading:
         self._notes += [note for part in self._given if part for note in part.notes]
         if self._names and not any(self._given):
             if self.calibration.length is None:
-                self._notes.append(f"sequence length {self._length:,}, because none was asked for")
+                self._notes.append(f"windows of {self._length:,} tokens, because no length was asked for")
             if self.model.tokenizer.chat_template:
                 self._notes.append(
                     "this model has a chat template; if it is to answer questions, --calibration answers calibrates on "
