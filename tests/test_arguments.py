@@ -170,6 +170,7 @@ def test_arguments_that_there_are_not(named: dict[str, Any], said: str) -> None:
         (lambda: api.Fitting(epoch=1), "Fitting() has no argument 'epoch'; did you mean 'epochs'"),
         (lambda: api.Prune(sparsity=0.5), "Prune() has no argument 'sparsity'; did you mean 'pattern'"),
         (lambda: api.Prune([0.5]), "pattern must be a number, text, a Pattern or None; got [0.5]"),
+        (lambda: api.Pack("packed"), "Pack(): too many positional arguments"),
         (lambda: api.Quantize(4), "grid must be text or a Grid; got 4"),
         (lambda: api.Shrink(blocks="1"), "blocks must be a whole number; got '1'"),
         (lambda: api.Heal(method="x"), "method must be auto, full, lora, norms or blocks; got 'x'"),

@@ -10,6 +10,7 @@ from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
 from niwaki.effort import Effort
+from niwaki.errors import UsageError
 from niwaki.files import given_path
 from niwaki.healing.heal import Heal, refusal
 from niwaki.layer.grid import Grid
@@ -70,6 +71,9 @@ def run(
         UsageError: a stage cannot follow those before it, or has a parameter that is not valid; nothing is written.
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
+    for stage in stages:
+        if isinstance(stage, type):
+            raise UsageError(f"a stage has its parameters, as in {stage.__name__}(...); got the class alone")
     chosen = [make_stage(stage) if isinstance(stage, str) else stage for stage in stages]
     check_order(chosen)
     return _execute("run", model, out, chosen, calibration, measurement, compute, restart, progress)

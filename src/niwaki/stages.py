@@ -40,9 +40,9 @@ def make_stage(text: str) -> Stage:
     UsageError where it is not valid; UnknownNameError, which is one, for names.
     """
     try:
-        name, *words = shlex.split(text)
+        name, *words = shlex.split(text) or [""]
     except ValueError as error:
-        raise UsageError(f"{text!r} is no stage: {error or 'it is empty'}; such as 'shrink neurons=0.25'") from None
+        raise UsageError(f"{text!r} is no stage: {error}; such as 'shrink neurons=0.25'") from None
     if name not in STAGES:
         raise UnknownNameError("stage", name, STAGES)
     given: dict[str, Any] = {}

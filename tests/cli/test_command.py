@@ -276,6 +276,13 @@ def test_nobody_reads_the_end_of_the_help(monkeypatch: pytest.MonkeyPatch) -> No
     assert silenced == [sys.stdout]
 
 
+def test_a_signal_that_a_library_takes_for_a_failed_import() -> None:
+    """transformers loads its modules late, and says of whatever ends that only that they cannot be imported."""
+    failed = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
+    assert main._ending(failed, signal.SIGTERM) == (128 + signal.SIGTERM, "")
+    assert main._ending(failed, 0)[0] == 1
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
 @pytest.mark.slow
 def test_ctrl_c_while_libraries_are_imported() -> None:

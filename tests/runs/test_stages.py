@@ -105,6 +105,10 @@ def test_the_same_as_by_hand(tmp_path: Path) -> None:
     assert record.pattern == "2:4"
     assert record.quantization == "int4:4"
     assert record.structure
+    assert (
+        "| output error of the matrices of the stage quantize, relative" in (tmp_path / "out" / "README.md").read_text()
+    )
+    assert [note for note in record.notes if "that was given" in note] == []  # the zeros are of the stage before
     assert record.healing
     pruned = json.loads((tmp_path / "out" / "config.json").read_text())["pruning_config"]
     assert (pruned["pattern"], pruned["quantization"]) == ("2:4", "int4:4")
@@ -228,6 +232,12 @@ def test_blocks_that_shrink_are_fitted(tmp_path: Path) -> None:
         ([Prune(0.5), Pack(), Pack()], "nothing comes after pack"),
         ([Quantize("int8"), Prune(0.5)], "prune first and quantize then"),
         ([Quantize("int8"), Quantize("int8")], "quantize once"),
+        ([Prune(0.5, quantize="int8"), Prune(0.6)], "prune first and quantize then"),
+        ([Prune(0.5, quantize="int8"), Quantize("int4:32")], "quantize once"),
+        ([Prune], "a stage has its parameters, as in Prune(...)"),
+        ([" "], "no stage is called ''"),
+        (["shrink 0.25"], "parameters are written NAME=VALUE, such as neurons=0.25"),
+        (["prune 0.5", "heal times=2"], "no parameter of the stage heal is called 'times'"),
         (["prune 0.5", "prnue 0.5"], "no stage is called 'prnue'; did you mean prune"),
         (["prune 0.5 sparsty=3"], "no parameter of the stage prune is called 'sparsty'"),
         (["prune 0.5", "heal tokens=many"], "many"),

@@ -79,7 +79,7 @@ def main() -> None:
                 signal.signal(number, signal.SIG_DFL)  # which prints nothing, whatever the interpreter is at
             sys.unraisablehook = hook
     except BaseException as error:
-        code, line = _ending(error, stop.number or signal.SIGINT)
+        code, line = _ending(error, stop.number)
     if line:
         _say(line)
     sys.exit(code)
@@ -105,11 +105,11 @@ def _run() -> None:
 
 
 def _ending(error: BaseException, number: int) -> tuple[int, str]:
-    """The exit code, and the line that says what was wrong; ``number`` is the signal's if one ended it."""
+    """The exit code, and the line that says what was wrong; ``number`` is that of the signal that came, 0 for none."""
     chain: BaseException | None = error
     while chain is not None:  # libraries make other errors of it, and so does what cannot be cleaned up
         if isinstance(chain, KeyboardInterrupt):
-            return 128 + number, ""
+            return 128 + (number or signal.SIGINT), ""
         chain = chain.__cause__ or chain.__context__
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None), ""
@@ -127,6 +127,8 @@ def _ending(error: BaseException, number: int) -> tuple[int, str]:
         return 1, "" if error.errno == errno.EPIPE else f"standard output cannot be written: {error.strerror}"
     if isinstance(error, MemoryError) or ("alloc" in str(error) and "memory" in str(error)):
         return 1, f"there is not enough memory: {first_line(error)}; docs/troubleshooting.md says what takes less"
+    if isinstance(error, ImportError) and number:  # a library that was being imported forgets what ended that
+        return 128 + number, ""
     if isinstance(error, ImportError):
         return 1, f"a library cannot be loaded: {first_line(error)}; is all of it installed, is there enough memory?"
     if _in_import(error):

@@ -49,7 +49,10 @@ def summary(record: Record) -> Table:
     if record.healing:
         table.add_row("healed", str(record.healing))
     if record.matrices:
-        table.add_row("error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)")
+        table.add_row(
+            "error",
+            f"{record.mean_error:.4g} of the output's square (geometric mean over matrices{record.of_which_stage})",
+        )
     if record.rounding:
         table.add_row("format" if record.kept_format else "grid", record.rounding)
     if record.own_text:

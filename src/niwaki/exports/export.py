@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from niwaki.arguments import check_fields, checked
+from niwaki.arguments import check_fields, checked, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
 from niwaki.errors import UsageError
@@ -75,6 +75,7 @@ def _opened(
     return Gguf(checkpoint, KINDS[how], changes, progress)
 
 
+@checked_names
 @dataclass(frozen=True)
 class Export:
     """Writes the model in another ``format``, as :func:`niwaki.export` does: the last stage of a run."""
@@ -103,6 +104,7 @@ class Export:
         return self.format
 
 
+@checked_names
 @dataclass(frozen=True)
 class Pack(Export):
     """Writes the pruned model without its zeros, as :func:`niwaki.pack` does: the same as ``Export("packed")``."""

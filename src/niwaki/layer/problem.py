@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,8 +24,13 @@ T = TypeVar("T")
 #: damping of solvers, and more than sums of many tokens in float32 do.
 _ROUNDING = 1e-3
 
-#: Called as monitor(step, steps, relative error, estimated from some of the rows).
-Monitor = Callable[[int, int, float], None]
+
+@runtime_checkable
+class Monitor(Protocol):
+    """What a solver calls after each of its steps: any function of three numbers will do."""
+
+    def __call__(self, step: int, steps: int, error: float, /) -> None:
+        """Step ``step`` of ``steps`` is done, with this relative squared ``error``, estimated from some of the rows."""
 
 
 class Gram:

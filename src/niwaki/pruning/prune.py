@@ -64,7 +64,7 @@ class Prune:
         return make_effort(given) if isinstance(given, str) else given
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
-        if any(stage.name == "quantize" for stage in before):
+        if any(_has_grid(stage) for stage in before):
             raise UsageError("prune first and quantize then: pruned again, weights would leave the grid")
 
     def open(self, run: Run) -> "Pruning":
@@ -140,7 +140,7 @@ class Quantize:
         return self._as_prune.settled_effort
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
-        if any(stage.name == "quantize" for stage in before):
+        if any(_has_grid(stage) for stage in before):
             raise UsageError("weights are on a grid already; quantize once")
 
     def open(self, run: Run) -> "Pruning":
@@ -151,6 +151,11 @@ class Quantize:
             f"{name} {_said(value)}" for name in ("solver", "effort") if (value := getattr(self, name)) is not None
         ]
         return ", ".join([str(self.grid), *given])
+
+
+def _has_grid(stage: Stage) -> bool:
+    """Whether a stage puts weights on a grid."""
+    return isinstance(stage, Quantize) or (isinstance(stage, Prune) and stage.quantize is not None)
 
 
 class Pruning:

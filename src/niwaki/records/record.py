@@ -247,6 +247,12 @@ class Record(JsonFile):
         )
 
     @property
+    def of_which_stage(self) -> str:
+        """What to say of figures of matrices where several stages had some: they are those of the last one."""
+        solved = [stage.name for stage in self.stages if stage.name in ("prune", "quantize")]
+        return f" of the stage {solved[-1]}" if len(solved) > 1 else ""
+
+    @property
     def mean_error(self) -> float:
         """The geometric mean of the matrices' errors; 0 where one is 0."""
         return _geometric_mean([matrix.error for matrix in self.matrices])

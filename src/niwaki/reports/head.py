@@ -132,5 +132,7 @@ def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
         "own text": record.own_text,
     }
     if record.matrices:
-        shown["error"] = f"{record.mean_error:.4g} of the output's square, geometric mean over matrices"
+        shown["error"] = (
+            f"{record.mean_error:.4g} of the output's square, geometric mean over matrices{record.of_which_stage}"
+        )
     return [(name, value) for name, value in shown.items() if value]

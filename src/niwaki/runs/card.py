@@ -95,7 +95,8 @@ def _about(record: Record, name: str) -> str:
 
 def _rows(record: Record) -> dict[str, object]:
     """The table: names and values, of which those that are empty are left out."""
-    calibration, error = record.calibration, "output error of the matrices, relative, geometric mean"
+    calibration = record.calibration
+    error = f"output error of the matrices{record.of_which_stage}, relative, geometric mean"
     rows: dict[str, object] = {
         "method": in_words(record.solver),
         "effort": record.effort and described(record.effort),
