@@ -128,7 +128,7 @@ class StreamedModel:
         positions = self.positions or DEFAULT_LENGTH
         length = min(DEFAULT_LENGTH, positions) if asked is None else asked
         if length > positions:
-            raise UsageError(f"windows of {length:,} tokens are more than the model's {positions:,} positions")
+            raise UsageError(f"a length of {length:,} is more than the model's {positions:,} positions")
         return length
 
     def check(self, tokens: Tensor) -> None:
