@@ -39,10 +39,7 @@ class _MisfitError(Exception):
 
 def checked(call: Call) -> Call:
     """``call``, which checks its arguments first."""
-
-    @functools.cache
-    def signature() -> inspect.Signature:
-        return inspect.signature(call, eval_str=True)
+    signature = functools.cache(lambda: inspect.signature(call, eval_str=True))
 
     @functools.wraps(call)
     def run(*arguments: Any, **named: Any) -> Any:
@@ -57,10 +54,11 @@ def checked(call: Call) -> Call:
 def checked_names(kind: Kind) -> Kind:
     """A dataclass ``kind``, of which a field that it does not have is a UsageError; its types are for check_fields."""
     init: Any = vars(kind)["__init__"]
+    signature = functools.cache(lambda: inspect.signature(kind))
 
     @functools.wraps(init)
     def run(self: Any, *arguments: Any, **named: Any) -> None:
-        _bound(kind.__name__, inspect.signature(kind), arguments, named)
+        _bound(kind.__name__, signature(), arguments, named)
         init(self, *arguments, **named)
 
     setattr(kind, "__init__", run)  # noqa: B010

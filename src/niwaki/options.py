@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from niwaki.windows import Windows
 
-T = TypeVar("T")
-
 #: The solver with the lowest layer errors for its time; see docs/methods.md.
 DEFAULT_SOLVER = "continuation"
 #: The texts of the hub that are read where nobody gives one, to calibrate on and to measure on.

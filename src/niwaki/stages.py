@@ -11,6 +11,7 @@ from niwaki.errors import UnknownNameError, UsageError, shown
 from niwaki.exports.export import Export, Pack
 from niwaki.files import given_path
 from niwaki.healing.heal import Heal
+from niwaki.named import find
 from niwaki.pruning.prune import Prune, Quantize
 from niwaki.runs.stage import Stage
 from niwaki.shrinking.shrink import Shrink
@@ -43,8 +44,7 @@ def make_stage(text: str) -> Stage:
         name, *words = shlex.split(text) or [""]
     except ValueError as error:
         raise UsageError(f"{text!r} is no stage: {error}; such as 'shrink neurons=0.25'") from None
-    if name not in STAGES:
-        raise UnknownNameError("stage", name, STAGES)
+    find("stage", name, STAGES)
     given: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -61,9 +61,7 @@ def make_stage(text: str) -> Stage:
 
 def _made(name: str, given: dict[str, Any]) -> Stage:
     """The stage called ``name`` with parameters as in a recipe, of which text may stand for numbers."""
-    if name not in STAGES:
-        raise UnknownNameError("stage", name, STAGES)
-    kind: Any = STAGES[name]
+    kind: Any = find("stage", name, STAGES)
     known = {field.name: get_type_hints(kind)[field.name] for field in dataclasses.fields(kind) if field.init}
     for internal in _INTERNAL:
         known.pop(internal, None)

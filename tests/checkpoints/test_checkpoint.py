@@ -22,9 +22,10 @@ from torch import Tensor
 from niwaki.checkpoints.reading import INDEX_NAME, SINGLE_NAME, Checkpoint
 from niwaki.checkpoints.tensors import new_shard
 from niwaki.checkpoints.writing import CheckpointWriter, verify
-from niwaki.errors import CheckpointError, OutputError, UsageError
+from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
 from niwaki.models.locate import locate_model
 from niwaki.runs.carried import find_carried
+from support import models
 from support.models import edit_json, reference, save_model, weight
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -59,12 +60,8 @@ def shard_of(directory: Path, key: str) -> Path:
     return directory / Checkpoint(directory).entries[key].shard
 
 
-def message(call: Callable[[], object], kind: type[Exception] = CheckpointError) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
+def message(call: Callable[[], object], kind: type[NiwakiError] = CheckpointError) -> str:
+    return models.message(call, kind)
 
 
 def bend_header(path: Path, bend: Callable[[dict[str, Any]], object]) -> None:

@@ -27,6 +27,7 @@ from niwaki.texts import files as text_files, reading as calibration, sources as
 from niwaki.texts.reading import read_windows
 from niwaki.texts.sources import EXCERPTS
 from niwaki.texts.texts import Texts
+from support import models
 from support.models import EMBEDDED
 from support.streams import stream_of
 
@@ -63,12 +64,8 @@ def path(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def message(call: Callable[[], object], kind: type[Exception] = CalibrationError) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    said = str(caught.value)
-    assert "\n" not in said
-    return said
+def message(call: Callable[[], object], kind: type[NiwakiError] = CalibrationError) -> str:
+    return models.message(call, kind)
 
 
 # The first windows

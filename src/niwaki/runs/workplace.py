@@ -240,13 +240,13 @@ class Workplace:
         """Removes all that an earlier run left, the journal last: where that fails, the same command does it again."""
         self._remove(set())
         for name in _FORMER:
-            _remove(self.path.with_name(self.path.name + name))
+            _delete(self.path.with_name(self.path.name + name))
         self._journal.unlink(missing_ok=True)
 
     def _remove(self, kept: set[str]) -> None:
         for path in self.path.iterdir():
             if path.name not in kept:
-                _remove(path)
+                _delete(path)
 
 
 @contextlib.contextmanager
@@ -363,7 +363,7 @@ def _remove_empty(directories: list[Path]) -> None:
             directory.rmdir()
 
 
-def _remove(path: Path) -> None:
+def _delete(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
