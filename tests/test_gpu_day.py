@@ -137,7 +137,8 @@ sys.exit(gpu_day.main(["--device", "cpu", "--out", {str(out)!r}]))
         return list(json.loads(out.read_text())["parts"].values()) if out.exists() else []
 
     wait_for(lambda: [part["status"] for part in parts()] == ["passed", "running", "left out"])
-    wait_for(psutil.Process(run.pid).children)
+    # Not a moment after the fork, when whoever starts it does not know it yet.
+    wait_for(lambda: [each.name() for each in psutil.Process(run.pid).children()] == ["sleep"])
     (child,) = psutil.Process(run.pid).children()
     run.send_signal(number)
     said = run.communicate(timeout=20)[1]
