@@ -1,11 +1,11 @@
 """The stage that prunes: blocks x calibration x solver -> checkpoint."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from niwaki.arguments import check_fields, checked_names
+from niwaki.arguments import INTERNAL, check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.effort import Effort, describe as describe_effort, described, make_effort, usual_effort
@@ -49,7 +49,7 @@ class Prune:
     revive: bool = False
     blocks: tuple[int, int] | str | None = None
     #: A note on what is not done of what was asked for.
-    left_out: str = ""
+    left_out: str = field(default="", metadata=INTERNAL)
 
     name: ClassVar[str] = "prune"
     is_format: ClassVar[bool] = False
@@ -122,7 +122,7 @@ class Quantize:
     solver: str | Solver | None = None
     effort: str | Effort | None = None
     #: A note on what is not done of what was asked for.
-    left_out: str = ""
+    left_out: str = field(default="", metadata=INTERNAL)
 
     name: ClassVar[str] = "quantize"
     is_format: ClassVar[bool] = False

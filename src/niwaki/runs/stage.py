@@ -112,6 +112,11 @@ class Stage(Protocol):
         """
 
 
+def label(number: int, count: int, name: str) -> str:
+    """What errors call the stage with this ``number``, from 0, of ``count``; "" where there is no other."""
+    return ", ".join(filter(None, [f"stage {number + 1}", name])) if count > 1 else ""
+
+
 class Task(Protocol):
     """A stage that was opened for a run."""
 
