@@ -54,6 +54,11 @@ class Run:
         """Whether the stage reads the model that was given."""
         return self.number == 0
 
+    @property
+    def measured(self) -> Measurement:
+        """What is measured: the dense model too, if that was asked for, in the first stage only."""
+        return replace(self.measurement, before=self.measurement.before and self.is_first)
+
     def resumed(self, record: Record, blocks: int) -> Record:
         """``record``, or that of an earlier run which has done some of the ``blocks``, and says that this one resumes.
 
