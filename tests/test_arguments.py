@@ -170,6 +170,7 @@ def test_arguments_that_there_are_not(named: dict[str, Any], said: str) -> None:
         (lambda: api.Effort(epochs=1), "Effort() has no argument 'epochs'; it has plan, synthetic, fit"),
         (lambda: api.Fitting(epoch=1), "Fitting() has no argument 'epoch'; did you mean 'epochs'"),
         (lambda: api.Prune(sparsity=0.5), "Prune() has no argument 'sparsity'; did you mean 'pattern'"),
+        (lambda: api.bench("model", prompt=8), "bench() has no argument 'prompt'; did you mean 'prompt_tokens'?"),
         (lambda: api.Prune(wrong=1), "Prune() has no argument 'wrong'; it has pattern, solver, effort, mask_from"),
         (lambda: api.Prune([0.5]), "pattern must be a number, text, a Pattern or None; got [0.5]"),
         (lambda: api.Pack("packed"), "Pack(): too many positional arguments"),
