@@ -134,7 +134,7 @@ def test_as_many_of_each_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "fraction", "kind", "said"),
     [
-        ("llama", 0.5, UnsupportedModelError, "it has no experts"),
+        ("llama", 0.5, UsageError, "there are no experts to remove, because the model has no experts; give neurons"),
         ("llama4_text", 0.5, UnsupportedModelError, "run in a way that niwaki does not follow"),
         ("qwen3_moe", 0.75, UsageError, "would be 3; its routing allows 1 to 2"),
         ("qwen3_moe", 0.1, UsageError, "would be 0"),
@@ -195,7 +195,7 @@ def test_a_multiple_of_32_neurons_of_experts_stays(tmp_path: Path) -> None:
     [
         ("qwen3_moe", {"expert_neurons": 0.01}, "would leave 24 of 24; a multiple of 8 below 24"),
         ("qwen3_moe", {"expert_neurons": 0.5, "experts": 0.5}, "in two runs"),
-        ("llama", {"expert_neurons": 0.5}, "it has no experts"),
+        ("llama", {"expert_neurons": 0.5}, "there are no expert neurons to remove"),
         ("deepseek_v2", {"expert_neurons": 0.5}, "shared_experts"),  # which have the same entry in the configuration
     ],
 )
