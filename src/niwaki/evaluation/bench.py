@@ -57,26 +57,16 @@ def bench(
         check_count(name, count, least)
     compute, progress = Compute.of(compute), progress or Progress()
     compute.only("bench", "device", "dtype")
+    numbers = (prompt_tokens, tokens, repeats)
     path = locate_model(str(model))
     with _forms(path, str(model), progress) as forms:
         speeds = []
         for name, directory in forms.items():
             progress.status(f"measuring the {name} model")
-            speeds.append(_measured(directory, prompt_tokens, tokens, repeats, compute))
+            speeds.append(_measured(directory, *numbers, compute))
     device = compute.device if compute.device != "auto" else find_device("auto").type
     threads, command = torch.get_num_threads(), current_session().command
-    return SpeedRecord(
-        str(model),
-        prompt_tokens,
-        tokens,
-        repeats,
-        device,
-        threads,
-        kernels.describe(),
-        command,
-        speeds,
-        versions(),
-    )
+    return SpeedRecord(str(model), *numbers, device, threads, kernels.describe(), command, speeds, versions())
 
 
 @contextlib.contextmanager
