@@ -1,7 +1,7 @@
 """A model pruned and healed: what is left of the distance from the dense model, and what text does best.
 
 python scripts/smollm2.py MODEL
-python benchmarks/heal.py distance MODEL CORPUS WORK --time 40m --record benchmarks/results/heal.json
+python benchmarks/heal.py distance MODEL CORPUS WORK --max-time 40m --record benchmarks/results/heal.json
 python benchmarks/heal.py texts demo CORPUS WORK
 """
 
@@ -46,7 +46,7 @@ def distance(
     efforts: common.Efforts = "balanced",
     patterns: Annotated[str, Option(help='Of niwaki prune, and also "4 blocks" and "25 % neurons".')] = "50 %",
     methods: Methods = "full",
-    time: Annotated[str, Option(help="For each healing.")] = "40m",
+    max_time: Annotated[str, Option(help="For each healing.")] = "40m",
     tokens: Annotated[str, Option(help="For each healing, if there is time.")] = HEALING_TOKENS,
     characters: Annotated[int, Option(help="Of each text to train on, at most.")] = CHARACTERS,
     rate: Rate = HEALING_RATE,
@@ -84,7 +84,7 @@ def distance(
         results.append({**values, "losses": json.loads(file.read_text())})
 
     add(model, effort="dense")
-    options: dict[str, Any] = {"tokens": tokens, "max_time": time, "rate": rate, "own_text": own_text}
+    options: dict[str, Any] = {"tokens": tokens, "max_time": max_time, "rate": rate, "own_text": own_text}
     options |= {"calibration": training, "measurement": None}
     own = {"own_text": own_text} if own_text else {}
     suffix = ("" if rate == HEALING_RATE else f"-{rate}") + (f"-own-{own_text:g}" if own else "")
@@ -95,10 +95,10 @@ def distance(
                 _prune(model, pruned, pattern, effort, books)
             add(pruned, effort=effort, pattern=pattern)
             for method in common.chosen(methods, METHODS):
-                healed = models / f"{pruned.name}-{method}-{time}{suffix}"
+                healed = models / f"{pruned.name}-{method}-{max_time}{suffix}"
                 if not (healed / "niwaki.json").exists():
                     niwaki.heal(pruned, healed, model, **options, method=method)
-                add(healed, effort=effort, pattern=pattern, method=method, time=time, **own)
+                add(healed, effort=effort, pattern=pattern, method=method, time=max_time, **own)
     if record:
         results = sorted(common.with_earlier(results, record, "results", _key), key=_key)
         sizes = {"samples": samples, "text_samples": text_samples, "length": length}

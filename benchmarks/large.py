@@ -1,7 +1,7 @@
 """Seconds per block of a large model by stage, next to what plain products of those sizes cost, and peak memory.
 
 python scripts/random_checkpoint.py big --like llama-2-7b
-python benchmarks/large.py big --samples 32 --memory 4GiB --solvers wanda,sparsegpt,admm-grad,continuation
+python benchmarks/large.py big --samples 32 --max-memory 4GiB --solvers wanda,sparsegpt,admm-grad,continuation
 python benchmarks/large.py big --device cuda --samples 128       # on a machine with a GPU
 python benchmarks/large.py two-blocks --solvers continuation@balanced --of 32
 """
@@ -38,7 +38,7 @@ def large(
     of: Annotated[int | None, Option(help="Blocks of the whole model; by default those of MODEL.")] = None,
     device: Device = "cpu",
     dtype: Annotated[str, Option(help="As in niwaki prune.")] = "auto",
-    memory: Annotated[str, Option(help="Likewise.")] = "",
+    max_memory: Annotated[str, Option(help="Likewise.")] = "",
     record: Record = None,
 ) -> None:
     """Seconds per block of a large model by stage, next to what plain products of those sizes cost, and peak memory.
@@ -56,7 +56,7 @@ def large(
     there = shape["num_hidden_layers"]
     results = []
     options = ["--samples", samples, "--length", length, "--device", device, "--dtype", dtype]
-    options += ["--max-memory", memory] if memory else []
+    options += ["--max-memory", max_memory] if max_memory else []
     for solver in names(solvers):
         made = _pruned(model, solver, blocks, samples * length, [*map(str, options)])
         spent = {name: value / blocks for name, value in made["seconds"].items()}

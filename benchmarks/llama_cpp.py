@@ -90,7 +90,7 @@ def llama_cpp(
                 numbers = (prompt, tokens, 1, torch.get_num_threads())
                 turns[f"llama.cpp, {kind}"].append(in_llama_cpp(peer, Path(scratch) / f"{kind}.gguf", *numbers))
             for name, directory in packed.items():
-                for speed in niwaki.bench(directory, prompt=prompt, tokens=tokens, repeats=1).speeds:
+                for speed in niwaki.bench(directory, prompt_tokens=prompt, tokens=tokens, repeats=1).speeds:
                     form = name if speed.weights == "packed" else "transformers, bfloat16"
                     turns[form].append(Turn(speed.disk, speed.first_token, speed.tokens_per_second))
     forms = []

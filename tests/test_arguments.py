@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -169,6 +170,8 @@ def test_arguments_that_there_are_not(named: dict[str, Any], said: str) -> None:
         (lambda: api.Effort(epochs=1), "Effort() has no argument 'epochs'; it has plan, synthetic, fit"),
         (lambda: api.Fitting(epoch=1), "Fitting() has no argument 'epoch'; did you mean 'epochs'"),
         (lambda: api.Prune(sparsity=0.5), "Prune() has no argument 'sparsity'; did you mean 'pattern'"),
+        (lambda: api.bench("model", prompt=8), "bench() has no argument 'prompt'; did you mean 'prompt_tokens'?"),
+        (lambda: api.Prune(wrong=1), "Prune() has no argument 'wrong'; it has pattern, solver, effort, mask_from"),
         (lambda: api.Prune([0.5]), "pattern must be a number, text, a Pattern or None; got [0.5]"),
         (lambda: api.Pack("packed"), "Pack(): too many positional arguments"),
         (lambda: api.Quantize(4), "grid must be text or a Grid; got 4"),
@@ -178,6 +181,11 @@ def test_arguments_that_there_are_not(named: dict[str, Any], said: str) -> None:
 )
 def test_calls_and_stages_with_other_arguments(call: Callable[[], Any], said: str) -> None:
     assert message(call).startswith(said)
+
+
+def test_what_the_program_sets_is_not_listed() -> None:
+    for call in (lambda: api.Prune(wrong=1), lambda: api.Prune(*range(20)), lambda: api.Heal(tiems=1)):
+        assert not {"left_out", "times"} & {*re.findall(r"\w+", message(call))}
 
 
 PROSE = "Once upon a time, there was a forest.\nIn it lived a king"

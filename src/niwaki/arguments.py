@@ -31,6 +31,8 @@ _WORDS: dict[Any, str] = {
     type(None): "None",
 }
 _UNKNOWN = (Any, inspect.Parameter.empty)
+#: The metadata of a dataclass's field that the program sets and no caller; it is not among those that errors list.
+INTERNAL = {"internal": True}
 
 
 class _MisfitError(Exception):
@@ -58,11 +60,16 @@ def checked_names(kind: Kind) -> Kind:
 
     @functools.wraps(init)
     def run(self: Any, *arguments: Any, **named: Any) -> None:
-        _bound(kind.__name__, signature(), arguments, named)
+        _bound(kind.__name__, signature(), arguments, named, given_fields(kind))
         init(self, *arguments, **named)
 
     setattr(kind, "__init__", run)  # noqa: B010
     return kind
+
+
+def given_fields(kind: Any) -> list[str]:
+    """The fields of a dataclass that callers give."""
+    return [field.name for field in dataclasses.fields(kind) if field.init and not field.metadata.get("internal")]
 
 
 #: What other tools, the command line or earlier versions call an argument.
@@ -85,15 +92,22 @@ _ALSO_CALLED = {
 
 
 def _bound(
-    name: str, signature: inspect.Signature, arguments: Sequence[Any], named: dict[str, Any]
+    name: str,
+    signature: inspect.Signature,
+    arguments: Sequence[Any],
+    named: dict[str, Any],
+    public: Sequence[str] | None = None,
 ) -> inspect.BoundArguments:
-    """The arguments by name; UsageError where the function or class called ``name`` does not take them."""
+    """The arguments by name; UsageError where the function or class called ``name`` does not take them.
+
+    It lists those that are ``public``, which are all where that is None.
+    """
     try:
         return signature.bind(*arguments, **named)
     except TypeError as error:
-        known = signature.parameters
+        known = {key: each for key, each in signature.parameters.items() if public is None or key in public}
         for given in named:
-            if given not in known:
+            if given not in signature.parameters:
                 raise UsageError(f"{name}() has no argument {given!r}; {_meant(given, known)}") from None
         places = [each.name for each in known.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
         raise UsageError(f"{name}(): {error}; without names it takes {', '.join(places) or 'nothing'}") from None

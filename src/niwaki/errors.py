@@ -67,13 +67,14 @@ class WorkerError(NiwakiError):
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Puts ``name`` in front of what is raised, unless it is in it already or another process has ended."""
+    """Puts ``name`` in front of what is raised, unless it is "" or in it already, or another process has ended."""
     try:
         yield
     except NiwakiError as error:
         if name in str(error) or isinstance(error, WorkerError):
             raise
-        raise type(error)(f"{name}: {error}") from error
+        error.args = (f"{name}: {error}",)
+        raise
 
 
 def first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
 from niwaki.effort import Effort
-from niwaki.errors import UsageError
+from niwaki.errors import named
 from niwaki.files import given_path
 from niwaki.healing.heal import Heal, refusal
 from niwaki.layer.grid import Grid
@@ -23,9 +23,9 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.execute import check_order, execute
 from niwaki.runs.session import current_session
-from niwaki.runs.stage import Stage
+from niwaki.runs.stage import Stage, label
 from niwaki.shrinking.shrink import Shrink
-from niwaki.stages import make_stage
+from niwaki.stages import make_stages
 from niwaki.texts.conversations import has_images
 from niwaki.windows import Windows
 
@@ -71,12 +71,7 @@ def run(
         UsageError: a stage cannot follow those before it, or has a parameter that is not valid; nothing is written.
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
-    for stage in stages:
-        if isinstance(stage, type):
-            raise UsageError(f"a stage has its parameters, as in {stage.__name__}(...); got the class alone")
-    chosen = [make_stage(stage) if isinstance(stage, str) else stage for stage in stages]
-    check_order(chosen)
-    return _execute("run", model, out, chosen, calibration, measurement, compute, restart, progress)
+    return _execute("run", model, out, make_stages(stages), calibration, measurement, compute, restart, progress)
 
 
 @checked
@@ -269,13 +264,27 @@ def _execute(
     restart: bool,
     progress: Progress | None,
 ) -> Record:
-    """Does ``stages``, with the healing that their efforts ask for as stages too; errors name the ``caller``."""
+    """Does ``stages``, with the healing that their efforts ask for as stages too; errors name the ``caller``.
+
+    They also say which of several stages they come from, also those of the healing that its effort asks for.
+    """
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text(caller)
-    whole = list(_with_healing(model, stages, calibration, compute))
-    reads = [locate_model(str(path)) for stage in whole for path in _other_models(stage)]
+    given = [label(number, len(stages), stage.name) for number, stage in enumerate(stages)]
+    check_order(stages, given)
+    whole, labels, reads = list[Stage](), list[str](), list[Path]()
+    for stage, name in zip(stages, given, strict=True):
+        with named(name):
+            own = _with_healing(model, stage, calibration, compute)
+            reads += [locate_model(str(path)) for path in _other_models(stage)]
+        whole += own
+        labels += [name] * len(own)
     return execute(
-        model, out, whole, calibration, measurement, compute, reads=reads, restart=restart, progress=progress
+        *(model, out, whole, calibration, measurement, compute),
+        labels=labels,
+        reads=reads,
+        restart=restart,
+        progress=progress,
     )
 
 
@@ -288,23 +297,18 @@ def _other_models(stage: Stage) -> Iterator[str | Path]:
         yield mask
 
 
-def _with_healing(
-    model: str | Path, stages: Sequence[Stage], calibration: Calibration, compute: Compute
-) -> Iterator[Stage]:
-    """``stages``, each with what its effort heals as a stage behind it.
+def _with_healing(model: str | Path, stage: Stage, calibration: Calibration, compute: Compute) -> list[Stage]:
+    """``stage``, and what its effort heals as a stage behind it.
 
     What cannot be healed as a whole is left as it is, with a note that says so first.
     """
-    for stage in stages:
-        times = stage.settled_effort.healing if isinstance(stage, Prune | Quantize | Shrink) else 0.0
-        if not times or not isinstance(stage, Prune | Quantize | Shrink):
-            yield stage
-        # The memory that is left may differ between processes.
-        elif why := current_session().world.received(_refusal(model, stage, calibration, compute)):
-            yield dataclasses.replace(stage, left_out=f"what is left is not trained (healing, of the effort): {why}")
-        else:
-            yield stage
-            yield Heal(times=times)
+    if not isinstance(stage, Prune | Quantize | Shrink) or not (times := stage.settled_effort.healing):
+        return [stage]
+    # The memory that is left may differ between processes.
+    if why := current_session().world.received(_refusal(model, stage, calibration, compute)):
+        note = f"what is left is not trained (healing, of the effort): {why}"
+        return [dataclasses.replace(stage, left_out=note)]
+    return [stage, Heal(times=times)]
 
 
 def _refusal(model: str | Path, stage: Prune | Quantize | Shrink, calibration: Calibration, compute: Compute) -> str:

@@ -1,19 +1,19 @@
 """Stages by name: as text such as "prune 2:4 effort=best", and in the TOML files of recipes."""
 
-import dataclasses
 import importlib
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from niwaki.errors import UnknownNameError, UsageError, shown
+from niwaki.arguments import given_fields
+from niwaki.errors import UnknownNameError, UsageError, named, shown
 from niwaki.exports.export import Export, Pack
 from niwaki.files import given_path
 from niwaki.healing.heal import Heal
 from niwaki.named import find
 from niwaki.pruning.prune import Prune, Quantize
-from niwaki.runs.stage import Stage
+from niwaki.runs.stage import Stage, label
 from niwaki.shrinking.shrink import Shrink
 
 #: By name in recipes and on the command line.
@@ -29,10 +29,25 @@ STAGES: dict[str, Callable[..., Stage]] = {
 _FIRST = {"prune": "pattern", "quantize": "grid", "export": "format"}
 #: For words without a name.
 _EXAMPLES = {"shrink": "neurons=0.25", "prune": "pattern=0.5", "quantize": "grid=int4:128", "heal": "max_time=30m"}
-#: What stages are told by recipes and efforts, and not by people.
-_INTERNAL = ("left_out", "times")
 #: What a recipe has beside its stages.
 _STAGES = "stages"
+
+
+def make_stages(given: Sequence[Stage | str]) -> list[Stage]:
+    """The stages that are ``given``, as such or as text; UsageError where one is not valid, which it names."""
+    stages = []
+    for number, each in enumerate(given):
+        with named(label(number, len(given), _name_in(each) if isinstance(each, str) else "")):
+            if isinstance(each, type):
+                raise UsageError(f"a stage has its parameters, as in {each.__name__}(...); got the class alone")
+            stages.append(make_stage(each) if isinstance(each, str) else each)
+    return stages
+
+
+def _name_in(text: str) -> str:
+    """The name of the stage that ``text`` describes; "" where there is none of that name."""
+    name = text.split()[0] if text.split() else ""
+    return name if name in STAGES else ""
 
 
 def make_stage(text: str) -> Stage:
@@ -62,9 +77,8 @@ def make_stage(text: str) -> Stage:
 def _made(name: str, given: dict[str, Any]) -> Stage:
     """The stage called ``name`` with parameters as in a recipe, of which text may stand for numbers."""
     kind: Any = find("stage", name, STAGES)
-    known = {field.name: get_type_hints(kind)[field.name] for field in dataclasses.fields(kind) if field.init}
-    for internal in _INTERNAL:
-        known.pop(internal, None)
+    hints = get_type_hints(kind)
+    known = {field: hints[field] for field in given_fields(kind)}
     for key, value in given.items():
         if key not in known:
             raise UnknownNameError(f"parameter of the stage {name}", key, known)
@@ -106,13 +120,14 @@ def read_recipe(path: str | Path) -> list[Stage]:
             f"{file} is no recipe, which has a table [[{_STAGES}]] for each stage, with its name as 'stage'{others}"
         )
     stages = []
-    for number, table in enumerate(tables, 1):
+    for number, table in enumerate(tables):
         if not isinstance(name := table.pop("stage", None), str):
             raise UsageError(
-                f"{file}: table {number} of {_STAGES} does not say which stage it is, as in stage = 'prune'"
+                f"{file}: table {number + 1} of {_STAGES} does not say which stage it is, as in stage = 'prune'"
             )
         try:
-            stages.append(_made(name, table))
+            with named(label(number, len(tables), _name_in(name))):
+                stages.append(_made(name, table))
         except UsageError as error:
             raise UsageError(f"{file}: {error}") from None
     return stages

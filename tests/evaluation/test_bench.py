@@ -121,7 +121,7 @@ def test_forms(dtype: str, device: str, tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(measuring, "_forms", both)
     monkeypatch.setattr(measuring, "_measured", measured)
-    found = measuring.bench(dense, prompt=8, tokens=4, repeats=3, compute=Compute(device, dtype))
+    found = measuring.bench(dense, prompt_tokens=8, tokens=4, repeats=3, compute=Compute(device, dtype))
     assert seen == ["dense", "packed"]
     assert [speed.tokens_per_second for speed in found.speeds] == [1, 2]
     assert (found.prompt, found.tokens, found.repeats, found.device) == (8, 4, 3, device)
@@ -146,7 +146,7 @@ def test_a_model_of_which_nothing_can_be_packed(tmp_path: Path, monkeypatch: pyt
         niwaki.shrink(dense, model, neurons=0.5, calibration=tokens, measurement=None)
     monkeypatch.setattr(measuring, "_measured", measuring.measure)
     monkeypatch.setattr(measuring, "pack", None)
-    found = measuring.bench(model, prompt=4, tokens=3, repeats=1, compute="cpu", progress=notes)
+    found = measuring.bench(model, prompt_tokens=4, tokens=3, repeats=1, compute="cpu", progress=notes)
     (speed,) = found.speeds
     assert speed.weights == "dense"
     assert speed.disk == sum(file.stat().st_size for file in model.glob("*.safetensors"))
@@ -157,7 +157,7 @@ def test_a_model_of_which_nothing_can_be_packed(tmp_path: Path, monkeypatch: pyt
     assert ("F64" if kind == "float64" else f"no matrix of {model} would be smaller") in note
 
 
-@pytest.mark.parametrize("wrong", [{"prompt": 0}, {"tokens": 1}, {"repeats": 0}, {"tokens": 2.5}])
+@pytest.mark.parametrize("wrong", [{"prompt_tokens": 0}, {"tokens": 1}, {"repeats": 0}, {"tokens": 2.5}])
 def test_numbers_out_of_range(wrong: dict[str, Any]) -> None:
     assert f"; got {next(iter(wrong.values()))}" in message(lambda: measuring.bench("./nowhere", **wrong))
 

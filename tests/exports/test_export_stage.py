@@ -239,6 +239,18 @@ def test_a_directory_for_llama_cpp(tmp_path: Path, model: Path) -> None:
     assert "inside the model's own" in message(lambda: niwaki.export(source, source / "in", "gguf-q8_0"))
 
 
+def test_the_card_for_llama_cpp_says_what_the_model_is(tmp_path: Path, model: Path) -> None:
+    stages: tuple[Stage, ...] = (Shrink(neurons=0.5), *PRUNED)
+    work(model, tmp_path / "dense", *stages)
+    work(model, tmp_path / "out", *stages, Export("gguf-f16"))
+    title = next(line for line in (tmp_path / "dense" / "README.md").read_text().splitlines() if line.startswith("# "))
+    assert " % smaller, 50 % sparse" in title
+    assert f"\n{title}, for llama.cpp\n" in (tmp_path / "out" / "README.md").read_text()
+    (tmp_path / "dense" / "niwaki.json").write_text("{}")
+    niwaki.export(tmp_path / "dense", tmp_path / "again", "gguf-f16")
+    assert "\n# dense, for llama.cpp\n" in (tmp_path / "again" / "README.md").read_text()
+
+
 def test_packed_by_export(tmp_path: Path) -> None:
     source = sparse_model(tmp_path / "model")
     sizes = niwaki.pack(source, tmp_path / "packed")

@@ -18,7 +18,8 @@ from niwaki.errors import NiwakiError, UnsupportedModelError, UsageError
 from niwaki.models.block import DecoderBlock
 from niwaki.records.record import Record
 from niwaki.shrinking.block_tensors import BlockTensors
-from support.models import decoder_blocks, message, random_model, random_tokens
+from support.healing import same_tensors
+from support.models import decoder_blocks, edit_json, message, random_model, random_tokens
 
 CALIBRATION, HELDOUT = random_tokens(8, 24), random_tokens(3, 24, seed=1)
 #: By family, the names of the number of experts in its configuration.
@@ -70,6 +71,25 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, case: str) -> None
     assert record.perplexity["after"].value == pytest.approx(perplexity(out), rel=1e-5)
     for each in record.matrices:
         assert each.error < float(each.stats["error_before_fit"])
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "olmoe", "gpt_oss", "llama4_text", "deepseek_v3"])
+def test_models_that_give_the_outputs_of_routers(tmp_path: Path, case: str) -> None:
+    """For a loss that balances experts while they are trained: niwaki has losses of its own, and the file stays."""
+    for name, router_logits in (("a", False), ("b", True)):
+        source = saved(tmp_path / name, case)
+        edit_json(source / "config.json", output_router_logits=router_logits)
+        niwaki.prune(source, tmp_path / f"{name}-pruned", 0.5, calibration=CALIBRATION, measurement=HELDOUT)
+    assert same_tensors(tmp_path / "a-pruned", tmp_path / "b-pruned")
+    assert json.loads((tmp_path / "b-pruned" / "config.json").read_text())["output_router_logits"] is True
+    options: dict[str, Any] = {"tokens": 96, "batch": 24, "own_text": 0, "compute": "cpu", "measurement": HELDOUT}
+    methods: tuple[Any, ...] = ("full", "blocks")
+    for method in methods if case == "mixtral" else ():
+        for name in "ab":
+            healed = tmp_path / f"{name}-{method}"
+            pruned = tmp_path / f"{name}-pruned"
+            niwaki.heal(pruned, healed, tmp_path / name, method=method, calibration=CALIBRATION, **options)
+        assert same_tensors(tmp_path / f"a-{method}", tmp_path / f"b-{method}")
 
 
 def test_all_but_the_last_matrices_stays_as_it_was(tmp_path: Path) -> None:
@@ -134,7 +154,7 @@ def test_as_many_of_each_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "fraction", "kind", "said"),
     [
-        ("llama", 0.5, UnsupportedModelError, "it has no experts"),
+        ("llama", 0.5, UsageError, "there are no experts to remove, because the model has no experts; give neurons"),
         ("llama4_text", 0.5, UnsupportedModelError, "run in a way that niwaki does not follow"),
         ("qwen3_moe", 0.75, UsageError, "would be 3; its routing allows 1 to 2"),
         ("qwen3_moe", 0.1, UsageError, "would be 0"),
@@ -195,7 +215,7 @@ def test_a_multiple_of_32_neurons_of_experts_stays(tmp_path: Path) -> None:
     [
         ("qwen3_moe", {"expert_neurons": 0.01}, "would leave 24 of 24; a multiple of 8 below 24"),
         ("qwen3_moe", {"expert_neurons": 0.5, "experts": 0.5}, "in two runs"),
-        ("llama", {"expert_neurons": 0.5}, "it has no experts"),
+        ("llama", {"expert_neurons": 0.5}, "there are no expert neurons to remove"),
         ("deepseek_v2", {"expert_neurons": 0.5}, "shared_experts"),  # which have the same entry in the configuration
     ],
 )

@@ -259,7 +259,7 @@ def test_what_a_run_computes_in_tf32(
     options: dict[str, Any], grams: str, others: str,
 ) -> None:  # fmt: skip
     """Whatever torch is set to outside."""
-    monkeypatch.setattr("niwaki.pruning.request.has_tf32", lambda device: True)
+    monkeypatch.setattr("niwaki.pruning.prune.has_tf32", lambda device: True)
     watch, record = watched(tmp_path, **options)
     assert (watch.grams, watch.others) == ({grams}, {others})
     assert record.tf32 == options.get("tf32", "auto")

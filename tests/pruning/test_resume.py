@@ -166,7 +166,7 @@ def test_tf32_is_part_of_what_was_asked_where_there_is_any(
 ) -> None:
     stopped(model, tmp_path / "without", tf32="auto")
     assert run(model, tmp_path / "without", tf32="always").resumed == [1]
-    monkeypatch.setattr("niwaki.pruning.request.has_tf32", lambda device: True)
+    monkeypatch.setattr("niwaki.pruning.prune.has_tf32", lambda device: True)
     stopped(model, tmp_path / "with", tf32="auto")
     said = message(lambda: run(model, tmp_path / "with", tf32="always"))
     assert "tf32 (auto there, always here)" in said

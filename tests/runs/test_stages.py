@@ -224,11 +224,11 @@ def test_blocks_that_shrink_are_fitted(tmp_path: Path) -> None:
     ("stages", "said"),
     [
         ([], "at least one stage"),
-        ([HEAL], "nothing to heal yet"),
-        ([Prune(0.5), NEURONS], "shrink comes first, not after prune"),
+        ([HEAL], "there is nothing to heal yet"),
+        ([Prune(0.5), NEURONS], "stage 2, shrink: shrink comes first, not after prune"),
         ([Shrink(blocks=1), Heal("blocks")], "leaves fewer of them"),
         ([Pack()], "pack comes after prune"),
-        ([Prune(0.5), Pack(), HEAL], "nothing comes after pack"),
+        ([Prune(0.5), Pack(), HEAL], "stage 3, heal: nothing comes after pack"),
         ([Prune(0.5), Pack(), Pack()], "nothing comes after pack"),
         ([Quantize("int8"), Prune(0.5)], "prune first and quantize then"),
         ([Quantize("int8"), Quantize("int8")], "quantize once"),
@@ -237,25 +237,31 @@ def test_blocks_that_shrink_are_fitted(tmp_path: Path) -> None:
         ([Prune], "a stage has its parameters, as in Prune(...)"),
         ([" "], "no stage is called ''"),
         (["shrink 0.25"], "parameters are written NAME=VALUE, such as neurons=0.25"),
-        (["prune 0.5", "heal times=2"], "no parameter of the stage heal is called 'times'"),
-        (["prune 0.5", "prnue 0.5"], "no stage is called 'prnue'; did you mean prune"),
+        (["prune 0.5", "heal times=2"], "stage 2, heal: no parameter of the stage heal is called 'times'"),
+        (["prune 0.5", "prnue 0.5"], "stage 2: no stage is called 'prnue'; did you mean prune"),
         (["prune 0.5 sparsty=3"], "no parameter of the stage prune is called 'sparsty'"),
-        (["prune 0.5", "heal tokens=many"], "many"),
+        (["prune 0.5", "heal tokens=many"], "stage 2, heal: "),
+        (["prune 0.5", "heal tokens=-3"], "stage 2, heal: invalid number '-3'"),
+        ([Prune(0.5, effort="best"), Prune(0.6, effort="bst")], "stage 2, prune: no effort is called 'bst'"),
+        ([Prune(0.5), Prune], "stage 2: a stage has its parameters"),
         (["shrink 0.5"], "'0.5' of the stage 'shrink 0.5' has no name"),
         (["shrink neurons=0.5 neurons=0.2"], "gives neurons twice"),
         (["shrink"], "nothing to remove"),
         (["shrink blocks=two"], "blocks of the stage shrink cannot be 'two'"),
         (["prune 'a"], "is no stage"),
-        ([Prune("2:4"), Quantize("int4:7")], "7"),
-        ([NEURONS, Prune("2:4", solver="nobody")], "nobody"),
-        ([NEURONS, Prune("3:5:7")], "3:5:7"),
+        ([Prune("2:4"), Quantize("int4:7")], "stage 2, quantize: "),
+        ([Prune(0.5, effort="best"), Prune("2:4", solver="nobody")], "stage 2, prune: no solver is called 'nobody'"),
+        ([NEURONS, Prune("3:5:7")], "stage 2, prune: "),
+        ([Prune("3:5:7")], "'3:5:7' "),
     ],
     ids=str,
 )
 def test_what_cannot_be_done_is_refused_at_the_start(tmp_path: Path, stages: list[Any], said: str) -> None:
     model = save_model(tmp_path / "model", "llama grouped")
     begun = StopAfter(1)
-    assert said in message(lambda: work(model, tmp_path / "out", *stages, progress=begun))
+    found = message(lambda: work(model, tmp_path / "out", *stages, progress=begun))
+    assert said in found
+    assert found.startswith("stage ") == (len(stages) > 1)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -390,6 +396,7 @@ def test_recipes(tmp_path: Path) -> None:
         ("[[stages]]\nstage = 'prnue'", "no stage is called 'prnue'; did you mean prune"),
         ("[[stages]]\nstage = 'prune'\npatern = '2:4'", "is called 'patern'; did you mean pattern"),
         ("[[stages]]\nstage = 'shrink'\nblocks = 'two'", "blocks"),
+        ("[[stages]]\nstage = 'prune'\n[[stages]]\nstage = 'heal'\ntokens = -3", ": stage 2, heal: tokens must be"),
         ("calibration = 'x'\n[[stages]]\nstage = 'pack'", "it has 'calibration'"),
     ):
         file.write_text(text)

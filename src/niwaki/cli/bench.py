@@ -14,7 +14,7 @@ from niwaki.records.record import SPEED_NAME
 @options(without=("tf32", "max_memory"))
 def bench(
     model: Model,
-    prompt: Annotated[int, "N", "--prompt-tokens"] = 128,
+    prompt_tokens: Annotated[int, "N"] = 128,
     tokens: Annotated[int, "N"] = 32,
     repeats: Annotated[int, "N"] = 3,
     compute: Compute = Compute(),
@@ -25,7 +25,7 @@ def bench(
     The form that is not there is made in the temporary directory (TMPDIR), for as long as it takes.
 
     Options:
-        prompt: Tokens of the prompt.
+        prompt_tokens: Tokens of the prompt.
         tokens: Tokens to write after it.
         repeats: Repetitions; the median is shown.
         record: [default: niwaki-bench.json in a MODEL of niwaki's, for its report]
@@ -37,7 +37,9 @@ def bench(
         if record is None and ((directory := locate_model(model)) / "niwaki.json").is_file():
             record = str(directory / SPEED_NAME)
         file = record_file(record, "speeds")
-        speed = run(model, prompt=prompt, tokens=tokens, repeats=repeats, compute=compute, progress=screen)
+        speed = run(
+            model, prompt_tokens=prompt_tokens, tokens=tokens, repeats=repeats, compute=compute, progress=screen
+        )
     out.print(speed_table(speed))
     screen.line(speed.conditions())
     if file is not None:

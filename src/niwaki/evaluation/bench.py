@@ -34,7 +34,7 @@ from niwaki.runs.session import current_session
 def bench(
     model: str | Path,
     *,
-    prompt: int = 128,
+    prompt_tokens: int = 128,
     tokens: int = 32,
     repeats: int = 3,
     compute: Compute | str = Compute(),
@@ -45,29 +45,28 @@ def bench(
     The dense form is what transformers makes of it. Where no matrix would be smaller packed, as in a model that is not
     pruned, it is measured alone.
 
-    After ``prompt`` random tokens ``tokens`` are written, ``repeats`` times; medians count. The form that is not there
-    is made in a temporary directory, which takes as much space as its files. ``compute`` has the device, and a dtype
-    as for :func:`niwaki.load`; ``tf32`` and ``memory`` are not used.
+    After ``prompt_tokens`` random ones ``tokens`` are written, ``repeats`` times; medians count. The form that is not
+    there is made in a temporary directory, which takes as much space as its files. ``compute`` has the device, and a
+    dtype as for :func:`niwaki.load`; ``tf32`` and ``max_memory`` are not used.
 
     Raises:
         UsageError: a number is out of its range.
         NiwakiError: see :mod:`niwaki.errors`.
     """
-    for name, count, least in (("the prompt's tokens", prompt, 1), ("tokens", tokens, 2), ("repeats", repeats, 1)):
+    for name, count, least in (("prompt_tokens", prompt_tokens, 1), ("tokens", tokens, 2), ("repeats", repeats, 1)):
         check_count(name, count, least)
     compute, progress = Compute.of(compute), progress or Progress()
     compute.only("bench", "device", "dtype")
+    numbers = (prompt_tokens, tokens, repeats)
     path = locate_model(str(model))
     with _forms(path, str(model), progress) as forms:
         speeds = []
         for name, directory in forms.items():
             progress.status(f"measuring the {name} model")
-            speeds.append(_measured(directory, prompt, tokens, repeats, compute))
+            speeds.append(_measured(directory, *numbers, compute))
     device = compute.device if compute.device != "auto" else find_device("auto").type
     threads, command = torch.get_num_threads(), current_session().command
-    return SpeedRecord(
-        str(model), prompt, tokens, repeats, device, threads, kernels.describe(), command, speeds, versions()
-    )
+    return SpeedRecord(str(model), *numbers, device, threads, kernels.describe(), command, speeds, versions())
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
-from niwaki.errors import OutputError, UnsupportedModelError, UsageError
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.exports.gguf_architectures import (
     ARCHITECTURES,
     ExportedTensor,
@@ -27,6 +27,7 @@ from niwaki.models.extra import find_extra
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import read_config, refusals
 from niwaki.records.progress import Progress
+from niwaki.records.record import Record
 from niwaki.records.wording import markdown, several
 from niwaki.runs.conversion import Form, model_name
 from niwaki.runs.model_card import write_card_of_form
@@ -46,7 +47,7 @@ _FAR = 0.01
 _CARRIED = {"README.md", "README.base.md", "niwaki.json", "niwaki.base.json"}
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _CARD = """
-# {name}, for llama.cpp
+# {title}, for llama.cpp
 
 `{file}` is the model in the format GGUF, its matrices in {kind}: for llama.cpp and the programs that are built on it,
 such as Ollama and LM Studio.
@@ -109,7 +110,8 @@ class Gguf(Form):
         """Writes the file, and a model card, to ``directory``."""
         said = self.write_file(directory / self.file_name, name)
         notes = "".join(f"* {markdown(note)}\n" for note in said)
-        text = _CARD.format(name=markdown(name), file=self.file_name, kind=self._kind, notes=notes and f"\n{notes}")
+        title = ", ".join(filter(None, [markdown(name), _outcome(directory)]))
+        text = _CARD.format(title=title, file=self.file_name, kind=self._kind, notes=notes and f"\n{notes}")
         write_card_of_form(directory, "gguf", {"niwaki", "gguf"}, text, "the card of the model that it was made from")
         return said
 
@@ -204,6 +206,14 @@ def _choose_kinds(tensors: list[ExportedTensor], kind: Kind) -> list[str]:
         f"{len(odd)} of {len(tensors)} tensors are in F16, such as {odd[0].keys[0]!r}: {kind} needs rows of a multiple "
         f"of {_GROUP}, and not of {odd[0].shape[1]}"
     ]
+
+
+def _outcome(directory: Path) -> str:
+    """What the model has become, by its record in ``directory``; "" where there is none."""
+    try:
+        return Record.load(directory / "niwaki.json").outcome
+    except CheckpointError:
+        return ""
 
 
 def _read(checkpoint: Checkpoint, tensor: ExportedTensor) -> np.ndarray[Any, Any]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from niwaki.arguments import check_fields, checked_names
+from niwaki.arguments import INTERNAL, check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
@@ -69,7 +69,7 @@ class Heal:
     own_text: float | str = OWN_TEXT
     teacher: str | Path | None = None
     #: Instead of ``tokens``: for each token that a stage before was calibrated on.
-    times: float | None = None
+    times: float | None = field(default=None, metadata=INTERNAL)
 
     name: ClassVar[str] = "heal"
     is_format: ClassVar[bool] = False

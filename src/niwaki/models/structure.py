@@ -48,6 +48,8 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
             )
         for each in (config, config.get_text_config()):  # some files ask for more, or for tuples
             each.return_dict, each.output_hidden_states, each.output_attentions = True, False, False
+            if hasattr(each, "output_router_logits"):  # of blocks, which are not there when the head runs alone
+                each.output_router_logits = False
         with init_empty_weights(include_buffers=False), no_init_weights(), _UntouchedZeros():
             # One expert after the other: the other ways of running them sort tokens into one large product.
             model = auto_class(config).from_config(

@@ -1,112 +1,60 @@
 """The stage that prunes: blocks x calibration x solver -> checkpoint."""
 
 import dataclasses
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from niwaki.arguments import check_fields, checked_names
+from niwaki.arguments import INTERNAL, check_fields, checked_names, given_fields
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter
-from niwaki.effort import Effort, describe as describe_effort, described, make_effort, usual_effort
+from niwaki.effort import Effort, describe as describe_effort, described
 from niwaki.errors import UsageError
-from niwaki.layer.grid import Grid, parse_grid
-from niwaki.layer.patterns import Pattern, make_pattern
-from niwaki.layer.products import products
-from niwaki.layer.solvers import DEFAULT_SOLVER, Solver, describe, make_solver
+from niwaki.layer.grid import Grid
+from niwaki.layer.products import has_tf32, products
+from niwaki.layer.solvers import Solver, describe
 from niwaki.models.device import resident
+from niwaki.models.extra import notes_of
 from niwaki.models.fit import COPIES
 from niwaki.models.kept_format import KeptFormat
-from niwaki.models.scales import FILE
+from niwaki.models.locate import locate_model
+from niwaki.models.scales import FILE, stored_as_usual
+from niwaki.models.sharing import sharing_notes
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.weight_format import OnGrid, WeightFormat
-from niwaki.pruning.request import PatternOf, Request, patterns_of, take_masks
+from niwaki.pruning.request import PatternOf, Request, patterns_of
 from niwaki.pruning.walk import Walk
-from niwaki.quantities import parse_range
+from niwaki.records.data import plain
 from niwaki.records.record import Record
 from niwaki.records.wording import in_words
+from niwaki.runs.begin import begin_record
 from niwaki.runs.block_store import WeightStore
 from niwaki.runs.card import pruning_config, write_config
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 from niwaki.runs.workplace import Workplace
 from niwaki.texts.answers import with_answers
+from niwaki.texts.conversations import has_images
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
 
 @checked_names
 @dataclass(frozen=True)
-class Prune:
+class Prune(Request):
     """Makes weights of the linear matrices zero, and updates the others: see :func:`niwaki.prune` for its arguments."""
-
-    pattern: float | str | Pattern | None = None
-    solver: str | Solver | None = None
-    effort: str | Effort | None = None
-    mask_from: str | Path | None = None
-    quantize: str | Grid | None = None
-    keep_format: bool = False
-    revive: bool = False
-    blocks: tuple[int, int] | str | None = None
-    #: A note on what is not done of what was asked for.
-    left_out: str = ""
 
     name: ClassVar[str] = "prune"
     is_format: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    @property
-    def settled_effort(self) -> Effort:
-        """The effort, also where none was given; UsageError where it is not known."""
-        given = usual_effort(self.solver, self.mask_from) if self.effort is None else self.effort
-        return make_effort(given) if isinstance(given, str) else given
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if any(_has_grid(stage) for stage in before):
             raise UsageError("prune first and quantize then: pruned again, weights would leave the grid")
 
     def open(self, run: Run) -> "Pruning":
-        return Pruning(self._request(run), run)
-
-    def _request(self, run: Run) -> Request:
-        given = DEFAULT_SOLVER if self.solver is None else self.solver
-        updating = make_solver(given) if isinstance(given, str) else given
-        mask_from = None if self.mask_from is None else str(self.mask_from)
-        masking, mask_model = take_masks(updating, mask_from)
-        return Request(
-            model=run.model,
-            method=given if isinstance(given, str) else str(describe(given)["name"]),
-            solver=masking,
-            effort=self.settled_effort,
-            pattern=None if self.pattern is None else make_pattern(self.pattern, updating.default_pattern),
-            mask_from=mask_from,
-            mask_model=mask_model,
-            grid=parse_grid(self.quantize) if isinstance(self.quantize, str) else self.quantize,
-            keep_format=self.keep_format,
-            revive=self.revive,
-            blocks=parse_range(self.blocks) if isinstance(self.blocks, str) else self.blocks,
-            calibration=run.calibration,
-            measurement=run.measurement,
-            compute=run.compute,
-            notes=tuple(filter(None, [self.left_out])),
-        )
+        return Pruning(self, run)
 
     def __str__(self) -> str:
-        given = [str(self.pattern)] if self.pattern is not None else []
-        given += [f"{name} {_said(value)}" for name in _SAID if (value := getattr(self, name)) not in (None, False)]
-        return ", ".join(given)
-
-
-def _said(value: object) -> str:
-    """The value of an argument in words."""
-    if isinstance(value, Effort):
-        return described(describe_effort(value))
-    return in_words(describe(value)) if isinstance(value, Solver) else str(value)
-
-
-_SAID = ("solver", "effort", "mask_from", "quantize", "keep_format", "revive", "blocks")
+        return _in_words(self)
 
 
 @checked_names
@@ -122,7 +70,7 @@ class Quantize:
     solver: str | Solver | None = None
     effort: str | Effort | None = None
     #: A note on what is not done of what was asked for.
-    left_out: str = ""
+    left_out: str = field(default="", metadata=INTERNAL)
 
     name: ClassVar[str] = "quantize"
     is_format: ClassVar[bool] = False
@@ -147,10 +95,22 @@ class Quantize:
         return self._as_prune.open(run)
 
     def __str__(self) -> str:
-        given = [
-            f"{name} {_said(value)}" for name in ("solver", "effort") if (value := getattr(self, name)) is not None
-        ]
-        return ", ".join([str(self.grid), *given])
+        return _in_words(self)
+
+
+def _in_words(stage: Prune | Quantize) -> str:
+    """The arguments that were given; the first one needs no name."""
+    first, *others = given_fields(stage)
+    given = [] if (value := getattr(stage, first)) is None else [str(value)]
+    given += [f"{name} {_said(value)}" for name in others if (value := getattr(stage, name)) not in (None, False)]
+    return ", ".join(given)
+
+
+def _said(value: object) -> str:
+    """The value of an argument in words."""
+    if isinstance(value, Effort):
+        return described(describe_effort(value))
+    return in_words(describe(value)) if isinstance(value, Solver) else str(value)
 
 
 def _has_grid(stage: Stage) -> bool:
@@ -161,41 +121,132 @@ def _has_grid(stage: Stage) -> bool:
 class Pruning:
     """:class:`Prune`, opened for a run: the model that it reads, the texts, and what of the request suits these."""
 
-    def __init__(self, given: Request, run: Run) -> None:
-        self._given = given
+    def __init__(self, request: Request, run: Run) -> None:
+        self.request = request
+        request.check()
         self._open(run)
         run.progress.status("reading the text to calibrate on")
-        calibration = with_answers(self.model, given.calibration, given.compute.budget, run.world, run.progress)
-        self.texts = Texts.read(self.model, calibration, self.request.measurement, USUAL_WINDOWS)
-        self.record: Record = self.request.record(self.model, self.texts)
+        calibration = with_answers(self.model, run.calibration, run.compute.budget, run.world, run.progress)
+        self.texts = Texts.read(self.model, calibration, self.measurement, USUAL_WINDOWS)
+        self.record: Record = self._begun(run)
         run.seen = self.record.calibration
         run.foreseen["pruning_config"] = pruning_config(self.record)
 
     def _open(self, run: Run) -> None:
         """Opens the model that is read, and checks that what is asked for can be done to it."""
-        given, compute = self._given, self._given.compute
+        request, compute = self.request, run.compute
         checkpoint = Checkpoint(run.reading)
-        self.format = _format(given, checkpoint)
-        self.written = checkpoint.stored if given.keep_format else checkpoint
+        self.format = _format(request, checkpoint)
+        self.written = checkpoint.stored if request.keep_format else checkpoint
         self.carried = run.carried(self.written, self.written.size)
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
-        self.request = given.settled(model, run.is_first)
-        self.chosen = self.request.chosen(len(model.blocks))
-        if not given.blocks:
+        self._settle(run)
+        self.chosen = request.chosen(len(model.blocks))
+        if not request.blocks:
             model.check_coverage()
         model.limit(self.chosen)
         if compute.budget is not None:
-            run.budget.left = max(0, compute.budget - _needed(model, self.request))
-        if given.grid:
-            given.grid.check(matrix.shape[1] for matrix in model.matrices())
-        self.pattern_of: PatternOf = patterns_of(given.pattern, given.mask_model, model)
+            run.budget.left = max(0, compute.budget - self._needed())
+        if request.grid:
+            request.grid.check(matrix.shape[1] for matrix in model.matrices())
+        self.pattern_of: PatternOf = patterns_of(request.wanted, request.mask_model, model)
         self._is_first = run.is_first
+
+    def _settle(self, run: Run) -> None:
+        """Sets the effort and the measurement that can be done; the model gets a note on what cannot."""
+        given, shares, reasons = self.request.settled_effort, self.request.shares_zeros, []
+        self.measurement = run.measured
+        if not self.model.has_head:
+            reasons.append("this model has no head: no perplexity is measured")
+            self.measurement = dataclasses.replace(self.measurement, samples=0)
+        if has_images(run.calibration):
+            reasons.append("calibrated on images: what needs text is left out")
+        self.effort = given.settled(shares, predicts=not reasons)
+        if reasons and self.effort != given.settled(shares):
+            reasons[0] += f", and the effort is {described(describe_effort(self.effort))}"
+        self.model.notes += reasons
+
+    def _needed(self) -> int:
+        """Bytes that a run takes without its hidden states, estimated from above: solvers differ."""
+        model, request = self.model, self.request
+        blocks = [model.matrices(index) for index in range(len(model.blocks))]
+        rows, columns = max(model.matrices(), key=lambda matrix: matrix.size).shape
+        solving = 4 * (2 * columns**2 + 7 * rows * columns)
+        grams = max(sum(4 * matrix.shape[1] ** 2 for matrix in block) for block in blocks)
+        running = 2 * model.block_size  # its weights, which are not there while matrices are solved, and activations
+        weights = max(sum(matrix.size for matrix in block) for block in blocks)
+        copies = COPIES + (1 if request.grid or request.keep_format else 0)  # as they are rounded
+        fitting = model.block_size + copies * 4 * weights if self.effort.fit.epochs else 0
+        shared = sum(4 * matrix.shape[1] ** 2 for matrix in model.matrices() if matrix.blocks)  # until they are pruned
+        return resident() + shared + max(grams + max(running, solving), fitting)
+
+    def _begun(self, run: Run) -> Record:
+        """The record of the run, as far as it is known before the run."""
+        request, model, chosen = self.request, self.model, self.chosen
+        tf32 = run.compute.tf32 if has_tf32(model.device) else "never"
+        pattern, grid = str(request.wanted), request.grid
+        if request.mask_model is not None:
+            within = "" if request.wanted is None else f", within {request.wanted}"
+            pattern = f"the mask of {request.mask_model}{within}"
+        record = begin_record(
+            run.model,
+            model,
+            self.texts,
+            run.calibration,
+            method=request.method,
+            solver=plain(describe(request.solving)),
+            effort=describe_effort(self.effort),
+            quantization=str(grid) if grid else None,
+            kept_format=str(KeptFormat(model.checkpoint)) if request.keep_format else None,
+            pattern=pattern,
+            mask_from=request.mask_source,
+            tf32=tf32,
+            blocks=[chosen.start, chosen.stop] if len(chosen) < len(model.blocks) else None,
+            flops=float(sum(request.solving.flops(*matrix.shape) for matrix in model.matrices())),
+        )
+        if run.compute.tf32 == "always" and tf32 == "never":
+            note = f"--tf32 always has no effect: {model.device} has no TF32, products are in float32"
+            record.notes.insert(len(model.notes), note)
+        record.notes += [*filter(None, [request.left_out]), *notes_of(model)]
+        if (tokens := record.calibration_tokens) < (widest := max(matrix.shape[1] for matrix in model.matrices())):
+            record.notes.append(
+                f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"
+            )
+        record.notes += sharing_notes(model.matrices(), fits=self.effort.fit.epochs > 0)
+        if grid:
+            record.notes.append(stored_as_usual(grid, model.matrices()))
+        if record.kept_format:
+            record.notes.append(
+                f"the model's files are in {record.kept_format}, and what is pruned is written in that format again"
+            )
+        if record.part:
+            record.notes.append(f"only {record.part} of {len(model.blocks)}, counted from 0: no other is pruned")
+        return record
 
     def measure_on(self, heldout: dict[str, Windows]) -> None:
         self.texts = dataclasses.replace(self.texts, heldout=heldout)
 
     def asked(self) -> dict[str, Any]:
-        asked = self.request.fingerprint(self.model, self.texts, self.record)
+        request, record, lender = self.request, self.record, self.request.mask_model
+        measured = "both" if self.measurement.before else "after"
+        asked = {
+            "model": self.model.checkpoint.fingerprint(),
+            "mask_from": Checkpoint(locate_model(lender)).fingerprint() if lender else request.mask_source,
+            "solver": record.solver,
+            "effort": record.effort,
+            "quantize": record.quantization,
+            "keep_format": request.keep_format,
+            "revive": request.revive,
+            "pattern": str(request.wanted),
+            "calibration": self.texts.calibration.fingerprint(),
+            "text": self.texts.only and self.texts.only.fingerprint(),
+            "measure": "none" if self.measurement.samples == 0 else measured,
+            "blocks": record.blocks or [0, len(self.model.blocks)],
+            "device": self.model.device.type,
+            "dtype": record.dtype,
+            "tf32": record.tf32,
+            "versions": record.versions,
+        }
         return asked if self._is_first else {name: value for name, value in asked.items() if name != "model"}
 
     def extent(self, run: Run) -> tuple[int, int]:
@@ -204,10 +255,10 @@ class Pruning:
     def work(self, run: Run) -> Record:
         if not run.is_first:
             self._open(run)
-            self.record = self.request.record(self.model, self.texts)
+            self.record = self._begun(run)
         record = run.resumed(self.record, len(self.model.blocks))
         store = WeightStore(run, self.format)
-        walk = Walk(self.model, self.request, self.pattern_of, record, run, store)
+        walk = Walk(self.model, self.request, self.effort, self.pattern_of, record, run, store)
         with products(tf32=record.tf32 == "always"):
             if run.place and self.carried:
                 self._write(walk, run, run.place, self.carried)
@@ -239,17 +290,3 @@ def _format(request: Request, checkpoint: Checkpoint) -> WeightFormat:
     if request.keep_format:
         return KeptFormat(checkpoint)
     return OnGrid(request.grid) if request.grid else WeightFormat()
-
-
-def _needed(model: StreamedModel, request: Request) -> int:
-    """Bytes that a run takes without its hidden states, estimated from above: solvers differ."""
-    blocks = [model.matrices(index) for index in range(len(model.blocks))]
-    rows, columns = max(model.matrices(), key=lambda matrix: matrix.size).shape
-    solving = 4 * (2 * columns**2 + 7 * rows * columns)
-    grams = max(sum(4 * matrix.shape[1] ** 2 for matrix in block) for block in blocks)
-    running = 2 * model.block_size  # its weights, which are not there while matrices are solved, and activations
-    weights = max(sum(matrix.size for matrix in block) for block in blocks)
-    copies = COPIES + (1 if request.grid or request.keep_format else 0)  # as they are rounded
-    fitting = model.block_size + copies * 4 * weights if request.effort.fit.epochs else 0
-    shared = sum(4 * matrix.shape[1] ** 2 for matrix in model.matrices() if matrix.blocks)  # until they are pruned
-    return resident() + shared + max(grams + max(running, solving), fitting)

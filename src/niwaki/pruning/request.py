@@ -1,157 +1,119 @@
-"""What a run is asked for: checked, fingerprinted, recorded; and the pattern of each matrix."""
+"""What pruning is asked for, and the pattern of each matrix."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from niwaki.arguments import INTERNAL, check_fields
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.effort import Effort, describe as describe_effort, described
+from niwaki.effort import Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import given_path
-from niwaki.layer.grid import Grid
-from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern
-from niwaki.layer.products import has_tf32
-from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
-from niwaki.models.extra import notes_of
-from niwaki.models.kept_format import KeptFormat
+from niwaki.layer.grid import Grid, parse_grid
+from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern, make_pattern
+from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describe, make_solver
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.locate import locate_model
-from niwaki.models.scales import stored_as_usual
-from niwaki.models.sharing import sharing_notes
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import Calibration, Compute, Measurement
-from niwaki.records.data import plain
-from niwaki.records.record import Record
+from niwaki.quantities import parse_range
 from niwaki.records.wording import counted
-from niwaki.runs.begin import begin_record
-from niwaki.texts.conversations import has_images
-from niwaki.texts.texts import Texts
 
 PatternOf = Callable[[Matrix], Pattern]
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of :func:`niwaki.prune`, as values that have been checked."""
+    """What :func:`niwaki.prune` is asked for: its arguments as they were given, and what they stand for.
 
-    model: str
-    method: str  # what the solver is called
-    solver: Solver  # with the masks of another one if that was asked for
-    effort: Effort
-    pattern: Pattern | None  # None where only a mask was given
-    mask_from: str | None  # where masks come from, as it was given
-    mask_model: str | None  # the pruned model that has them, where they come from one
-    grid: Grid | None
-    keep_format: bool
-    revive: bool  # whether weights that are zero in the model may become others
-    blocks: tuple[int, int] | None
-    calibration: Calibration
-    measurement: Measurement
-    compute: Compute
-    notes: tuple[str, ...] = ()  # on what is not done of what was asked for
+    That raises UsageError where an argument is not valid.
+    """
+
+    pattern: float | str | Pattern | None = None
+    solver: str | Solver | None = None
+    effort: str | Effort | None = None
+    mask_from: str | Path | None = None
+    quantize: str | Grid | None = None
+    keep_format: bool = False
+    revive: bool = False
+    blocks: tuple[int, int] | str | None = None
+    #: A note on what is not done of what was asked for.
+    left_out: str = field(default="", metadata=INTERNAL)
 
     def __post_init__(self) -> None:
-        if isinstance(self.pattern, MixedNM) and self.effort.plan.allocation == "owl":
-            raise UsageError(f"owl wants sparsities that {self.pattern} has not; take the allocation loss, or error")
+        check_fields(self)
+
+    def check(self) -> None:
+        """UsageError where two arguments exclude each other."""
+        if isinstance(self.wanted, MixedNM) and self.settled_effort.plan.allocation == "owl":
+            raise UsageError(f"owl wants sparsities that {self.wanted} has not; take the allocation loss, or error")
         if self.keep_format and self.grid:
             raise UsageError(f"weights are on the grid {self.grid} or keep their format, not both; leave one out")
 
     @property
-    def _shares(self) -> bool:
+    def _usual(self) -> str | Solver:
+        """The argument ``solver``, also where none was given."""
+        return DEFAULT_SOLVER if self.solver is None else self.solver
+
+    @property
+    def method(self) -> str:
+        """What the solver is called."""
+        return self._usual if isinstance(self._usual, str) else str(describe(self._usual)["name"])
+
+    @cached_property
+    def _updating(self) -> Solver:
+        """The solver, without the masks of another one."""
+        return make_solver(self._usual) if isinstance(self._usual, str) else self._usual
+
+    @property
+    def mask_source(self) -> str | None:
+        """Where masks come from, as it was given."""
+        return None if self.mask_from is None else str(self.mask_from)
+
+    @cached_property
+    def _masking(self) -> tuple[Solver, str | None]:
+        return take_masks(self._updating, self.mask_source)
+
+    @property
+    def solving(self) -> Solver:
+        """The solver, with the masks of another one if that was asked for."""
+        return self._masking[0]
+
+    @property
+    def mask_model(self) -> str | None:
+        """The pruned model that has the masks, where they come from one."""
+        return self._masking[1]
+
+    @property
+    def settled_effort(self) -> Effort:
+        """The effort, also where none was given."""
+        given = usual_effort(self.solver, self.mask_from) if self.effort is None else self.effort
+        return make_effort(given) if isinstance(given, str) else given
+
+    @cached_property
+    def wanted(self) -> Pattern | None:
+        """The pattern; None where only a mask was given."""
+        return None if self.pattern is None else make_pattern(self.pattern, self._updating.default_pattern)
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid that weights are put on, if any."""
+        return parse_grid(self.quantize) if isinstance(self.quantize, str) else self.quantize
+
+    @property
+    def shares_zeros(self) -> bool:
         """Whether some matrices may have more zeros than others."""
-        return self.mask_model is None and self.pattern is not None and self.pattern.at(0.0) is not None
-
-    def settled(self, model: StreamedModel, is_first: bool) -> "Request":
-        """The same with what can be done of it for ``model``, which gets a note on what cannot.
-
-        Only the first stage of a run measures the dense model.
-        """
-        reasons, measurement = [], replace(self.measurement, before=self.measurement.before and is_first)
-        if not model.has_head:
-            reasons.append("this model has no head: no perplexity is measured")
-            measurement = replace(measurement, samples=0)
-        if has_images(self.calibration):
-            reasons.append("calibrated on images: what needs text is left out")
-        effort = self.effort.settled(self._shares, predicts=not reasons)
-        if reasons and effort != self.effort.settled(self._shares):
-            reasons[0] += f", and the effort is {described(describe_effort(effort))}"
-        model.notes += reasons
-        return replace(self, effort=effort, measurement=measurement)
+        return self.mask_model is None and self.wanted is not None and self.wanted.at(0.0) is not None
 
     def chosen(self, count: int) -> range:
-        """The blocks to prune, of ``count``; raises UsageError where there are no such blocks."""
-        start, stop = self.blocks or (0, count)
+        """The blocks to prune, of ``count``; UsageError where there are no such blocks."""
+        start, stop = (parse_range(self.blocks) if isinstance(self.blocks, str) else self.blocks) or (0, count)
         if not 0 <= start < stop <= count:
             raise UsageError(f"invalid range of blocks {start}:{stop}; the model's are 0:{count}")
         return range(start, stop)
-
-    def record(self, model: StreamedModel, texts: Texts) -> Record:
-        """The record of the run, as far as it is known before the run."""
-        tf32 = self.compute.tf32 if has_tf32(model.device) else "never"
-        chosen, pattern = self.chosen(len(model.blocks)), str(self.pattern)
-        if self.mask_model is not None:
-            within = "" if self.pattern is None else f", within {self.pattern}"
-            pattern = f"the mask of {self.mask_model}{within}"
-        record = begin_record(
-            self.model,
-            model,
-            texts,
-            self.calibration,
-            method=self.method,
-            solver=plain(describe(self.solver)),
-            effort=describe_effort(self.effort),
-            quantization=str(self.grid) if self.grid else None,
-            kept_format=str(KeptFormat(model.checkpoint)) if self.keep_format else None,
-            pattern=pattern,
-            mask_from=self.mask_from,
-            tf32=tf32,
-            blocks=[chosen.start, chosen.stop] if len(chosen) < len(model.blocks) else None,
-            flops=float(sum(self.solver.flops(*matrix.shape) for matrix in model.matrices())),
-        )
-        if self.compute.tf32 == "always" and tf32 == "never":
-            note = f"--tf32 always has no effect: {model.device} has no TF32, products are in float32"
-            record.notes.insert(len(model.notes), note)
-        record.notes += [*self.notes, *notes_of(model)]
-        if (tokens := record.calibration_tokens) < (widest := max(matrix.shape[1] for matrix in model.matrices())):
-            record.notes.append(
-                f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"
-            )
-        record.notes += sharing_notes(model.matrices(), fits=self.effort.fit.epochs > 0)
-        if self.grid:
-            record.notes.append(stored_as_usual(self.grid, model.matrices()))
-        if record.kept_format:
-            record.notes.append(
-                f"the model's files are in {record.kept_format}, and what is pruned is written in that format again"
-            )
-        if record.part:
-            record.notes.append(f"only {record.part} of {len(model.blocks)}, counted from 0: no other is pruned")
-        return record
-
-    def fingerprint(self, model: StreamedModel, texts: Texts, record: Record) -> dict[str, Any]:
-        """By name, all that has to be the same for a run to resume, or for processes to share one."""
-        masks = Checkpoint(locate_model(self.mask_model)).fingerprint() if self.mask_model else self.mask_from
-        measured = "both" if self.measurement.before else "after"
-        return {
-            "model": model.checkpoint.fingerprint(),
-            "mask_from": masks,
-            "solver": record.solver,
-            "effort": record.effort,
-            "quantize": record.quantization,
-            "keep_format": self.keep_format,
-            "revive": self.revive,
-            "pattern": str(self.pattern),
-            "calibration": texts.calibration.fingerprint(),
-            "text": texts.only and texts.only.fingerprint(),
-            "measure": "none" if self.measurement.samples == 0 else measured,
-            "blocks": record.blocks or [0, len(model.blocks)],
-            "device": model.device.type,
-            "dtype": record.dtype,
-            "tf32": record.tf32,
-            "versions": record.versions,
-        }
 
 
 def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | None]:

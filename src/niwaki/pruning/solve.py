@@ -93,7 +93,7 @@ class BlockSolver:
     def _cost_together(self, matrix: Matrix) -> float | None:
         """What a matrix costs each process if all have some of its rows; None if its rows depend on each other."""
         rows, columns = matrix.shape
-        separable = self.request.solver.separable_rows and self.format.is_separable(matrix)
+        separable = self.request.solving.separable_rows and self.format.is_separable(matrix)
         if (
             separable
             and rows >= self.world.size
@@ -103,7 +103,7 @@ class BlockSolver:
         return None
 
     def _flops(self, rows: int, columns: int) -> float:
-        return self.request.solver.flops(rows, columns) + self.format.round_flops(rows, columns)
+        return self.request.solving.flops(rows, columns) + self.format.round_flops(rows, columns)
 
     def _solve(self, block: DecoderBlock, matrix: Matrix, gram: Gram, inputs: InputGram, rows: Rows = ALL) -> Solved:
         """The whole matrix, also where this process has only some ``rows`` of it."""
@@ -140,7 +140,7 @@ class BlockSolver:
         # With a monitor solvers may ask the pattern more often, and only the first process has one.
         watched = self.progress.wants_steps and rows is ALL
         monitor = partial(self.progress.solving, matrix.name) if watched else None
-        solution = self.request.solver(problem, pattern, monitor)
+        solution = self.request.solving(problem, pattern, monitor)
         if weights is not None:
             problem = LayerProblem(problem.W.div_(weights), gram)
             solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)

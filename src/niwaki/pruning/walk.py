@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from niwaki.effort import Effort
 from niwaki.errors import UnsupportedModelError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import peak_memory
@@ -48,6 +49,7 @@ class Walk:
 
     model: StreamedModel
     request: Request
+    effort: Effort
     pattern_of: PatternOf
     record: Record
     run: Run
@@ -97,7 +99,7 @@ class Walk:
 
     def _embedded(self, samples: Samples, heldout: Windows | None) -> Streams:
         """The inputs of the first block, as far as they are needed."""
-        fitting, before, embed = self.request.effort.fit, self.request.measurement.before, self.model.embed
+        fitting, before, embed = self.effort.fit, self.run.measured.before, self.model.embed
         part, dense = None, None
         if fitting.epochs:
             part = fitting.tokens_per_part(self.run.world.size)
@@ -113,14 +115,14 @@ class Walk:
 
     def _planned(self, samples: Samples, texts: Texts) -> Plan:
         """The plan for all processes; a resumed run has the one it began with."""
-        effort = self.request.effort
+        effort = self.effort
         if not (effort.plan.is_needed or effort.synthetic):
             return Plan()
         return kept_once(self.run, Plan.load, lambda: self._made(samples, texts), Plan.save)
 
     def _made(self, samples: Samples, texts: Texts) -> Plan:
         """The plan, of what is known of the dense model."""
-        effort, revive, tf32, run = self.request.effort, self.request.revive, self.record.tf32, self.run
+        effort, revive, tf32, run = self.effort, self.request.revive, self.record.tf32, self.run
         made = plan(self.model, effort.plan, self.pattern_of, samples, tf32, run.world, run.progress, revive)
         if effort.synthetic and isinstance(samples, Tensor):
             made = dataclasses.replace(made, synthetic=self._written(samples, texts.windows.bos))
@@ -128,8 +130,8 @@ class Walk:
 
     def _written(self, samples: Tensor, bos: int | None) -> Tensor | None:
         """Text of the dense model, for all processes; None, with a note, where it cannot write."""
-        world, progress, budget = self.run.world, self.run.progress, self.request.compute.budget
-        count = max(world.size, round(self.request.effort.synthetic * sum(world.collected(len(samples)))))
+        world, progress, budget = self.run.world, self.run.progress, self.run.compute.budget
+        count = max(world.size, round(self.effort.synthetic * sum(world.collected(len(samples)))))
         self.record.calibration["synthetic"] = count
         try:
             return synthesize(self.model, count, samples.shape[1], budget, world, progress, bos=bos)
@@ -173,7 +175,7 @@ class Walk:
 
     def _fit(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates) -> None:
         run = self.run
-        fit = Fit(block, states, dense, self.request.effort.fit, run.world, run.progress.step, self.store.on_grid)
+        fit = Fit(block, states, dense, self.effort.fit, run.world, run.progress.step, self.store.on_grid)
         run.progress.stage(block.index, "fit", fit.batches)
         self.record.fits.append(fit.run())
         self.store.write_trained(block)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from niwaki.errors import UsageError
+from niwaki.errors import UsageError, named
 from niwaki.files import write_json
 from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
@@ -29,6 +29,7 @@ def execute(
     measurement: Measurement,
     compute: Compute,
     *,
+    labels: Sequence[str],
     reads: Sequence[Path] = (),
     restart: bool = False,
     progress: Progress | None = None,
@@ -36,7 +37,8 @@ def execute(
     """Does ``stages`` to ``model``, one after the other, and writes the result to the directory ``out``.
 
     All of them are opened and checked before anything is written. A run that is interrupted resumes after the last
-    block that is done, of the stage that was at work. ``reads`` are directories of other models that stages read.
+    block that is done, of the stage that was at work. ``labels`` are what errors call the stages, see
+    :func:`check_order`; ``reads`` are directories of other models that stages read.
 
     Returns:
         The record of all stages, which is also in ``out/niwaki.json``.
@@ -46,7 +48,7 @@ def execute(
     """
     world = current_session().world
     progress = progress if progress and world.first else Progress()
-    check_order(stages)
+    check_order(stages, labels)
     progress.status(f"reading {model}")
     source = locate_model(str(model))
     target = check_output(source, out, *reads) if world.first else Path(out)
@@ -56,7 +58,7 @@ def execute(
             *(str(model), source, target, tuple(stages), calibration, measurement, compute, world, progress, budget),
             reading=source,
         )
-        tasks = _opened(run)
+        tasks = _opened(run, labels)
         asked = [{"stage": stage.name, **task.asked()} for stage, task in zip(stages, tasks, strict=True)]
         world.check_same(asked[0] if len(asked) == 1 else {f"stage {i + 1}": each for i, each in enumerate(asked)})
         run.clock.lap("prepare")
@@ -85,22 +87,24 @@ def execute(
     return record
 
 
-def check_order(stages: Sequence[Stage]) -> None:
-    """UsageError where there are no stages, or one cannot follow those before it."""
+def check_order(stages: Sequence[Stage], labels: Sequence[str]) -> None:
+    """UsageError where there are no stages, or one cannot follow those before it, which it names by its label."""
     if not stages:
         raise UsageError("a run needs at least one stage, such as Prune(0.5)")
-    for number, stage in enumerate(stages):
-        if number and stages[number - 1].is_format:
-            raise UsageError(f"nothing comes after {stages[number - 1].name}, which is for files that are finished")
-        stage.check_order(tuple(stages[:number]))
+    for number, (stage, label) in enumerate(zip(stages, labels, strict=True)):
+        with named(label):
+            if number and stages[number - 1].is_format:
+                raise UsageError(f"nothing comes after {stages[number - 1].name}, which is for files that are finished")
+            stage.check_order(tuple(stages[:number]))
 
 
-def _opened(run: Run) -> list[Task]:
+def _opened(run: Run, labels: Sequence[str]) -> list[Task]:
     """All stages, opened; what is measured on is the same text for all: that after all windows that any trains on."""
     tasks = []
-    for number, stage in enumerate(run.stages):
+    for number, (stage, label) in enumerate(zip(run.stages, labels, strict=True)):
         run.number = number
-        tasks.append(stage.open(run))
+        with named(label):
+            tasks.append(stage.open(run))
     texts = [task.texts for task in tasks if task.texts]
     if len(texts) > 1:
         most = max(texts, key=lambda each: len(each.samples))

@@ -54,6 +54,11 @@ class Run:
         """Whether the stage reads the model that was given."""
         return self.number == 0
 
+    @property
+    def measured(self) -> Measurement:
+        """What is measured: the dense model too, if that was asked for, in the first stage only."""
+        return replace(self.measurement, before=self.measurement.before and self.is_first)
+
     def resumed(self, record: Record, blocks: int) -> Record:
         """``record``, or that of an earlier run which has done some of the ``blocks``, and says that this one resumes.
 
@@ -110,6 +115,11 @@ class Stage(Protocol):
         Where it is not the first stage, ``run.reading`` is not yet the model that it will read, but the one that was
         given.
         """
+
+
+def label(number: int, count: int, name: str) -> str:
+    """What errors call the stage with this ``number``, from 0, of ``count``; "" where there is no other."""
+    return ", ".join(filter(None, [f"stage {number + 1}", name])) if count > 1 else ""
 
 
 class Task(Protocol):

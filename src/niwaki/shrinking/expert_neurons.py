@@ -33,7 +33,7 @@ class ExpertNeuronRemoval(MixtureRemoval):
 def expert_neuron_removal(model: StreamedModel, fraction: float) -> ExpertNeuronRemoval:
     """Removes about ``fraction`` of the neurons of each expert: a multiple of 32 stays, see :func:`rounded`, or of 8.
 
-    Raises UsageError where these are none or all, UnsupportedModelError where there are no experts, or unknown ones.
+    Raises UsageError where these are none or all, or there are no experts, UnsupportedModelError for unknown ones.
     """
     mixtures = find_mixtures(model, _KIND)
     widths = {matrix.shape[1] for matrix in mixtures.down}

@@ -60,11 +60,14 @@ class Mixtures:
 
 
 def find_mixtures(model: StreamedModel, kind: str) -> Mixtures:
-    """The experts of ``model``; UnsupportedModelError, for the ``kind`` of units to remove, where they are unknown."""
+    """The experts of ``model``, of which ``kind`` are the units to remove.
+
+    Raises UsageError where there are none, UnsupportedModelError where they are unknown.
+    """
     paths = [find_experts(block) for block in model.blocks]
     mixed = dict.fromkeys(matrix.block for matrix in model.matrices() if matrix.expert is not None)
     if not mixed:
-        raise refused(model, kind, "it has no experts")
+        raise UsageError(f"there are no {kind} to remove, because the model has no experts; give neurons or heads")
     if unknown := [index for index in mixed if paths[index] is None]:
         raise refused(model, kind, f"experts of block {unknown[0]} run in a way that niwaki does not follow")
     counts = {len(model.blocks[index].get_submodule(str(paths[index])).get_parameter(DOWN)) for index in mixed}
@@ -79,7 +82,7 @@ def find_mixtures(model: StreamedModel, kind: str) -> Mixtures:
 def expert_removal(model: StreamedModel, fraction: float) -> ExpertRemoval:
     """Removes ``fraction`` of the experts of each block that has some.
 
-    Raises UsageError where this number cannot be removed, UnsupportedModelError where there are none, or blocks differ.
+    Raises UsageError where there are none or this number cannot be removed, UnsupportedModelError where blocks differ.
     """
     mixtures = find_mixtures(model, "experts")
     if "." not in str(next(filter(None, mixtures.paths))):

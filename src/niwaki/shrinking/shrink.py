@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from niwaki.arguments import check_fields, checked_names
+from niwaki.arguments import INTERNAL, check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import Effort, describe as describe_effort, make_effort
 from niwaki.errors import UnsupportedModelError, UsageError
@@ -43,7 +43,7 @@ class Shrink:
     expert_neurons: float | str = 0.0
     effort: str | Effort = "fast"
     #: A note on what is not done of what was asked for.
-    left_out: str = ""
+    left_out: str = field(default="", metadata=INTERNAL)
 
     name: ClassVar[str] = "shrink"
     is_format: ClassVar[bool] = False

@@ -212,5 +212,5 @@ def _width(model: StreamedModel, kind: str, blocks: list[_Fitted]) -> int:
 
 def refused(model: StreamedModel, kind: str, reason: str) -> UnsupportedModelError:
     """The error for units that cannot be removed for this ``reason``."""
-    name = f"{model.checkpoint.path} ({model.checkpoint.config.get('model_type')})"
-    return UnsupportedModelError(f"{kind} of {name} cannot be removed: {reason}")
+    name = model.checkpoint.config.get("model_type")
+    return UnsupportedModelError(f"{kind} of this model ({name}) cannot be removed: {reason}")
