@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +216,8 @@ def test_what_is_not_on_disk_as_it_was_written(tmp_path: Path, monkeypatch: pyte
     in_mxfp4(source)
     write = KeptFormat.write
 
-    def damaging(self: KeptFormat, writer: Any, matrix: Any, stored: Tensor, scales: Tensor) -> None:
-        write(self, writer, matrix, stored, scales)
+    def damaging(self: KeptFormat, writer: Any, matrix: Any, stored: Tensor, parts: Sequence[Tensor]) -> None:
+        write(self, writer, matrix, stored, parts)
         entry = writer._entries[self.places(matrix)[0][0]].at(matrix.index)
         file = writer._files[entry.shard]
         file.seek(entry.offset)

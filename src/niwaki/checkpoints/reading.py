@@ -70,6 +70,12 @@ class Pruning:
 
     quantization: str | None = None  # the grid of the weights
     blocks: tuple[int, int] | None = None  # those that were pruned; None for all
+    pattern: str | None = None
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether matrices are products of two sparse factors, which are beside them."""
+        return (self.pattern or "").startswith("two-factors")
 
 
 #: Model directories in FP8 or MXFP4, and when their files were changed, that this process has looked through.

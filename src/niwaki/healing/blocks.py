@@ -198,7 +198,7 @@ class BlockRun(HealingRun):
             matrix.name: read_scales(checkpoint, matrix, grid).to(block.device) for matrix in trained_matrices(block)
         }
 
-        return lambda matrix, W: OnGrid(grid).project(matrix, W, scales[matrix.name])
+        return lambda matrix, W: OnGrid(grid).project(matrix, W, [scales[matrix.name]])
 
     def _points(self, held: Held) -> list[HealingPoint]:
         """How far the model is from the dense one as it came, and as it is now."""

@@ -8,7 +8,7 @@ with other targets is the same problem with another W.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -148,12 +148,28 @@ class Solution:
         mask: (out, in) bool, True where a weight is kept, with exactly the count of the pattern.
         error: tr((W - What) H (W - What)^T) / tr(W H W^T), the squared error relative to the output.
         stats: Other figures for the record, such as the damping that was used.
+        factors: (out, n) and (n, in), both sparse, whose product is W; None where W is one sparse matrix. Of a product
+            the mask is all True.
     """
 
     W: Tensor
     mask: Tensor
     error: float
     stats: dict[str, float | int | str] = field(default_factory=dict)
+    factors: tuple[Tensor, Tensor] | None = None
+
+    def times(self, exponent: int, problem: "LayerProblem") -> "Solution":
+        """That of ``problem``, whose W is that of this solution's times 2^exponent."""
+
+        def scaled(M: Tensor, power: int) -> Tensor:
+            return M.double().mul(2.0**power).to(M.dtype)
+
+        solution = problem.solution(scaled(self.W, exponent), self.mask, **self.stats)
+        if self.factors is None:
+            return solution
+        left, right = self.factors
+        half = exponent // 2
+        return replace(solution, factors=(scaled(left, half), scaled(right, exponent - half)))
 
 
 @dataclass(frozen=True)
@@ -260,9 +276,13 @@ class Normalised:
 
     def report(self, monitor: Monitor | None, step: int, steps: int, V: Tensor, mask: Tensor) -> None:
         """Calls ``monitor``, if any, with the error of V on the mask for some 32 rows, at little cost."""
+        self.report_rows(monitor, step, steps, lambda rows: V[rows] * mask[rows])
+
+    def report_rows(self, monitor: Monitor | None, step: int, steps: int, made: Callable[[slice], Tensor]) -> None:
+        """The same for what ``made`` returns of these rows."""
         if monitor is not None:
             rows, some = self._some_rows
-            monitor(step, steps, some.error(self.restore(V[rows] * mask[rows], rows)))
+            monitor(step, steps, some.error(self.restore(made(rows), rows)))
 
     @cached_property
     def _some_rows(self) -> tuple[slice, LayerProblem]:

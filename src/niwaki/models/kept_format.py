@@ -1,6 +1,6 @@
 """Pruned matrices put back into the FP8 or MXFP4 of the files that they are from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,22 +48,23 @@ class KeptFormat(WeightFormat):
         tiles = encoded.tiles(read_tensor(self.checkpoint.path / place.shard, encoded.keys[1], place))
         return tiles.T if matrix.is_stored_transposed else tiles
 
-    def scales_like(self, matrix: Matrix, stored: torch.dtype) -> Like | None:
+    def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
         numbers = self.of(matrix)
-        return (numbers.tiles(matrix.shape), torch.float32) if numbers else None
+        return [(numbers.tiles(matrix.shape), torch.float32)] if numbers else []
 
     def is_separable(self, matrix: Matrix) -> bool:
         return self.of(matrix) is None  # rows share scales
 
     def rounded(
         self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
-    ) -> tuple[Solution, Tensor]:
+    ) -> tuple[Solution, tuple[Tensor, ...]]:
         numbers = self.of(matrix)
         assert numbers
-        return onto_floats(problem, solution, numbers, self.scales(matrix).to(problem.W.device))
+        solution, scales = onto_floats(problem, solution, numbers, self.scales(matrix).to(problem.W.device))
+        return solution, (scales,)
 
-    def project(self, matrix: Matrix, W: Tensor, scales: Tensor) -> Tensor:
-        numbers = self.of(matrix)
+    def project(self, matrix: Matrix, W: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        numbers, (scales,) = self.of(matrix), parts
         assert numbers
         return numbers.project(W, numbers.factors(scales, W.shape), W != 0)
 
@@ -71,18 +72,18 @@ class KeptFormat(WeightFormat):
         encoded = self.checkpoint.encoded.get(matrix.key)
         return [(key, matrix.index) for key in encoded.keys] if encoded else super().places(matrix)
 
-    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, scales: Tensor | None) -> None:
+    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, parts: Sequence[Tensor]) -> None:
         """As of :class:`WeightFormat`; OutputError unless the very values can be read again."""
         encoded = self.checkpoint.encoded.get(matrix.key)
         if encoded is None:
-            super().write(writer, matrix, stored, scales)
+            super().write(writer, matrix, stored, parts)
             return
-        assert scales is not None
+        (scales,) = parts
         tiles, values = scales.cpu(), stored.cpu()
-        parts = encoded.encode(values, tiles.T if matrix.is_stored_transposed else tiles)
-        if not torch.equal(encoded.decode(*parts), values):
+        codes = encoded.encode(values, tiles.T if matrix.is_stored_transposed else tiles)
+        if not torch.equal(encoded.decode(*codes), values):
             raise OutputError(f"{matrix.label} has weights that are not in its format, {encoded}")
-        for key, part in zip(encoded.keys, parts, strict=True):
+        for key, part in zip(encoded.keys, codes, strict=True):
             writer.write(key, part, matrix.index)
 
     def read(self, writer: CheckpointWriter, matrix: Matrix) -> Tensor:

@@ -1,6 +1,6 @@
 """How a run writes the weights of matrices: as the checkpoint has them, on a grid, or in the format of the files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,11 +22,11 @@ Like = tuple[tuple[int, int], torch.dtype]
 
 
 class WeightFormat:
-    """As the checkpoint has them; formats whose matrices have scales derive from it."""
+    """As the checkpoint has them; formats whose matrices have further parts, such as scales, derive from it."""
 
-    def scales_like(self, matrix: Matrix, stored: torch.dtype) -> Like | None:
-        """Shape and dtype of the scales of ``matrix``, whose weights are ``stored`` so; None where it has none."""
-        return None
+    def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
+        """Shape and dtype of each part that ``matrix`` has beside its weights, which are ``stored`` so."""
+        return []
 
     def round_flops(self, rows: int, columns: int) -> float:
         """Floating-point operations of :meth:`rounded`, as far as they count."""
@@ -38,20 +38,24 @@ class WeightFormat:
 
     def rounded(
         self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
-    ) -> tuple[Solution, Tensor]:
-        """The ``solution`` of these ``rows`` in this format, fitted to what rounding changes, and the scales of all."""
+    ) -> tuple[Solution, tuple[Tensor, ...]]:
+        """The ``solution`` of these ``rows`` in this format, fitted to what rounding changes, and the parts of all."""
         raise NotImplementedError
 
-    def project(self, matrix: Matrix, W: Tensor, scales: Tensor) -> Tensor:
+    def project(self, matrix: Matrix, W: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """(out, in), W in this format, with the same zeros."""
         raise NotImplementedError
+
+    def zeros(self, stored: Tensor, parts: Sequence[Tensor]) -> int:
+        """How many zeros a matrix has."""
+        return stored.numel() - int(stored.count_nonzero())
 
     def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
         """Key and index of all that is written for ``matrix``."""
         return [matrix.entry]
 
-    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, scales: Tensor | None) -> None:
-        """Writes ``stored``, as the checkpoint would have ``matrix``, which is in this format with these ``scales``."""
+    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, parts: Sequence[Tensor]) -> None:
+        """Writes ``stored``, as the checkpoint would have ``matrix``, which is in this format with these ``parts``."""
         writer.write(matrix.key, stored, matrix.index)
 
     def read(self, writer: CheckpointWriter, matrix: Matrix) -> Tensor:
@@ -73,15 +77,15 @@ class OnGrid(WeightFormat):
 
     grid: Grid
 
-    def scales_like(self, matrix: Matrix, stored: torch.dtype) -> Like | None:
-        return (matrix.shape[0], self.grid.groups(matrix.shape[1])), scale_dtype(stored)
+    def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
+        return [((matrix.shape[0], self.grid.groups(matrix.shape[1])), scale_dtype(stored))]
 
     def round_flops(self, rows: int, columns: int) -> float:
         return flops(rows, columns)
 
     def rounded(
         self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
-    ) -> tuple[Solution, Tensor]:
+    ) -> tuple[Solution, tuple[Tensor, ...]]:
         before = solution.W != 0
         solution, scales = onto_grid(problem, solution, self.grid, scale_dtype(stored))
         after = solution.W != 0
@@ -89,17 +93,18 @@ class OnGrid(WeightFormat):
         stats = {**solution.stats, "rounded_to_zero": lost}
         if raised:  # kept weights of 0
             stats["revived_by_rounding"] = raised
-        return replace(solution, stats=stats), rows.joined(scales).to(scale_dtype(stored))
+        return replace(solution, stats=stats), (rows.joined(scales).to(scale_dtype(stored)),)
 
-    def project(self, matrix: Matrix, W: Tensor, scales: Tensor) -> Tensor:
+    def project(self, matrix: Matrix, W: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        (scales,) = parts
         return self.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
 
     def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
         return [matrix.entry, (scale_key(matrix), matrix.index)]
 
-    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, scales: Tensor | None) -> None:
-        super().write(writer, matrix, stored, scales)
-        if scales is not None:
+    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, parts: Sequence[Tensor]) -> None:
+        super().write(writer, matrix, stored, parts)
+        for scales in parts:
             writer.write(scale_key(matrix), scales, matrix.index)
 
     def added(self, checkpoint: Checkpoint, matrices: list[Matrix]) -> dict[str, Entry]:

@@ -14,10 +14,11 @@ from niwaki.layer.products import has_tf32, products
 from niwaki.layer.solvers import Solver, describe
 from niwaki.models.device import resident
 from niwaki.models.extra import notes_of
+from niwaki.models.factors import FILE as FACTORS, STORED_AS_PRODUCTS, Factored, check_one_matrix
 from niwaki.models.fit import COPIES
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.locate import locate_model
-from niwaki.models.scales import FILE, stored_as_usual
+from niwaki.models.scales import FILE as SCALES, stored_as_usual
 from niwaki.models.sharing import sharing_notes
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.weight_format import OnGrid, WeightFormat
@@ -136,6 +137,7 @@ class Pruning:
         """Opens the model that is read, and checks that what is asked for can be done to it."""
         request, compute = self.request, run.compute
         checkpoint = Checkpoint(run.reading)
+        check_one_matrix(checkpoint, "pruning")
         self.format = _format(request, checkpoint)
         self.written = checkpoint.stored if request.keep_format else checkpoint
         self.carried = run.carried(self.written, self.written.size)
@@ -215,6 +217,8 @@ class Pruning:
         record.notes += sharing_notes(model.matrices(), fits=self.effort.fit.epochs > 0)
         if grid:
             record.notes.append(stored_as_usual(grid, model.matrices()))
+        if request.makes_factors:
+            record.notes.append(STORED_AS_PRODUCTS)
         if record.kept_format:
             record.notes.append(
                 f"the model's files are in {record.kept_format}, and what is pruned is written in that format again"
@@ -270,7 +274,7 @@ class Pruning:
         """The walk over the blocks and all that is written."""
         model, checkpoint = self.model, self.written
         added = self.format.added(checkpoint, model.matrices())
-        place.clear([*checkpoint.shards, FILE])
+        place.clear([*checkpoint.shards, SCALES, FACTORS])
         carried.copy(place.directory)
         with CheckpointWriter(checkpoint, place.directory, place.journal.blocks > 0, added) as walk.store.writer:
             walk.blocks(self.texts)
@@ -289,4 +293,6 @@ def _format(request: Request, checkpoint: Checkpoint) -> WeightFormat:
     """What the matrices of ``checkpoint`` are written in."""
     if request.keep_format:
         return KeptFormat(checkpoint)
+    if request.makes_factors:
+        return Factored()
     return OnGrid(request.grid) if request.grid else WeightFormat()

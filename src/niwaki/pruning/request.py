@@ -14,7 +14,7 @@ from niwaki.effort import Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import given_path
 from niwaki.layer.grid import Grid, parse_grid
-from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern, make_pattern
+from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern, TwoFactors, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describe, make_solver
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.locate import locate_model
@@ -52,11 +52,32 @@ class Request:
             raise UsageError(f"owl wants sparsities that {self.wanted} has not; take the allocation loss, or error")
         if self.keep_format and self.grid:
             raise UsageError(f"weights are on the grid {self.grid} or keep their format, not both; leave one out")
+        if self.wanted is not None:
+            self.solving.check(self.wanted)
+        if self.makes_factors:
+            self._check_factors()
+
+    def _check_factors(self) -> None:
+        """UsageError where two factors cannot have what is asked for."""
+        if self.mask_source is not None:
+            raise UsageError("two factors have masks of their own; leave out where to take masks from")
+        if self.grid or self.keep_format:
+            raise UsageError("the values of two factors stay in the dtype of the model; leave out the grid or format")
+        if self.settled_effort.fit.epochs or self.settled_effort.healing:
+            raise UsageError("two factors are not fitted to the dense block or healed yet; take the effort fast")
+
+    @property
+    def makes_factors(self) -> bool:
+        """Whether matrices become products of two sparse factors."""
+        return isinstance(self.wanted, TwoFactors)
 
     @property
     def _usual(self) -> str | Solver:
         """The argument ``solver``, also where none was given."""
-        return DEFAULT_SOLVER if self.solver is None else self.solver
+        if self.solver is not None:
+            return self.solver
+        is_factored = isinstance(self.pattern, TwoFactors) or str(self.pattern).startswith("two-factors")
+        return "double-sparse" if is_factored else DEFAULT_SOLVER
 
     @property
     def method(self) -> str:

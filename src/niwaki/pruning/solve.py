@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, named
-from niwaki.layer.patterns import Among, Pattern
+from niwaki.layer.patterns import Among, Pattern, TwoFactors
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import Gram, LayerProblem, Solution, relative
 from niwaki.models.block import DecoderBlock
@@ -25,10 +25,10 @@ from niwaki.records.record import MatrixRecord
 
 
 class Solved(NamedTuple):
-    """A matrix as the checkpoint has it, with its scales if it is on a grid or in a format that is kept."""
+    """A matrix as the checkpoint has it, with the further parts that it has in its format."""
 
     stored: Tensor
-    scales: Tensor | None
+    parts: tuple[Tensor, ...]
     record: MatrixRecord
 
 
@@ -83,12 +83,10 @@ class BlockSolver:
         record = self.world.received(solved and solved.record, source)
         assert record is not None
         stored = self.world.send(solved.stored if solved else block.empty(matrix), source)
-        scales = solved.scales if solved else None
-        if scales is None and (like := self.format.scales_like(matrix, stored.dtype)):
-            scales = torch.empty(like[0], dtype=like[1], device=stored.device)
-        if scales is not None:
-            self.world.send(scales, source)
-        return Solved(stored, scales, record)
+        like = self.format.parts_like(matrix, stored.dtype)
+        empty = (torch.empty(shape, dtype=dtype, device=stored.device) for shape, dtype in like)
+        parts = tuple(self.world.send(part, source) for part in (solved.parts if solved else empty))
+        return Solved(stored, parts, record)
 
     def _cost_together(self, matrix: Matrix) -> float | None:
         """What a matrix costs each process if all have some of its rows; None if its rows depend on each other."""
@@ -114,19 +112,20 @@ class BlockSolver:
             problem, solution = self._solution(matrix, rows.own(W), gram, self._pattern(matrix, places, rows), rows)
             if places is not None and (idle := rows.total(int((solution.mask & (solution.W == 0)).count_nonzero()))):
                 solution = _with_stats(solution, kept_at_zero=idle)
-            error, scales, stored_as = _error(problem, solution, rows), None, block.stored_dtype(matrix)
-            if self.format.scales_like(matrix, stored_as):
+            parts: tuple[Tensor, ...] = ()
+            error, stored_as = _error(problem, solution, rows), block.stored_dtype(matrix)
+            if self.format.parts_like(matrix, stored_as):
                 solution = _with_stats(solution, error_before_rounding=error)
                 # The weights themselves are rounded, not what importance makes of them.
-                solution, scales = self.format.rounded(matrix, problem, solution, rows, stored_as)
+                solution, parts = self.format.rounded(matrix, problem, solution, rows, stored_as)
                 error = _error(problem, solution, rows)
             stored = block.stored(matrix, rows.joined(solution.W))
         if places is not None:
             solution = _with_stats(solution, **_zeros(matrix, stored, places))
-        sparsity = (stored.numel() - int(stored.count_nonzero())) / stored.numel()
+        sparsity = self.format.zeros(stored, parts) / stored.numel()
         seconds, stats = time.perf_counter() - began, solution.stats
         record = MatrixRecord(block.index, matrix.name, matrix.shape, sparsity, error, seconds, inputs.tokens, stats)
-        return Solved(stored, scales, record)
+        return Solved(stored, parts, record)
 
     def _solution(
         self, matrix: Matrix, W: Tensor, gram: Gram, pattern: Pattern, rows: Rows
@@ -143,13 +142,16 @@ class BlockSolver:
         solution = self.request.solving(problem, pattern, monitor)
         if weights is not None:
             problem = LayerProblem(problem.W.div_(weights), gram)
+            factors = solution.factors and (solution.factors[0] / weights, solution.factors[1])
             solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)
+            solution = replace(solution, factors=factors)
         return problem, solution
 
     def _pattern(self, matrix: Matrix, places: Tensor | None, rows: Rows) -> Pattern:
         """That of these ``rows`` of ``matrix``, whose weights are not zero at ``places``, or nowhere."""
         pattern: Pattern | None = self.pattern_of(matrix)
-        if pattern is not None and places is not None and not self.request.revive:
+        keeps_zeros = not self.request.revive and not isinstance(pattern, TwoFactors)  # which a product has not
+        if pattern is not None and places is not None and keeps_zeros:
             pattern = Among(pattern, places)
         if pattern is not None and rows is not ALL:
             pattern = pattern.for_rows(rows)

@@ -183,12 +183,12 @@ class Walk:
 
     def _keep(self, block: DecoderBlock, matrix: Matrix, solved: Solved) -> None:
         """Writes a matrix that was solved, and records it."""
-        stored, scales, record = solved
+        stored, parts, record = solved
         self.run.progress.solved(record)
         if not block.released:
             block.put(matrix, stored)
-        self.store.write(matrix, stored, scales)
-        zeros = stored.numel() - int(stored.count_nonzero())
+        self.store.write(matrix, stored, parts)
+        zeros = self.store.format.zeros(stored, parts)
         self.run.journal.zeros[matrix.key] = self.run.journal.zeros.get(matrix.key, 0) + zeros
         asked, used = record.stats.get("damping_asked"), record.stats.get("damping")
         if isinstance(asked, float) and isinstance(used, float) and used > asked * 1.01 + 1e-6:

@@ -1,6 +1,6 @@
 """The blocks that a stage is done with, on disk: a run that is interrupted resumes after them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from torch import Tensor
@@ -58,7 +58,7 @@ class WeightStore(BlockStore):
         super().__init__(run)
         self.format = weight_format
         self.writer: CheckpointWriter | None = None
-        self._scales: dict[str, Tensor] = {}  # of the present block's matrices, by name
+        self._parts: dict[str, Sequence[Tensor]] = {}  # of the present block's matrices, by name
         self._done: dict[int, bool] = {}  # by block, of those that an earlier run has done
 
     def is_done(self, block: int, matrices: Iterable[Matrix]) -> bool:
@@ -71,14 +71,14 @@ class WeightStore(BlockStore):
     def begin(self, block: int, record: Record) -> None:
         """The next block to write to is ``block``."""
         self.forget(block, record)
-        self._scales = {}
+        self._parts = {}
 
-    def write(self, matrix: Matrix, stored: Tensor, scales: Tensor | None = None) -> None:
-        """Writes a matrix of the present block, in the layout of the checkpoint, with the ``scales`` that it has."""
-        if scales is not None:
-            self._scales[matrix.name] = scales
+    def write(self, matrix: Matrix, stored: Tensor, parts: Sequence[Tensor] = ()) -> None:
+        """Writes a matrix of the present block, in the layout of the checkpoint, with the ``parts`` that it has."""
+        if parts:
+            self._parts[matrix.name] = parts
         if self.writer:
-            self.format.write(self.writer, matrix, stored, self._scales.get(matrix.name))
+            self.format.write(self.writer, matrix, stored, self._parts.get(matrix.name, ()))
 
     def write_trained(self, block: DecoderBlock) -> None:
         """Writes what training has made of the matrices of ``block``."""
@@ -96,11 +96,11 @@ class WeightStore(BlockStore):
     @property
     def on_grid(self) -> Projection | None:
         """What puts weights of the present block into their format; None where that is the usual one."""
-        return self._projected if self._scales else None
+        return self._projected if self._parts else None
 
     def _projected(self, matrix: Matrix, W: Tensor) -> Tensor:
-        scales = self._scales.get(matrix.name)
-        return W if scales is None else self.format.project(matrix, W, scales)
+        parts = self._parts.get(matrix.name)
+        return self.format.project(matrix, W, parts) if parts else W
 
     def finish(self, block: int, matrices: Iterable[Matrix], record: Record) -> None:
         """Says that these ``matrices`` of ``block`` are written."""

@@ -6,9 +6,18 @@ from numbers import Real
 
 from niwaki.errors import PatternError, shown
 from niwaki.layer.patterns._base import Pattern
+from niwaki.layer.patterns.factors import TwoFactors
 from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 from niwaki.quantities import fraction
+
+
+#: By the word before a fraction of zeros.
+_SHARED: dict[str, Callable[[float], Pattern]] = {
+    "unstructured": Unstructured,
+    "per-row": PerRow,
+    "two-factors": TwoFactors,
+}
 
 
 def make_pattern(given: float | str | Pattern, usual: Callable[[float], Pattern]) -> Pattern:
@@ -35,8 +44,8 @@ def parse_pattern(text: str) -> Pattern:
                 return Quota(nm, rest)
         elif match := re.fullmatch(r"(mixed-|)(\d+):(\d+)", within):
             return (MixedNM if match[1] else NM)(int(match[2]), int(match[3]))
-        elif kind in ("unstructured", "per-row"):
-            return (Unstructured if kind == "unstructured" else PerRow)(_share(number))
+        elif kind in _SHARED:
+            return _SHARED[kind](_share(number))
     except ValueError as error:
         if isinstance(error, PatternError):
             raise

@@ -20,6 +20,7 @@ from niwaki.layer.solvers.alps import ALPS
 from niwaki.layer.solvers.conjugate import ConjugateGradients
 from niwaki.layer.solvers.continuation import Continuation
 from niwaki.layer.solvers.descent import Descent
+from niwaki.layer.solvers.double_sparse import DoubleSparse
 from niwaki.layer.solvers.dsnot import DSnoT
 from niwaki.layer.solvers.exact import Exact
 from niwaki.layer.solvers.magnitude import Magnitude
@@ -34,7 +35,7 @@ from niwaki.options import DEFAULT_SOLVER
 
 __all__ = [
     "ADMM", "ALPS", "DEFAULT_SOLVER", "OBC", "RIA", "SOLVERS", "ConjugateGradients", "Continuation", "DSnoT", "Descent",
-    "Exact", "Magnitude", "MaskThenUpdate", "OBSSaliency", "Solver", "SparseGPT", "Swaps", "Wanda", "describe",
+    "DoubleSparse",    "Exact", "Magnitude", "MaskThenUpdate", "OBSSaliency", "Solver", "SparseGPT", "Swaps", "Wanda", "describe",
     "make_solver",
 ]  # fmt: skip
 
@@ -54,6 +55,7 @@ SOLVERS: dict[str, Solver] = {
     "alps": ALPS(),
     "admm-grad": ADMM(),
     "continuation": Continuation(),
+    "double-sparse": DoubleSparse(),
     "admm1": ADMM(sparsification_steps=1),
     "adam": Descent(),
     "sgd": Descent("sgd", learning_rate=1.0),

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 from niwaki.arguments import check_fields
 from niwaki.errors import NumericalError, PatternError, UsageError, shown
-from niwaki.layer.patterns import Fixed, Pattern, Unstructured, make_pattern
+from niwaki.layer.patterns import Fixed, Pattern, TwoFactors, Unstructured, make_pattern
 from niwaki.layer.patterns.rows import ALL
-from niwaki.layer.problem import LayerProblem, Monitor, Solution
+from niwaki.layer.problem import Gram, LayerProblem, Monitor, Solution
 
+#: What is added to the damping for each input of a token, and the most that is.
+_SAMPLING, _MOST_SAMPLING = 13.0, 0.5
 #: Weights up to 2 to this power, or down to its inverse, have squares and sums of them that float32 holds.
 _LARGEST = 50
 N = TypeVar("N", int, float)
@@ -27,13 +29,13 @@ def _checked(call: Callable[..., Solution]) -> Callable[..., Solution]:
         if not isinstance(problem, LayerProblem):
             raise UsageError(f"a solver takes a LayerProblem; got {shown(problem)}")
         pattern = make_pattern(pattern, self.default_pattern)
+        self.check(pattern)
         # Processes that have some rows each compare their weights with those of the others.
         if pattern.rows is not ALL or abs(exponent := problem.exponent) <= _LARGEST:
             solution = call(self, problem, pattern, monitor)
         else:
             solution = call(self, problem.times(-exponent), pattern, monitor)
-            W = solution.W.double().mul(2.0**exponent).to(problem.W.dtype)
-            solution = problem.solution(W, solution.mask, **solution.stats)
+            solution = solution.times(exponent, problem)
         if pattern.rows is ALL and not math.isfinite(solution.error):
             raise NumericalError(
                 f"the error of its outputs is {solution.error}: they are 0 without pruning, or beyond {problem.W.dtype}"
@@ -73,6 +75,11 @@ class Solver(abc.ABC):
         """Floating-point operations of products and factorisations, with an H of its own; here to measure the error."""
         return 2 * product(rows, columns)
 
+    def check(self, pattern: Pattern) -> None:
+        """PatternError where it cannot make matrices of this kind of ``pattern``."""
+        if isinstance(pattern, TwoFactors):
+            raise PatternError(f"only the solver double-sparse makes {pattern}; leave the solver out, or take that one")
+
     @property
     def separable_rows(self) -> bool:
         """Whether runs of rows may be solved in different processes, each with ``pattern.for_rows`` of its rows.
@@ -110,6 +117,10 @@ class MaskThenUpdate(Solver):
         mask = self.mask(problem, pattern).mask
         return self.update(problem, Fixed(mask, within=pattern, rows=pattern.rows), monitor)
 
+    def check(self, pattern: Pattern) -> None:
+        self.mask.check(pattern)
+        self.update.check(pattern)
+
     @property
     def separable_rows(self) -> bool:
         return self.mask.separable_rows and self.update.separable_rows
@@ -144,6 +155,11 @@ def exchange_width(name: str, pattern: Pattern, columns: int) -> int:
             "2:4, or in Python Fixed(mask, within=NM(2, 4))"
         )
     return width
+
+
+def damping_for(damping: float, gram: Gram) -> float:
+    """``damping``, which is for texts of other kinds, and what H needs for what its tokens do not say of their own."""
+    return damping + min(_MOST_SAMPLING, _SAMPLING * gram.inputs_per_token)
 
 
 def product(rows: int, columns: int) -> float:

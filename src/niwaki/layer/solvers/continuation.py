@@ -10,10 +10,8 @@ from torch import Tensor
 from niwaki.layer.linalg import inverse_diagonal, masked_conjugate_gradients, resolvent
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, above_0, at_least, parameter, product
+from niwaki.layer.solvers._base import Solver, above_0, at_least, damping_for, parameter, product
 
-#: What is added to the damping for each input of a token, and the most that is.
-_SAMPLING, _MOST_SAMPLING = 13.0, 0.5
 #: Of H + 0.02 I, relative to the unit diagonal: what one input leaves unexplained by the others.
 _METRIC_DAMPING = 0.02
 #: The part of the sweeps with the first of the two penalties of the weights.
@@ -86,7 +84,7 @@ class Continuation(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         pattern.check(problem.W.shape)
-        damping = self.damping + min(_MOST_SAMPLING, _SAMPLING * problem.gram.inputs_per_token)
+        damping = damping_for(self.damping, problem.gram)
         damped = LayerProblem(problem.W, problem.gram.damped(damping))
         unexplained, typical = damped.gram.derived("unexplained", lambda: _unexplained(damped))
         order, widths = _interleaved(problem.W.shape[1], pattern.group, self.parts)

@@ -1,0 +1,56 @@
+"""Two sparse factors in the place of a matrix."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import Tensor
+
+from niwaki.errors import PatternError
+from niwaki.layer.patterns._base import BySparsity, Slices, short_number
+
+#: The least rows and columns of a matrix: a row of a mask is whole words of 64 bits.
+_LEAST = 64
+#: Of a value, as models are stored; a weight that is kept takes them, and every place a bit of the mask.
+BITS = 16
+#: The share of the kept weights that the square factor has: where the matrix is square too, and elsewhere.
+_SHARES = 0.3, 0.2
+
+
+@dataclass(frozen=True)
+class TwoFactors(BySparsity):
+    """W is a product of two sparse factors, in the bytes of one matrix with this ``sparsity``.
+
+    Of W (out, in) the left factor is (out, n) and the right one (n, in), n the lesser of ``out`` and ``in``: one of them
+    is square. Values of 16 bits and a bit of a mask for every place are counted, so that the masks of two factors leave
+    fewer weights than one matrix would have.
+    """
+
+    def __str__(self) -> str:
+        return f"two-factors:{short_number(self.sparsity)}"
+
+    def kept(self, shape: Sequence[int]) -> tuple[int, int]:
+        """How many weights the left and the right factor have; PatternError where two factors of it cannot be made."""
+        rows, columns = shape
+        least = min(rows, columns)
+        total = rows * columns - self.zeros(rows * columns) - math.ceil(least**2 / BITS)
+        square = int(_SHARES[rows != columns] * total)
+        if least < _LEAST:
+            raise PatternError(f"a matrix of {rows} x {columns} is too small for {self}: from {_LEAST} on")
+        # A column of the left factor and its row of the right one count for nothing unless both have a weight.
+        if square < least:
+            raise PatternError(
+                f"{self} leaves a matrix of {rows} x {columns} fewer than {least} weights for its square factor: the "
+                "masks take the rest; ask for fewer zeros"
+            )
+        return (square, total - square) if rows < columns else (total - square, square)
+
+    def check(self, shape: Sequence[int]) -> None:
+        self.kept(shape)
+
+    def keep(self, scores: Tensor, zeros: int) -> NoReturn:
+        raise PatternError(f"{self} has no mask; take the solver double-sparse, or another pattern")
+
+    def slices(self, shape: Sequence[int], width: int, places: Tensor | None = None) -> Slices:
+        return self.keep(Tensor(), 0)

@@ -1,0 +1,129 @@
+"""The two sparse factors that matrices were made of: a file beside the checkpoint's own, which has their products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.tensors import DTYPES, Entry, new_shard
+from niwaki.checkpoints.writing import CheckpointWriter, verify
+from niwaki.errors import CheckpointError, OutputError, UsageError, raised_as
+from niwaki.layer.patterns import TwoFactors
+from niwaki.layer.patterns.rows import Rows
+from niwaki.layer.problem import LayerProblem, Solution
+from niwaki.models.layout import Matrix
+from niwaki.models.weight_format import Like, WeightFormat
+
+#: In a folder of its own, because some programs load every safetensors file that lies beside config.json.
+FILE = "factors/factors.safetensors"
+#: The note of ``prune``.
+STORED_AS_PRODUCTS = (
+    "matrices are stored as the products of their two factors, dense and no smaller than before, so that they load "
+    f"wherever the dense model does; the sparse factors are in {FILE}"
+)
+
+
+def product(factors: Sequence[Tensor]) -> Tensor:
+    """(out, in) float32: what the factors stand for."""
+    left, right = factors
+    return left.float() @ right.float()
+
+
+def factor_keys(matrix: Matrix) -> tuple[str, str]:
+    """The keys of the left and the right factor."""
+    return f"{matrix.key}_left", f"{matrix.key}_right"
+
+
+def read_factors(checkpoint: Checkpoint, matrix: Matrix) -> tuple[Tensor, Tensor]:
+    """(out, n) and (n, in) in their own dtype; CheckpointError where they are not there, or cannot be its factors."""
+    file = checkpoint.path / FILE
+    none = raised_as(CheckpointError, f"{file} has no factors of {matrix.key!r}", (OSError, SafetensorError), reason=str)
+    with none, safe_open(file, framework="pt") as opened:
+        left, right = (opened.get_tensor(key) for key in factor_keys(matrix))
+    for key, value in zip(factor_keys(matrix), (left, right), strict=True):
+        place = _places(checkpoint, [matrix])[key]
+        if (value.dtype, value.shape) != (DTYPES[place.dtype], place.shape):
+            raise CheckpointError(f"{file}: {key!r} should be {place.dtype} {place.shape}")
+    return (left, right) if matrix.index is None else (left[matrix.index], right[matrix.index])
+
+
+def check_one_matrix(checkpoint: Checkpoint, what: str) -> None:
+    """UsageError where the weights of ``checkpoint`` are products of two factors, which ``what`` would not keep."""
+    if checkpoint.pruning.has_factors:
+        raise UsageError(
+            f"{checkpoint.path} was pruned to two factors, of which {what} would make dense matrices again; begin with "
+            "the dense model, or with a pattern of one matrix, such as 0.5"
+        )
+
+
+def _shapes(matrix: Matrix) -> tuple[tuple[int, int], tuple[int, int]]:
+    rows, columns = matrix.shape
+    inner = min(rows, columns)
+    return (rows, inner), (inner, columns)
+
+
+def _places(checkpoint: Checkpoint, matrices: Sequence[Matrix]) -> dict[str, Entry]:
+    """Where the factors of ``matrices`` go; those of all experts in one tensor where the matrices are."""
+    tensors = {}
+    for matrix in matrices:
+        entry = checkpoint.entries[matrix.key]
+        experts = () if matrix.index is None else entry.shape[:1]
+        for key, shape in zip(factor_keys(matrix), _shapes(matrix), strict=True):
+            tensors[key] = checkpoint.dtype(matrix.key), (*experts, *shape)
+    return new_shard(FILE, tensors)
+
+
+@dataclass(frozen=True)
+class Factored(WeightFormat):
+    """Products of two sparse factors, which are in a file of their own, in the dtype of the checkpoint.
+
+    What counts as zeros of a matrix is how many weights fewer than its own the two factors have.
+    """
+
+    def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
+        return [(shape, stored) for shape in _shapes(matrix)]
+
+    def is_separable(self, matrix: Matrix) -> bool:
+        return False
+
+    def rounded(
+        self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
+    ) -> tuple[Solution, tuple[Tensor, ...]]:
+        assert solution.factors
+        parts = tuple(factor.to(stored) for factor in solution.factors)
+        whole = problem.solution(product(parts).to(problem.W.dtype), solution.mask, **solution.stats)
+        return replace(whole, factors=solution.factors), parts
+
+    def zeros(self, stored: Tensor, parts: Sequence[Tensor]) -> int:
+        return stored.numel() - sum(int(part.count_nonzero()) for part in parts)
+
+    def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
+        return [matrix.entry, *((key, matrix.index) for key in factor_keys(matrix))]
+
+    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, parts: Sequence[Tensor]) -> None:
+        super().write(writer, matrix, stored, parts)
+        for key, part in zip(factor_keys(matrix), parts, strict=bool(parts)):
+            writer.write(key, part, matrix.index)
+
+    def added(self, checkpoint: Checkpoint, matrices: list[Matrix]) -> dict[str, Entry]:
+        return _places(checkpoint, matrices)
+
+    def verify(self, directory: Path, checkpoint: Checkpoint, matrices: list[Matrix], zeros: Mapping[str, int]) -> None:
+        """Also OutputError unless all products are on disk as their factors make them."""
+        verify(directory, checkpoint, {})
+        written, found = Checkpoint(directory), dict.fromkeys(zeros, 0)
+        for matrix in matrices:
+            W, factors = matrix.read(written), read_factors(written, matrix)
+            made = product(factors)
+            # Another processor adds up in another order.
+            if not (W.float() - made).norm() <= torch.finfo(W.dtype).eps * made.norm():
+                raise OutputError(f"{directory}: {matrix.key!r} is not on disk as the product of its factors")
+            found[matrix.key] += self.zeros(W, factors)
+        if found != dict(zeros):
+            raise OutputError(f"{directory}: the factors on disk have other zeros than were made")
