@@ -14,7 +14,6 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import DTYPES, Entry, new_shard
 from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.errors import CheckpointError, OutputError, UsageError, raised_as
-from niwaki.layer.patterns import TwoFactors
 from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.problem import LayerProblem, Solution
 from niwaki.models.layout import Matrix
@@ -35,6 +34,12 @@ def product(factors: Sequence[Tensor]) -> Tensor:
     return left.float() @ right.float()
 
 
+def is_product(W: Tensor, factors: Sequence[Tensor]) -> bool:
+    """Whether W (out, in) is the product of ``factors``, up to rounding: other processors add up in another order."""
+    made = product(factors)
+    return bool((W.float() - made).norm() <= torch.finfo(W.dtype).eps * made.norm())
+
+
 def factor_keys(matrix: Matrix) -> tuple[str, str]:
     """The keys of the left and the right factor."""
     return f"{matrix.key}_left", f"{matrix.key}_right"
@@ -43,7 +48,9 @@ def factor_keys(matrix: Matrix) -> tuple[str, str]:
 def read_factors(checkpoint: Checkpoint, matrix: Matrix) -> tuple[Tensor, Tensor]:
     """(out, n) and (n, in) in their own dtype; CheckpointError where they are not there, or cannot be its factors."""
     file = checkpoint.path / FILE
-    none = raised_as(CheckpointError, f"{file} has no factors of {matrix.key!r}", (OSError, SafetensorError), reason=str)
+    none = raised_as(
+        CheckpointError, f"{file} has no factors of {matrix.key!r}", (OSError, SafetensorError), reason=str
+    )
     with none, safe_open(file, framework="pt") as opened:
         left, right = (opened.get_tensor(key) for key in factor_keys(matrix))
     for key, value in zip(factor_keys(matrix), (left, right), strict=True):
@@ -120,9 +127,7 @@ class Factored(WeightFormat):
         written, found = Checkpoint(directory), dict.fromkeys(zeros, 0)
         for matrix in matrices:
             W, factors = matrix.read(written), read_factors(written, matrix)
-            made = product(factors)
-            # Another processor adds up in another order.
-            if not (W.float() - made).norm() <= torch.finfo(W.dtype).eps * made.norm():
+            if not is_product(W, factors):
                 raise OutputError(f"{directory}: {matrix.key!r} is not on disk as the product of its factors")
             found[matrix.key] += self.zeros(W, factors)
         if found != dict(zeros):

@@ -121,7 +121,7 @@ def has_parts(block: nn.Module) -> bool:
         {name for name, _ in attention.named_children()} in _ATTENTION
         and {name for name, _ in mlp.named_children()} == _MLP
         and type(mlp.get_submodule("act_fn")) is type(ACT2FN["silu"])
-        and all(type(m) is SparseLinear for name, m in modules.items() if name.endswith("_proj"))
+        and all(type(m) is SparseLinear and not m.is_product for name, m in modules.items() if name.endswith("_proj"))
         and all(_epsilon(m) is not None for name, m in modules.items() if name.endswith("norm"))
         and not any(_has_tensors(block.get_submodule(name)) for name in _WITHIN)
         and isinstance(getattr(attention, "scaling", None), float)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,8 @@ from niwaki.packed.kernels import expand
 from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, stride, unpacked
 
 INDEX = PACKED_INDEX
-FORMAT, VERSION = "niwaki-packed", 2
+#: The second version is for models without two factors, which readers of that version can read.
+FORMAT, VERSIONS = "niwaki-packed", (2, 3)
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
@@ -40,7 +41,9 @@ class PackedTensor:
     count: Number  # of values, if it is packed; with 4 bits, of their bytes
     bits: Number  # of its values, if these are whole numbers with scales: 4 or 8, or else 0
     groups: Number  # scales for each row, if its values are whole numbers
-    sha256: str  # of its bytes in the file: of mask, scales and values in this order
+    sha256: str  # of its bytes in the file: of mask, scales and values in this order, or of those of both factors
+    inner: Number = 0  # the columns of the left one of the two factors whose product it is; 0 if it is no product
+    count_right: Number = 0  # of values of the right one; ``count`` then are those of the left one
 
     def components(self, key: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """(dtype, shape) of the tensors that it is stored as, by their keys in the file, in the order of its digest."""
@@ -48,10 +51,17 @@ class PackedTensor:
             return {key: (self.dtype, self.shape)}
         *outer, columns = self.untransposed
         rows = math.prod(outer)
+        if self.inner:
+            left = self._sparse(f"{key}.left", rows, self.inner, self.count)
+            return left | self._sparse(f"{key}.right", self.inner, columns, self.count_right)
+        return self._sparse(key, rows, columns, self.count)
+
+    def _sparse(self, key: str, rows: int, columns: int, count: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The same of one matrix with so many values."""
         mask = {f"{key}.mask": ("U8", (rows, stride(columns)))}
         values = {0: self.dtype, 4: "U8", 8: "I8"}[self.bits]
         scales = {f"{key}.scales": (self.dtype, (rows, self.groups))} if self.bits else {}
-        return mask | scales | {f"{key}.values": (values, (self.count + PADDING,))}
+        return mask | scales | {f"{key}.values": (values, (count + PADDING,))}
 
     @property
     def untransposed(self) -> tuple[int, ...]:
@@ -71,6 +81,8 @@ class PackedTensor:
             return
         if DTYPES[self.dtype] not in PACKABLE or len(self.shape) < 2 or 0 in self.shape:
             raise ValueError(f"{self.dtype} {self.shape} cannot be packed")
+        if self.inner and (len(self.shape) != 2 or self.bits):
+            raise ValueError(f"{self.dtype} {self.shape} with {self.bits} bits is not a product of two factors here")
         if self.bits not in (0, 4, 8) or (self.bits > 0) != (self.groups > 0):
             raise ValueError(f"values of {self.bits} bits cannot have {self.groups} scales for a row")
         if self.groups and not groups_fit(self.untransposed[-1], self.groups):
@@ -120,15 +132,23 @@ class Index:
     shards: list[Shard]
     tensors: dict[str, PackedTensor]
 
+    @property
+    def version(self) -> int:
+        """That of the format: the first one that can say all of it."""
+        return VERSIONS[any(tensor.inner for tensor in self.tensors.values())]
+
     def to_json(self) -> str:
         """The text of the file."""
         values = {
             "about": "The weights of a pruned model without its zeros, written by niwaki. In Python: niwaki.load(DIR). "
             "The dense model: niwaki unpack DIR OUT.",
             "format": FORMAT,
-            "version": VERSION,
+            "version": self.version,
             **asdict(self),
         }
+        if self.version == VERSIONS[0]:
+            for tensor in values["tensors"].values():
+                del tensor["inner"], tensor["count_right"]
         return json.dumps({**values, "sha256": digest_of(values)}, indent=1) + "\n"
 
     @classmethod
@@ -143,14 +163,17 @@ class Index:
                 raise CheckpointError(f"{path} is damaged: it is not what was written; download it again")
             if type(values["version"]) is not int:
                 raise ValueError(f"its version is {shown(values['version'])}, which is not a whole number")
-            if values["version"] != VERSION:
-                what = "install a later one" if values["version"] > VERSION else "pack the dense model again"
+            if values["version"] not in VERSIONS:
+                what = "install a later one" if values["version"] > VERSIONS[-1] else "pack the dense model again"
                 raise CheckpointError(
-                    f"{path} has version {values['version']} of the format and this niwaki reads {VERSION}; {what}"
+                    f"{path} has version {values['version']} of the format and this niwaki reads "
+                    f"{' and '.join(map(str, VERSIONS))}; {what}"
                 )
             json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no text that files can have
             index = msgspec.convert(values, cls)
             index.check()
+            if index.version > values["version"]:
+                raise ValueError("it has two factors, which its version has not")
         except (OSError, ValueError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         return index
@@ -188,7 +211,7 @@ class PackedCheckpoint(Checkpoint):
         self.path = path
         self.index = Index.read(path)
         self.config: dict[str, Any] = parse(self.index.config)
-        if read_json(path / "config.json") != marked(self.config):
+        if read_json(path / "config.json") != marked(self.config, self.index.version):
             raise CheckpointError(
                 f"{path / 'config.json'} is not what was written; edit that of the dense model, and pack it again"
             )
@@ -216,12 +239,24 @@ class PackedCheckpoint(Checkpoint):
         value = dense(self.packed(key), stored) if stored.packed else self.components(key)[0]
         return value if index is None else value[index]
 
-    def packed(self, key: str) -> PackedMatrix:
-        """The tensor without its zeros, of more than two dimensions as one matrix; CheckpointError if damaged."""
+    def packed(self, key: str) -> tuple[PackedMatrix, ...]:
+        """The tensor without its zeros: one matrix, of more than two dimensions too, or the left and the right factor.
+
+        CheckpointError if damaged.
+        """
+        stored, tensors = self.index.tensors[key], self.components(key)
+        columns = stored.untransposed[-1]
+        if stored.inner:
+            left = self._sparse(key, tensors[:2], stored.inner)
+            return left, self._sparse(key, tensors[2:], columns)
+        return (self._sparse(key, tensors, columns),)
+
+    def _sparse(self, key: str, tensors: list[Tensor], columns: int) -> PackedMatrix:
+        """A matrix of so many ``columns`` from its ``tensors``."""
         stored = self.index.tensors[key]
-        mask, *scales, values = self.components(key)
+        mask, *scales, values = tensors
         try:
-            W = unpacked(mask, values, stored.untransposed[-1], DTYPES[stored.dtype], *scales)
+            W = unpacked(mask, values, columns, DTYPES[stored.dtype], *scales)
             # All else is finite. What the largest scale cannot make infinite need not be looked at.
             risky = W.scales is not None and not (W.scales.max() * 128).to(W.dtype).isfinite()
             if risky and not expand(W).isfinite().all():
@@ -244,9 +279,9 @@ class PackedCheckpoint(Checkpoint):
         return tensors
 
 
-def marked(config: dict[str, Any]) -> dict[str, Any]:
+def marked(config: dict[str, Any], version: int) -> dict[str, Any]:
     """``config.json`` of a packed model: other libraries stop at a quantisation that they do not know."""
-    return {**config, "quantization_config": {"quant_method": FORMAT, "version": VERSION}}
+    return {**config, "quantization_config": {"quant_method": FORMAT, "version": version}}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -254,10 +289,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return PackedCheckpoint(path) if (path / INDEX).exists() else Checkpoint(path)
 
 
-def dense(W: PackedMatrix, stored: PackedTensor) -> Tensor:
-    """The tensor as the dense checkpoint has it."""
-    value = expand(W).view(stored.untransposed)
+def dense(W: Sequence[PackedMatrix], stored: PackedTensor) -> Tensor:
+    """The tensor as the dense checkpoint has it; a product up to rounding, which depends on the processor."""
+    value = expanded(W).view(stored.untransposed)
     return value.transpose(-1, -2).contiguous() if stored.transposed else value
+
+
+def expanded(W: Sequence[PackedMatrix]) -> Tensor:
+    """(rows, columns) in their dtype: the matrix, or the product of two."""
+    first, *others = map(expand, W)
+    return (first.float() @ others[0].float()).to(first.dtype) if others else first
 
 
 def parse(text: str) -> dict[str, Any]:

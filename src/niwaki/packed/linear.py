@@ -19,6 +19,8 @@ DIRECT = {"cpu": 32, "cuda": 16}
 class SparseLinear(nn.Module):
     """y = x W^T + b, like ``nn.Linear``, with W packed. For inference: gradients flow to x, W and b are constants.
 
+    With a ``right`` factor W is ``weight`` times that, and a product is two: x right^T first, in the dtype of x.
+
     Few vectors are multiplied with W as it is, by the native kernels or Triton's, added up in float32; otherwise some
     rows of W at a time are unpacked for torch. If ``transposed``, ``state_dict()`` has W^T (in_features, out_features),
     and so has ``weight``, in the model's ``dtype``.
@@ -28,6 +30,7 @@ class SparseLinear(nn.Module):
     values: Tensor
     starts: Tensor
     scales: Tensor | None
+    right_mask: Tensor | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -36,19 +39,37 @@ class SparseLinear(nn.Module):
         bias: nn.Parameter | None = None,
         transposed: bool = False,
         dtype: torch.dtype | None = None,
+        right: PackedMatrix | None = None,
     ) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
+        self.out_features, self.in_features = weight.shape[0], (weight if right is None else right).shape[1]
         self._dtype, self._transposed, self._dense_dtype = weight.dtype, transposed, dtype or weight.dtype
+        self._inner = weight.shape[1]
         for name in COMPONENTS:
             self.register_buffer(name, getattr(weight, name), persistent=False)
+            self.register_buffer(f"right_{name}", getattr(right, name, None), persistent=False)
         self.register_parameter("bias", bias)
 
     @property
     def packed(self) -> PackedMatrix:
-        """W."""
+        """W, or its left factor."""
         buffers = cast("dict[str, Any]", self._buffers)  # attributes of modules are slow to find
-        return PackedMatrix(**buffers, columns=self.in_features, dtype=self._dtype)
+        found = {name: buffers[name] for name in COMPONENTS}
+        return PackedMatrix(**found, columns=self._inner, dtype=self._dtype)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether W is a product of two factors."""
+        return self.right_mask is not None
+
+    @property
+    def right(self) -> PackedMatrix | None:
+        """The right factor, if W is a product."""
+        buffers = cast("dict[str, Any]", self._buffers)
+        found = {name: buffers[f"right_{name}"] for name in COMPONENTS}
+        if found["mask"] is None:
+            return None
+        return PackedMatrix(**found, columns=self.in_features, dtype=self._dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -57,11 +78,14 @@ class SparseLinear(nn.Module):
 
     def _dense(self) -> Tensor:
         W = kernels.expand(self.packed)
+        if (right := self.right) is not None:
+            W = (W.float() @ kernels.expand(right).float()).to(W.dtype)
         return W.T.contiguous() if self._transposed else W
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]  # as nn.Module has it
         # A change of dtype is for what is computed with: packed values only move to another device.
-        before = self.packed.components
+        buffers = cast("dict[str, Any]", self._buffers)
+        before = {name: value for name, value in buffers.items() if value is not None}
         self._dense_dtype = fn(torch.empty(0, dtype=self._dense_dtype, device=self.mask.device)).dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in before.items():
@@ -98,12 +122,16 @@ class SparseLinear(nn.Module):
             )
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        y = _multiply(self.packed, x.reshape(-1, self.in_features), kind)
+        y = x.reshape(-1, self.in_features)
+        if (right := self.right) is not None:
+            y = _multiply(right, y, kind)
+        y = _multiply(self.packed, y, kind)
         y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        sparsity = 1 - int(self.starts[-1]) / (self.out_features * self.in_features)
+        kept = int(self.starts[-1]) + (0 if (right := self.right) is None else int(right.starts[-1]))
+        sparsity = 1 - kept / (self.out_features * self.in_features)
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"sparsity={sparsity:.3f}, values={str(self.values.dtype).removeprefix('torch.')}"

@@ -78,12 +78,14 @@ def load(
     # The model in memory has no such quantisation and can be saved like any other.
     vars(whole.config).pop("quantization_config", None)
     for matrix in packed:
-        weight = checkpoint.packed(matrix.key)
-        weight = in_large_pages(weight) if on_cpu else with_bytes(weight).to(streamed.device)
+        weights = [
+            in_large_pages(each) if on_cpu else with_bytes(each).to(streamed.device)
+            for each in checkpoint.packed(matrix.key)
+        ]
         for use in streamed.uses(matrix):
             block = streamed.blocks[use.block]
             layer: Any = block.get_submodule(use.name)
-            sparse = SparseLinear(weight, layer.bias, use.transposed, streamed.dtype)
+            sparse = SparseLinear(weights[0], layer.bias, use.transposed, streamed.dtype, *weights[1:])
             block.set_submodule(use.name, sparse.train(layer.training))
     if on_cpu:
         decoding.attach(whole, streamed.blocks)

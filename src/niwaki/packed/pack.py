@@ -18,6 +18,7 @@ from niwaki.checkpoints.shards import Shards
 from niwaki.checkpoints.tensors import DTYPES, Entry, header_bytes, raw_bytes, read_header, read_tensor
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import digest as file_digest, given_path, input_errors, write_json
+from niwaki.models.factors import FILE as FACTORS, factor_keys, is_product, read_factors
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.scales import FILE as SCALES, grid_of, read_scales, scale_key
@@ -63,14 +64,16 @@ class Sizes:
         """Those of a packed model, all of which is read and checked against its digests (CheckpointError)."""
         sizes = cls()
         for key, entry in checkpoint.entries.items():
-            tensors = checkpoint.components(key)
+            tensors, stored = checkpoint.components(key), checkpoint.index.tensors[key]
             size = sum(tensor.nbytes for tensor in tensors)
             sizes.dense += entry.size
             sizes.total += size
-            if checkpoint.index.tensors[key].packed:
+            if stored.packed:
                 sizes.matrices += entry.size
                 sizes.packed += size
-                sizes.negative_zeros += int((tensors[-1][:-PADDING] == 0).sum())
+                named = zip(stored.components(key), tensors, strict=True)
+                values = [tensor for name, tensor in named if name.endswith(".values")]
+                sizes.negative_zeros += sum(int((each[:-PADDING] == 0).sum()) for each in values)
         return sizes
 
 
@@ -131,6 +134,10 @@ class Packed(Form):
         return {shard: read_header(self._path / shard) for shard in self.checkpoint.shards}
 
     @cached_property
+    def _factored(self) -> dict[str, Entry]:
+        return read_header(self._path / FACTORS) if (self._path / FACTORS).exists() else {}
+
+    @cached_property
     def _scaled(self) -> dict[str, Entry]:
         return read_header(self._path / SCALES) if (self._path / SCALES).exists() else {}
 
@@ -147,7 +154,7 @@ class Packed(Form):
             for key in self._matrices.keys() & entries.keys():
                 is_known = DTYPES.get(entries[key].dtype) in PACKABLE
                 value = read_tensor(self._path / shard, key, entries[key]) if is_known else None
-                if value is not None and self._packed(value, self._matrices[key]) is not None:
+                if value is not None and (self._factors(key, value) or self._packed(value, self._matrices[key])):
                     return
         raise UsageError(f"no matrix of {name} would be smaller without its zeros; is it pruned?")
 
@@ -157,9 +164,10 @@ class Packed(Form):
         config = _text(self._path / "config.json")
         index = _text(self._path / checkpoint.index_name) if checkpoint.index_name else ""
         shards = self._write_shards(directory)
-        write_json(directory / INDEX, Index(config, index, shards, self._tensors).to_json())
+        packed = Index(config, index, shards, self._tensors)
+        write_json(directory / INDEX, packed.to_json())
         (directory / INDEX_NAME).unlink(missing_ok=True)
-        write_json(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
+        write_json(directory / "config.json", json.dumps(marked(checkpoint.config, packed.version), indent=2) + "\n")
         self.sizes = sizes = Sizes.of(PackedCheckpoint(directory))
         card.write(directory, name, str(sizes))
         return sizes.described
@@ -171,19 +179,22 @@ class Packed(Form):
         for number, (name, entries) in enumerate(self._headers.items()):
             file = f"packed-{number + 1:05d}-of-{len(self._headers):05d}.safetensors"
             header = header_bytes(self._path / name)
-            digest = hashlib.sha256(header)
+            digest, digest_packed = hashlib.sha256(header), hashlib.sha256(header)
             keys = sorted(entries, key=lambda key: entries[key].offset)
             written: dict[str, Tensor] = {}
             for key in keys:
                 tensors, dense_value = self._stored(file, name, key)
                 written |= tensors
                 digest.update(raw_bytes(dense_value))
+                # Products have other bits on other processors, and their factors stand for them.
+                for value in tensors.values() if self._tensors[key].inner else [dense_value]:
+                    digest_packed.update(raw_bytes(value))
                 self.progress.status("packing, tensor", len(self._tensors), count)
             with input_errors(self._path / name):
                 is_same = digest.hexdigest() == file_digest(self._path / name)
             if not is_same:
                 raise CheckpointError(f"{self._path / name} was changed while it was packed; repeat the command")
-            shards.append(Shard(name, header[8:].decode(), keys, digest.hexdigest()))
+            shards.append(Shard(name, header[8:].decode(), keys, digest_packed.hexdigest()))
             writer.write(file, written, written.__getitem__)
         return shards
 
@@ -193,33 +204,45 @@ class Packed(Form):
         if entry.dtype not in DTYPES:
             raise UnsupportedModelError(f"{self._path} has {key!r} in {entry.dtype}, unknown here")
         value, matrices = read_tensor(self._path / shard, key, entry), self._matrices[key]
-        W = self._packed(value, matrices)
-        tensors = [value] if W is None else _written(W)
-        transposed, count, bits, groups = False, 0, 0, 0
-        if W is not None:
-            transposed, count = matrices[0].is_stored_transposed, int(W.starts[-1])
-            if W.scales is not None:
-                bits, groups = (4 if W.values.dtype == torch.uint8 else 8), W.scales.shape[1]
+        W = self._factors(key, value) or self._packed(value, matrices)
+        tensors = [tensor for each in W for tensor in _written(each)] or [value]
+        transposed, counts, bits, groups = False, [0], 0, 0
+        if W:
+            transposed, counts = matrices[0].is_stored_transposed, [int(each.starts[-1]) for each in W]
+            if W[0].scales is not None:
+                bits, groups = (4 if W[0].values.dtype == torch.uint8 else 8), W[0].scales.shape[1]
+        inner, right = (W[0].columns, counts[1]) if len(W) > 1 else (0, 0)
         digest = sha256(map(raw_bytes, tensors))
-        stored = PackedTensor(file, entry.dtype, entry.shape, W is not None, transposed, count, bits, groups, digest)
-        self._tensors[key] = stored
+        given = (file, entry.dtype, entry.shape, bool(W), transposed, counts[0], bits, groups, digest, inner, right)
+        self._tensors[key] = stored = PackedTensor(*given)
         named = dict(zip(stored.components(key), tensors, strict=True))
         if taken := sorted(self._names & named.keys()):
             raise UnsupportedModelError(
                 f"{self._path} has a tensor {taken[0]!r}, a name that packing gives too; rename it"
             )
         self._names |= named.keys()
-        return named, value if W is None else dense(W, stored)
+        return named, value if inner or not W else dense(W, stored)
 
-    def _packed(self, value: Tensor, matrices: list[Matrix]) -> PackedMatrix | None:
-        """``value`` without its zeros; None if that is not smaller."""
+    def _factors(self, key: str, value: Tensor) -> tuple[PackedMatrix, ...]:
+        """The two factors whose product ``value`` is; none if it is no product, or one of a tensor of experts."""
+        matrices = self._matrices[key]
+        if len(matrices) != 1 or matrices[0].index is not None or factor_keys(matrices[0])[0] not in self._factored:
+            return ()
+        (matrix,) = matrices
+        factors = read_factors(self.checkpoint, matrix)
+        if not is_product(value.T if matrix.is_stored_transposed else value, factors):
+            raise CheckpointError(f"{self._path}: {key!r} is not the product of its factors any more; prune it again")
+        return tuple(pack_matrix(factor) for factor in factors)
+
+    def _packed(self, value: Tensor, matrices: list[Matrix]) -> tuple[PackedMatrix, ...]:
+        """``value`` without its zeros; none if that is not smaller."""
         if not matrices or value.dtype not in PACKABLE:
-            return None
+            return ()
         if matrices[0].is_stored_transposed:
             value = value.transpose(-1, -2).contiguous()
         W = value.flatten(0, -2)
         packed = self._in_whole_numbers(W, matrices) or pack_matrix(W)
-        return packed if sum(tensor.nbytes for tensor in _written(packed)) < value.nbytes else None
+        return (packed,) if sum(tensor.nbytes for tensor in _written(packed)) < value.nbytes else ()
 
     def _in_whole_numbers(self, W: Tensor, matrices: list[Matrix]) -> PackedMatrix | None:
         """``W`` as numbers of its grid and their scales; None if it is not on the grid, or has groups of odd sizes."""

@@ -1,5 +1,6 @@
 """``niwaki unpack``: the dense model that a packed one was made from, byte for byte."""
 
+import hashlib
 from pathlib import Path
 
 from niwaki.arguments import checked
@@ -69,12 +70,19 @@ def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progre
     for shard in checkpoint.index.shards:
         path, header = directory / shard.name, shard.header.encode()
         with output_errors(directory), path.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
+            begin = len(header).to_bytes(8, "little") + header
+            file.write(begin)
+            written, packed = hashlib.sha256(begin), hashlib.sha256(begin)
             for key in shard.keys:
-                file.write(raw_bytes(checkpoint.read(key)))
+                data = raw_bytes(checkpoint.read(key))
+                file.write(data)
+                written.update(data)
+                is_product = checkpoint.index.tensors[key].inner
+                for piece in map(raw_bytes, checkpoint.components(key)) if is_product else [data]:
+                    packed.update(piece)
                 count += 1
                 progress.status("unpacking, tensor", count, len(checkpoint.entries))
-        if file_digest(path) != shard.sha256:
+        if packed.hexdigest() != shard.sha256 or file_digest(path) != written.hexdigest():
             raise OutputError(
                 f"{shard.name} is not what it was before packing; was the disk full, or the packed model changed?"
             )

@@ -22,9 +22,9 @@ _SHARES = 0.3, 0.2
 class TwoFactors(BySparsity):
     """W is a product of two sparse factors, in the bytes of one matrix with this ``sparsity``.
 
-    Of W (out, in) the left factor is (out, n) and the right one (n, in), n the lesser of ``out`` and ``in``: one of them
-    is square. Values of 16 bits and a bit of a mask for every place are counted, so that the masks of two factors leave
-    fewer weights than one matrix would have.
+    Of W (out, in) the left factor is (out, n) and the right one (n, in), n the lesser of ``out`` and ``in``: one of
+    them is square. Values of 16 bits and a bit of a mask for every place are counted, so that the masks of two factors
+    leave fewer weights than one matrix would have.
     """
 
     def __str__(self) -> str:

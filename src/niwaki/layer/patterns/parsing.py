@@ -11,7 +11,6 @@ from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 from niwaki.quantities import fraction
 
-
 #: By the word before a fraction of zeros.
 _SHARED: dict[str, Callable[[float], Pattern]] = {
     "unstructured": Unstructured,

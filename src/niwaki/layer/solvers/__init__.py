@@ -35,8 +35,8 @@ from niwaki.options import DEFAULT_SOLVER
 
 __all__ = [
     "ADMM", "ALPS", "DEFAULT_SOLVER", "OBC", "RIA", "SOLVERS", "ConjugateGradients", "Continuation", "DSnoT", "Descent",
-    "DoubleSparse",    "Exact", "Magnitude", "MaskThenUpdate", "OBSSaliency", "Solver", "SparseGPT", "Swaps", "Wanda", "describe",
-    "make_solver",
+    "DoubleSparse", "Exact", "Magnitude", "MaskThenUpdate", "OBSSaliency", "Solver", "SparseGPT", "Swaps", "Wanda",
+    "describe", "make_solver",
 ]  # fmt: skip
 
 #: The most solvers that may choose a mask one after the other.
