@@ -33,7 +33,18 @@ from niwaki.records.record import Record
 from niwaki.runs.journal import Journal
 from niwaki.texts.reading import read_windows
 from support.covering import FULL, covered
-from support.healing import LENGTH, TOKENS, divergence, drawn, heal, held, pruned_model, same_tensors, undrawn
+from support.healing import (
+    LENGTH,
+    TOKENS,
+    divergence,
+    divergences,
+    drawn,
+    heal,
+    held,
+    pruned_model,
+    same_tensors,
+    undrawn,
+)
 from support.models import (
     COMMON,
     each_family,
@@ -182,8 +193,8 @@ def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     points = record.healing.points
     best = points[record.healing.best]
     assert best.error == min(point.error for point in points) < 0.9 * points[0].error
-    for point, directory in ((points[0], pruned), (best, tmp_path / "out")):
-        assert point.error == pytest.approx(divergence(dense, directory, held(record)), rel=0.02)
+    measured = divergences(dense, [pruned, tmp_path / "out"], held(record))
+    assert [points[0].error, best.error] == pytest.approx(measured, rel=0.02)
     before, after = tensors(pruned), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     model = StreamedModel(Checkpoint(pruned), "cpu")
@@ -217,8 +228,8 @@ def test_less_is_trained(tmp_path: Path, case: str, method: str, rate: float) ->
     assert record.healing
     points, best = record.healing.points, record.healing.points[record.healing.best]
     assert best.error < points[0].error
-    for point, directory in ((points[0], pruned), (best, tmp_path / "out")):
-        assert point.error == pytest.approx(divergence(dense, directory, held(record)), rel=0.05)
+    measured = divergences(dense, [pruned, tmp_path / "out"], held(record))
+    assert [points[0].error, best.error] == pytest.approx(measured, rel=0.05)
     before, after = tensors(pruned), tensors(tmp_path / "out")
     model = StreamedModel(Checkpoint(pruned), "cpu")
     matrices = {matrix.key for matrix in model.matrices()}
