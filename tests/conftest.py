@@ -14,15 +14,21 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 import pytest
-import torch
 from hypothesis import settings
 
 pytest.register_assert_rewrite("support")
 pytest_plugins = ["support.command"]  # fixtures
 
-# Triton's interpreter, where there is no GPU. Also before Triton is imported, which torch itself does late.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton's interpreter, where there is no GPU. Also before Triton is imported, which torch itself does late."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # it only starts the others, which wait for it
+
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_finish() -> None:
