@@ -1,5 +1,6 @@
 """Shared by all tests; helpers are in support/, numerical problems in support/problems.py."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -9,17 +10,32 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before torch is imported: with spinning OpenMP threads, one other busy process on the machine makes
 # small products 30 times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# transformers reads tiny files in a pool of threads, which takes a third of the time of loading a model.
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 import pytest
-import torch
 from hypothesis import settings
 
 pytest.register_assert_rewrite("support")
 pytest_plugins = ["support.command"]  # fixtures
 
-# Triton's interpreter, where there is no GPU. Also before Triton is imported, which torch itself does late.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton's interpreter, where there is no GPU. Also before Triton is imported, which torch itself does late."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # it only starts the others, which wait for it
+
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays; to look through it for garbage again and again takes a twentieth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

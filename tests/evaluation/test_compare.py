@@ -7,10 +7,9 @@ import dataclasses
 import io
 import json
 import math
+import os
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from support.arguments import arguments
+from support.forks import forked
 from support.models import edit_json, message, save_model_with_tokenizer
 
 SMALL: dict[str, Any] = {
@@ -337,20 +337,16 @@ def test_stopped(
 
 @pytest.mark.slow
 def test_killed(tmp_path: Path, model: Path, whole: Comparison) -> None:
-    code = f"""
-import os, signal, sys, niwaki
-from niwaki.records.progress import Progress
-sys.path.append({str(Path(__file__).parent.parent)!r})
-from support.arguments import arguments
-class Kill(Progress):
-    def done(self, cell):
-        if cell.method == "magnitude":
-            os.kill(os.getpid(), signal.SIGKILL)
-given = arguments(patterns=[0.5], **{SMALL!r})
-niwaki.compare({str(model)!r}, "out", solvers=["magnitude", "wanda"], progress=Kill(), **given)
-"""
-    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False)
-    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    class Kill(Progress):
+        def done(self, cell: Cell) -> None:
+            if cell.method == "magnitude":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def work() -> None:
+        run(model, tmp_path / "out", ["magnitude", "wanda"], progress=Kill())
+
+    ended = forked(work)
+    assert ended.code == -signal.SIGKILL, ended.err
     assert keys(Comparison.load(tmp_path / "out")) == [("dense", ""), ("magnitude", "50 %")]
     found = run(model, tmp_path / "out", ["magnitude", "wanda"])
     assert values(found).items() <= values(whole).items()

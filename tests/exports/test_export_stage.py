@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from niwaki.records.progress import Progress
 from niwaki.runs.stage import Stage
 from niwaki.stages import make_stage, read_recipe
 from support.command import Command, niwaki_  # noqa: F401 - a fixture
+from support.covering import FULL
 from support.healing import TOKENS
 from support.llama_cpp import LLAMA_CPP, ask, distance
 from support.models import (
@@ -60,6 +62,12 @@ def left(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir())
 
 
+@dataclass(frozen=True)
+class Before:
+    stages: tuple[Stage, ...]
+    out: Path
+
+
 class StopAt(Progress):
     """Interrupts the run in the middle of its last stage, and notes what it is told."""
 
@@ -77,16 +85,20 @@ class StopAt(Progress):
         self.places.append(where)
 
 
+@pytest.fixture(scope="module", params=[ROUNDED, SHRUNK], ids=["prune, quantize", "shrink, quantize"])
+def before(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Before:
+    """The stages before an export, and what they come to."""
+    out = tmp_path_factory.mktemp("by hand") / "model"
+    work(model, out, *request.param)
+    return Before(request.param, out)
+
+
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("stages", [ROUNDED, SHRUNK], ids=["prune, quantize", "shrink, quantize"])
 @pytest.mark.slow
-def test_the_same_as_the_export_of_what_comes_before(
-    tmp_path: Path, model: Path, form: Any, stages: tuple[Stage, ...]
-) -> None:
-    told = StopAt()
+def test_the_same_as_the_export_of_what_comes_before(tmp_path: Path, model: Path, form: Any, before: Before) -> None:
+    told, stages = StopAt(), before.stages
     record = work(model, tmp_path / "out", *stages, Export(form), progress=told)
-    work(model, tmp_path / "by hand" / "model", *stages)
-    said = niwaki.export(tmp_path / "by hand" / "model", tmp_path / "exported", form)
+    said = niwaki.export(before.out, tmp_path / "exported", form)
     found, expected = files(tmp_path / "out"), files(tmp_path / "exported")
     assert found.keys() == expected.keys()
     assert [name for name in found if found[name] != expected[name] and name not in CARDS] == []
@@ -104,8 +116,13 @@ def test_the_same_as_the_export_of_what_comes_before(
         assert {*found} == {f"model-{form[5:].upper()}.gguf", *CARDS}
 
 
-@pytest.mark.parametrize("form", ["packed", "compressed-tensors", "gguf-q8_0"])
-@pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])
+@pytest.mark.parametrize(
+    ("form", "there"),
+    [
+        *(("packed", False), ("compressed-tensors", True), ("gguf-q8_0", False)),
+        *[("packed", True), ("compressed-tensors", False), ("gguf-q8_0", True)] * FULL,
+    ],
+)
 def test_stopped_while_it_is_written(tmp_path: Path, model: Path, form: Any, there: bool) -> None:
     """Twice; and another format, which has not begun, is not held to the one before."""
     doing = "packing, tensor" if form == "packed" else "exporting, tensor"

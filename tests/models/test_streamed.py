@@ -36,6 +36,7 @@ from support.models import (
     random_tokens,
     reference,
     save_model,
+    some_of_each_family,
     weight,
 )
 from support.streams import assert_clean, materialised, memory, save_starved, stream_of
@@ -52,6 +53,12 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", params=EACH_CASE)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("family") / request.param, request.param)
+
+
+@pytest.fixture(scope="module", params=some_of_each_family(2))
+def of_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what is much the same in all models of a family."""
     return save_model(tmp_path_factory.mktemp("family") / request.param, request.param)
 
 
@@ -351,8 +358,8 @@ def test_matrices_with_the_same_input_in_the_order_of_computation(tmp_path: Path
     ]
 
 
-def test_logits_are_computed_for_losses_only(directory: Path, tokens: Tensor) -> None:
-    model = stream_of(directory)
+def test_logits_are_computed_for_losses_only(of_family: Path, tokens: Tensor) -> None:
+    model = stream_of(of_family)
     seen: list[Tensor] = []
     handle = model.model.get_output_embeddings().register_forward_hook(lambda *_: seen.append(tokens))
     states = model.embed(tokens)
@@ -365,8 +372,8 @@ def test_logits_are_computed_for_losses_only(directory: Path, tokens: Tensor) ->
 
 
 @pytest.mark.slow
-def test_only_one_block_is_in_memory(directory: Path, tokens: Tensor) -> None:
-    model = stream_of(directory)
+def test_only_one_block_is_in_memory(of_family: Path, tokens: Tensor) -> None:
+    model = stream_of(of_family)
     assert_clean(model)
     states = model.embed(tokens)
     assert_clean(model)
@@ -387,8 +394,8 @@ def test_only_one_block_is_in_memory(directory: Path, tokens: Tensor) -> None:
 
 
 @pytest.mark.slow
-def test_weights_that_are_released_while_they_are_pruned(directory: Path, tokens: Tensor) -> None:
-    kept, model = stream_of(directory), StreamedModel(Checkpoint(directory), "cpu", "float32", MemoryBudget(1 << 30))
+def test_weights_that_are_released_while_they_are_pruned(of_family: Path, tokens: Tensor) -> None:
+    kept, model = stream_of(of_family), StreamedModel(Checkpoint(of_family), "cpu", "float32", MemoryBudget(1 << 30))
     states, expected = model.embed(tokens), kept.embed(tokens)
     for block, whole in zip(model.stream(), kept.stream(), strict=True):
         before = memory(block)
@@ -411,14 +418,14 @@ def test_weights_that_are_released_while_they_are_pruned(directory: Path, tokens
 
 
 @pytest.mark.slow
-def test_everything_is_let_go_of_when_the_consumer_raises(directory: Path, tokens: Tensor) -> None:
+def test_everything_is_let_go_of_when_the_consumer_raises(of_family: Path, tokens: Tensor) -> None:
     class ConsumerError(Exception):
         pass
 
     def fail() -> None:
         raise ConsumerError
 
-    model = stream_of(directory)
+    model = stream_of(of_family)
     states = model.embed(tokens)
     last = len(model.blocks) - 1
     for step in ("body", "gram", "advance"):

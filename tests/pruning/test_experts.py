@@ -204,7 +204,7 @@ def test_neurons_of_experts(tmp_path: Path, case: str) -> None:
 def test_a_multiple_of_32_neurons_of_experts_stays(tmp_path: Path) -> None:
     """And not 184 of 256, the nearest multiple of 8."""
     source, out = tmp_path / "source", tmp_path / "out"
-    random_model("qwen3_moe", moe_intermediate_size=256).save_pretrained(source)
+    random_model("qwen3_moe", moe_intermediate_size=256, num_hidden_layers=1).save_pretrained(source)
     record = niwaki.shrink(source, out, expert_neurons="28 %", calibration=CALIBRATION, measurement=HELDOUT)
     assert json.loads((out / "config.json").read_text())["moe_intermediate_size"] == 192
     assert [note for note in record.notes if "192 of 256 expert neurons stay" in note]

@@ -24,7 +24,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.weights import Weights
 from niwaki.pruning import sensitivity
 from niwaki.pruning.sensitivity import sensitivities
-from support.models import decoder_blocks, each_case, message, random_model, random_tokens, reference, save_model
+from support.models import decoder_blocks, each_family, message, random_model, random_tokens, reference, save_model
 from support.streams import assert_clean, save_starved, stream_of
 from support.threads import in_threads
 
@@ -154,7 +154,7 @@ def compare(found: Found, wanted: Found, model: StreamedModel, tolerance: float 
             )
 
 
-@each_case
+@each_family(1)
 @pytest.mark.slow
 def test_sensitivities_are_those_of_the_whole_model(tmp_path: Path, case: str) -> None:
     directory = save_model(tmp_path / "model", case)

@@ -22,6 +22,7 @@ from niwaki.layer.solvers import Solver
 from niwaki.models import streamed
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
+from support.covering import FULL
 from support.models import (
     is_pruned,
     linear_inputs,
@@ -173,7 +174,7 @@ def test_resumed_runs_give_the_same_bytes(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "zamba2")
     changes = {"solver": "sparsegpt", "effort": "balanced:epochs=1"}
     whole = run(model, tmp_path / "whole", **changes)
-    for matrices in (1, 5, 14, 24):
+    for matrices in (1, 5, 14, 24) if FULL else (5, 24):
         out, diary = tmp_path / f"out {matrices}", Diary()
         stopped(model, out, matrices, **changes)
         record = run(model, out, progress=diary, **changes)

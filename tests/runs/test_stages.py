@@ -20,6 +20,7 @@ from niwaki.runs.workplace import unfinished_size
 from niwaki.shrinking import shrink as shrinking
 from niwaki.stages import make_stage, read_recipe
 from support.command import Command, niwaki_  # noqa: F401 - a fixture
+from support.covering import FULL
 from support.healing import LENGTH, TOKENS, same_tensors
 from support.models import edit_json, message, save_model, save_model_with_tokenizer
 from support.runs import files, tensors, zeros
@@ -138,7 +139,7 @@ def test_stopped_anywhere(tmp_path: Path, stages: tuple[Any, ...]) -> None:
     model, whole = save_model(tmp_path / "model", "llama grouped"), StopAfter()
     work(model, tmp_path / "whole", *stages, progress=whole)
     expected = files(tmp_path / "whole")
-    for turn, number in enumerate(range(1, whole.count, max(1, whole.count // 9))):
+    for turn, number in enumerate(range(1, whole.count, max(1, whole.count // (9 if FULL else 4)))):
         if turn % 2:
             (tmp_path / "out").mkdir()
         for at in (number, number // 2 + 1):

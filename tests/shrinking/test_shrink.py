@@ -222,7 +222,7 @@ ROUNDED = [
 def test_a_multiple_of_32_neurons_stays(
     tmp_path: Path, width: int, fraction: float | str, stay: int, said: str | None
 ) -> None:
-    source, out = save(tmp_path / "model", "llama", intermediate_size=width), tmp_path / "out"
+    source, out = save(tmp_path / "model", "llama", intermediate_size=width, num_hidden_layers=1), tmp_path / "out"
     record = run(source, out, neurons=fraction, text_samples=0)
     assert config(out)["intermediate_size"] == stay
     assert record.pattern == f"{100 * (width - stay) / width:.3g} % of the neurons of each block"

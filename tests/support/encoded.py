@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,24 @@ def in_fp8(
 
     Returns what they stand for, computed a number at a time.
     """
+    files, meant = _in_fp8(block, powers, dtype)
+    path.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    torch.manual_seed(0)  # the same state whether they were made now or before
+    return dict(meant)
+
+
+@functools.cache
+def _in_fp8(
+    block: tuple[int, int] | None, powers: bool, dtype: torch.dtype
+) -> tuple[dict[str, bytes], dict[str, Tensor]]:
+    with tempfile.TemporaryDirectory() as directory:
+        meant = _make_fp8(Path(directory), block, powers, dtype)
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}, meant
+
+
+def _make_fp8(path: Path, block: tuple[int, int] | None, powers: bool, dtype: torch.dtype) -> dict[str, Tensor]:
     model = random_model("deepseek_v3", n_routed_experts=8)
     nn.Module.to(model, torch.bfloat16)
     model.save_pretrained(path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import io
 import os
 import signal
@@ -36,6 +37,7 @@ class Ended:
 def warm_up() -> None:
     """Imports what a first command imports, so that forks have it: more than half of the time of a tiny model's run."""
     quiet_libraries()
+    importlib.import_module("niwaki.recipes")  # what `inspect` does not import
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         sys.argv = ["niwaki", "inspect", "demo"]
         cli.main()

@@ -52,9 +52,14 @@ def heal(pruned: Path, out: Path, teacher: Path, **changes: Any) -> Record:
 
 def divergence(dense: Path, other: Path, tokens: Tensor) -> float:
     """KL in nats a token, by transformers in float64."""
-    with torch.no_grad():
-        p, q = (reference(path)(tokens).logits.double().log_softmax(-1) for path in (dense, other))
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    return divergences(dense, [other], tokens)[0]
+
+
+@torch.no_grad()
+def divergences(dense: Path, others: list[Path], tokens: Tensor) -> list[float]:
+    """That of each."""
+    p, *found = (reference(path)(tokens).logits.double().log_softmax(-1) for path in (dense, *others))
+    return [float((p.exp() * (p - q)).sum(-1).mean()) for q in found]
 
 
 def held(record: Record, tokens: Tensor = TOKENS) -> Tensor:

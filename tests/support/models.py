@@ -230,17 +230,12 @@ def each_family(turn: int) -> pytest.MarkDecorator:
 
 
 def each_case_and(names: tuple[str, ...], values: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Every case with one of ``values`` at least, and every family with all of them."""
+    """Every case with one of ``values``, in turns."""
     parameters = []
-    for _, of_family in itertools.groupby(CASES, key=lambda case: case.split()[0]):
-        cases = list(of_family)
-        chosen = [(i % len(cases), i % len(values)) for i in range(max(len(cases), len(values)))]
-        if FULL:
-            chosen = list(itertools.product(range(len(cases)), range(len(values))))
-        for i, j in chosen:
-            marks = () if cases[i] in COMMON else pytest.mark.slow
-            id_ = "-".join(map(str, (cases[i], *values[j])))
-            parameters.append(pytest.param(cases[i], *values[j], marks=marks, id=id_))
+    for i, case in enumerate(CASES):
+        for value in values if FULL else [values[i % len(values)]]:
+            marks = () if case in COMMON else pytest.mark.slow
+            parameters.append(pytest.param(case, *value, marks=marks, id="-".join(map(str, (case, *value)))))
     return pytest.mark.parametrize(("case", *names), parameters)
 
 

@@ -3,6 +3,7 @@
 import bisect
 import itertools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -95,7 +96,7 @@ def outlier_ratios(ratios: Sequence[float], weights: Sequence[int], zeros: int, 
     to the highest one: Yin et al. 2024, arXiv 2310.05175, section 3.2, with lambda = 0.08.
     """
     low, high, most = min(ratios), max(ratios), ceiling(weights, zeros, math.ceil)
-    spread = 2 * 0.08 / (high - low) if high > low else 0.0
+    spread = 2 * 0.08 / (high - low) if high - low > sys.float_info.min else 0.0  # of less it may be infinite
     wishes = [-spread * ratio for ratio in ratios]
 
     def of(shift: float) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import platform
@@ -370,10 +371,14 @@ def _geometric_mean(values: list[float]) -> float:
 
 def versions() -> dict[str, str]:
     """Versions of niwaki, Python and the libraries that decide the result."""
-    installed = {"python": platform.python_version()}
-    for name in ("niwaki", "torch", "transformers", "tokenizers", "safetensors"):
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            installed[name] = "not installed"
-    return installed
+    libraries = ("niwaki", "torch", "transformers", "tokenizers", "safetensors")
+    return {"python": platform.python_version(), **{name: _version(name) for name in libraries}}
+
+
+@functools.cache
+def _version(library: str) -> str:
+    """Read once: the files it is in are long."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "not installed"
