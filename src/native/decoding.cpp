@@ -28,7 +28,9 @@ constexpr int LANES = 16;  // sums that are independent of each other
 // Of numbers that are as activations are, where there is a choice.
 struct Linear {
     Matrix weight;
-    const void* bias;  // may be null
+    const void* bias;    // may be null
+    Matrix right;        // of two factors, whose left one is `weight` then
+    std::int64_t inner;  // its rows; 0: there is none
 };
 
 struct Norm {
@@ -256,6 +258,30 @@ void rows_of_layer(const Block& b, const Linear& layer, Operand& operand, std::i
         out[row] = rounded(out[row] + (layer.bias ? number(layer.bias, b.half, row) : 0.0f), b.half);
 }
 
+// Of a layer with two factors: what the right one makes of a vector, for the left one to read.
+class Middle {
+  public:
+    const Tiles tiles;  // of the right factor's rows; none where there is no such factor
+    Middle(const Linear& layer, int threads)
+        : tiles(layer.inner, threads), layer(layer), numbers(padded(layer.inner)) {}
+    void part(const Block& b, Operand& x, std::int64_t i) {
+        const Product product = x.with(layer.right, numbers.data());
+        rows_of(b.path, product)(product, 0, 1, tiles.first(i), tiles.last(i));
+        for (std::int64_t row = tiles.first(i); row < tiles.last(i); ++row)
+            numbers[row] = rounded(numbers[row], b.half);
+    }
+    // What the layer's weight is multiplied with: `x` if that is not a left factor; each thread has its `own` else.
+    Operand& operand(const Block& b, Operand& x, std::vector<Operand>& own) {
+        if (!layer.inner) return x;
+        if (own.empty()) own.emplace_back(b.path, numbers.data(), 1, padded(layer.inner), b.half);
+        return own[0];
+    }
+
+  private:
+    const Linear& layer;
+    std::vector<float> numbers;
+};
+
 // Turns the first `rotary` numbers of a head by its position's angles: each of the first half with one of the second.
 void rotate(float* head, const void* cosines, const void* sines, std::int64_t rotary, bool half) {
     const std::int64_t middle = rotary / 2;
@@ -287,11 +313,13 @@ void niwaki_block_begin(const Block* block, const void* x, const void* cosines, 
     // A part is some heads, as many as are worth a thread's while.
     const std::int64_t each = std::max<std::int64_t>(1, all / (4 * std::max(threads, 1)));
     std::vector<float> found(all * b.size);
+    Middle middles[] = {{b.q, threads}, {b.k, threads}, {b.v, threads}};
+    Step rights(middles[0].tiles.count + middles[1].tiles.count + middles[2].tiles.count);
     Step heads((all + each - 1) / each);
     in_each_thread(threads, [&] {
         std::vector<float> state, normal;
-        std::vector<Operand> operand;
-        heads.work([&](std::int64_t part) {
+        std::vector<Operand> operand, own[3];
+        const auto normalized = [&]() -> Operand& {
             if (operand.empty()) {
                 state.resize(b.width);
                 normal.resize(padded(b.width));
@@ -299,13 +327,23 @@ void niwaki_block_begin(const Block* block, const void* x, const void* cosines, 
                 parts.normalize(b.before_attention, state.data(), b.width, b.half, normal.data());
                 operand.emplace_back(b.path, normal.data(), 1, padded(b.width), b.half);
             }
+            return operand[0];
+        };
+        rights.work([&](std::int64_t i) {
+            Middle* middle = middles;
+            for (; i >= middle->tiles.count; ++middle) i -= middle->tiles.count;
+            middle->part(b, normalized(), i);
+        });
+        heads.work([&](std::int64_t part) {
             for (std::int64_t head = part * each; head < std::min(all, (part + 1) * each); ++head) {
                 const bool query = head < b.heads, key = !query && head < b.heads + b.pairs;
                 const Linear& layer = query ? b.q : key ? b.k : b.v;
+                const int kind = query ? 0 : key ? 1 : 2;
+                Operand& seen = middles[kind].operand(b, normalized(), own[kind]);
                 const Norm& norm = query ? b.queries : b.keys;
                 const std::int64_t before = query ? 0 : key ? b.heads : b.heads + b.pairs;
                 const std::int64_t row = (head - before) * b.size;
-                rows_of_layer(b, layer, operand[0], row, row + b.size, found.data() + before * b.size);
+                rows_of_layer(b, layer, seen, row, row + b.size, found.data() + before * b.size);
                 float* place = found.data() + head * b.size;
                 if (query || key) {
                     if (norm.weight) parts.normalize(norm, place, b.size, b.half, place);
@@ -328,9 +366,13 @@ void niwaki_block_end(const Block* block, const void* x, const void* queries, co
     std::vector<float> found(padded(seen)), projected(b.width), state(b.width), gate(padded(b.inner)), up(b.inner),
         last(b.width);
     const Tiles narrow(b.width, threads), wide(b.inner, threads);
-    Step heads(b.heads), outputs(narrow.count), gates(wide.count), downs(narrow.count);
+    Middle to_output(b.o, threads), to_gate(b.gate, threads), to_up(b.up, threads), to_down(b.down, threads);
+    Step heads(b.heads), outputs(narrow.count), gates(wide.count), downs(narrow.count),
+        output_rights(to_output.tiles.count), gate_rights(to_gate.tiles.count + to_up.tiles.count),
+        down_rights(to_down.tiles.count);
     in_each_thread(threads, [&] {
         std::vector<float> scores, query, normal;
+        std::vector<Operand> of_output, of_gate, of_up, of_down;
         heads.work([&](std::int64_t head) {
             scores.resize(attention->length);
             query.resize(b.size);
@@ -340,25 +382,37 @@ void niwaki_block_end(const Block* block, const void* x, const void* queries, co
             for (std::int64_t i = 0; i < b.size; ++i) place[i] = rounded(place[i], b.half);
         });
         Operand attended(b.path, found.data(), 1, padded(seen), b.half);
+        output_rights.work([&](std::int64_t i) { to_output.part(b, attended, i); });
         outputs.work([&](std::int64_t i) {
-            rows_of_layer(b, b.o, attended, narrow.first(i), narrow.last(i), projected.data());
+            Operand& operand = to_output.operand(b, attended, of_output);
+            rows_of_layer(b, b.o, operand, narrow.first(i), narrow.last(i), projected.data());
             for (std::int64_t row = narrow.first(i); row < narrow.last(i); ++row)
                 state[row] = rounded(number(x, b.half, row) + projected[row], b.half);
         });
         std::vector<Operand> operand;
-        gates.work([&](std::int64_t i) {
+        const auto normalized = [&]() -> Operand& {
             if (operand.empty()) {
                 normal.resize(padded(b.width));
                 parts.normalize(b.before_mlp, state.data(), b.width, b.half, normal.data());
                 operand.emplace_back(b.path, normal.data(), 1, padded(b.width), b.half);
             }
-            rows_of_layer(b, b.gate, operand[0], wide.first(i), wide.last(i), gate.data());
-            rows_of_layer(b, b.up, operand[0], wide.first(i), wide.last(i), up.data());
+            return operand[0];
+        };
+        gate_rights.work([&](std::int64_t i) {
+            const std::int64_t gates = to_gate.tiles.count;
+            i < gates ? to_gate.part(b, normalized(), i) : to_up.part(b, normalized(), i - gates);
+        });
+        gates.work([&](std::int64_t i) {
+            Operand& for_gate = to_gate.operand(b, normalized(), of_gate);
+            Operand& for_up = to_up.operand(b, normalized(), of_up);
+            rows_of_layer(b, b.gate, for_gate, wide.first(i), wide.last(i), gate.data());
+            rows_of_layer(b, b.up, for_up, wide.first(i), wide.last(i), up.data());
             parts.gated(gate.data() + wide.first(i), up.data() + wide.first(i), wide.last(i) - wide.first(i), b.half);
         });
         Operand inner(b.path, gate.data(), 1, padded(b.inner), b.half);
+        down_rights.work([&](std::int64_t i) { to_down.part(b, inner, i); });
         downs.work([&](std::int64_t i) {
-            rows_of_layer(b, b.down, inner, narrow.first(i), narrow.last(i), last.data());
+            rows_of_layer(b, b.down, to_down.operand(b, inner, of_down), narrow.first(i), narrow.last(i), last.data());
             for (std::int64_t row = narrow.first(i); row < narrow.last(i); ++row)
                 put(out, b.half, row, state[row] + last[row]);
         });

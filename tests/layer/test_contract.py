@@ -15,6 +15,7 @@ from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Quota, Unstructure
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import (
     SOLVERS,
+    DoubleSparse,
     Magnitude,
     Solver,
 )
@@ -66,7 +67,8 @@ each_solver_and_pattern = each_solver_with(PATTERNS)
 
 
 def test_every_method_is_under_contract() -> None:
-    assert set(SOLVERS.values()) <= {solver for solver, _ in CONTRACT}
+    """But that of two factors, whose masks are not those of a matrix: test_double_sparse.py."""
+    assert set(SOLVERS.values()) - {DoubleSparse()} <= {solver for solver, _ in CONTRACT}
 
 
 def check_counts(mask: Tensor, pattern: Pattern, runs: int) -> None:

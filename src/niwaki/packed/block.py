@@ -23,7 +23,12 @@ _WITHIN = ("", "self_attn", "mlp")  # the modules that have others
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [("weight", NativeMatrix), ("bias", ctypes.c_void_p)]  # as ctypes wants it
+    _fields_ = [  # as ctypes wants it
+        ("weight", NativeMatrix),
+        ("bias", ctypes.c_void_p),
+        ("right", NativeMatrix),
+        ("inner", ctypes.c_int64),
+    ]
 
 
 class _Norm(ctypes.Structure):
@@ -121,7 +126,7 @@ def has_parts(block: nn.Module) -> bool:
         {name for name, _ in attention.named_children()} in _ATTENTION
         and {name for name, _ in mlp.named_children()} == _MLP
         and type(mlp.get_submodule("act_fn")) is type(ACT2FN["silu"])
-        and all(type(m) is SparseLinear and not m.is_product for name, m in modules.items() if name.endswith("_proj"))
+        and all(type(m) is SparseLinear for name, m in modules.items() if name.endswith("_proj"))
         and all(_epsilon(m) is not None for name, m in modules.items() if name.endswith("norm"))
         and not any(_has_tensors(block.get_submodule(name)) for name in _WITHIN)
         and isinstance(getattr(attention, "scaling", None), float)
@@ -194,7 +199,10 @@ def _epsilon(norm: nn.Module) -> float | None:
 
 
 def _linear(layer: SparseLinear) -> _Linear:
-    return _Linear(kernels.native_matrix(layer.packed), None if layer.bias is None else layer.bias.data_ptr())
+    bias = None if layer.bias is None else layer.bias.data_ptr()
+    if (right := layer.right) is None:
+        return _Linear(kernels.native_matrix(layer.packed), bias)
+    return _Linear(kernels.native_matrix(layer.packed), bias, kernels.native_matrix(right), right.shape[0])
 
 
 def _norm(norm: Any) -> _Norm:

@@ -169,7 +169,9 @@ class _Replica:
     def _copied(self, module: nn.Module) -> nn.Module:
         if isinstance(module, SparseLinear):
             bias = None if module.bias is None else self._parameter(0.5 * self._random(module.out_features))
-            return SparseLinear(self._matrix(module.out_features, module.in_features), bias).eval()
+            inner = module.packed.columns
+            right = self._matrix(inner, module.in_features) if module.is_product else None
+            return SparseLinear(self._matrix(module.out_features, inner), bias, right=right).eval()
         copied: nn.Module = object.__new__(type(module))
         values = vars(copied)
         values.update(vars(module))
