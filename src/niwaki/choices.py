@@ -14,8 +14,8 @@ HealingMethod = Literal["auto", "full", "lora", "norms", "blocks"]
 
 #: The names of ``niwaki.layer.solvers.SOLVERS``, for help that does not wait for torch; a test compares them. The first
 #: is the default. Solvers choose a mask and weights for it, a mask alone, or weights for a mask.
-SOLVER_NAMES = ("continuation", "admm-grad", "alps", "sparsegpt", "obc")
+SOLVER_NAMES = ("continuation", "admm-grad", "alps", "sparsegpt", "obc", "double-sparse")
 MASK_NAMES = ("magnitude", "wanda", "ria", "obs", "dsnot", "swaps")
 WEIGHT_NAMES = ("admm1", "adam", "sgd", "cg", "exact")
 #: Patterns of each kind, as they are written; the same test reads them.
-PATTERN_NAMES = ("2:4", "mixed-2:4", "unstructured:0.6", "per-row:0.6", "2:4+per-row:0.6")
+PATTERN_NAMES = ("2:4", "mixed-2:4", "unstructured:0.6", "per-row:0.6", "2:4+per-row:0.6", "two-factors:0.5")

@@ -70,7 +70,7 @@ def as_described(problem: LayerProblem, pattern: TwoFactors, solver: DoubleSpars
     norm = H.diagonal().sqrt()
     H, W0 = H / torch.outer(norm, norm), W * norm
     rows, columns = W.shape
-    counts = pattern.kept(W.shape)
+    counts = pattern.kept_in_factors(W.shape)
     square = torch.eye(min(rows, columns), dtype=W.dtype)
     left_is_square = rows < columns
     rest = W0 * highest(W0.abs(), counts[left_is_square])
@@ -141,9 +141,9 @@ def test_what_it_gives(shape: tuple[int, int], kind: str, dtype: torch.dtype, sm
     assert (A.shape, B.shape) == ((shape[0], inner), (inner, shape[1]))
     assert A.dtype == B.dtype == solution.W.dtype == dtype
     kept = [int(factor.count_nonzero()) for factor in (A, B)]
-    assert all(count <= most for count, most in zip(kept, pattern.kept(shape), strict=True))
+    assert all(count <= most for count, most in zip(kept, pattern.kept_in_factors(shape), strict=True))
     if kind == "correlated":
-        assert tuple(kept) == pattern.kept(shape)
+        assert tuple(kept) == pattern.kept_in_factors(shape)
     assert [solution.stats[f"kept_{side}"] for side in ("left", "right")] == kept
     assert torch.equal(solution.W, A @ B)
     assert solution.mask.all()
@@ -217,7 +217,7 @@ def test_its_steps_are_reported(small: None) -> None:
 )
 def test_the_bytes_of_one_matrix(shape: tuple[int, int], sparsity: float) -> None:
     rows, columns = shape
-    left, right = TwoFactors(sparsity).kept(shape)
+    left, right = TwoFactors(sparsity).kept_in_factors(shape)
     inner = min(shape)
     two = 16 * (left + right) + rows * inner + inner * columns
     one = 16 * (rows * columns - round(sparsity * rows * columns)) + rows * columns

@@ -23,6 +23,7 @@ from niwaki.healing.whole import WholeRun
 from niwaki.layer.products import products
 from niwaki.models.device import training_dtype
 from niwaki.models.extra import notes_of
+from niwaki.models.factors import check_one_matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.scales import FILE, grid_of, stored_as_usual
 from niwaki.models.streamed import StreamedModel
@@ -144,6 +145,7 @@ class Healing:
     def _open(self, run: Run, method: HealingMethod) -> None:
         """Opens the model that is read, and checks that it can be trained."""
         checkpoint = Checkpoint(run.reading)
+        check_one_matrix(checkpoint, "healing")
         self.grid = grid_of(checkpoint)
         self.carried = run.carried(checkpoint, checkpoint.size, FILE if self.grid else "")
         self.student, self.method, self.notes = choose(checkpoint, self.dense, run.compute, method)

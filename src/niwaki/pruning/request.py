@@ -14,7 +14,7 @@ from niwaki.effort import Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import given_path
 from niwaki.layer.grid import Grid, parse_grid
-from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern, TwoFactors, make_pattern
+from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describe, make_solver
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.locate import locate_model
@@ -52,10 +52,10 @@ class Request:
             raise UsageError(f"owl wants sparsities that {self.wanted} has not; take the allocation loss, or error")
         if self.keep_format and self.grid:
             raise UsageError(f"weights are on the grid {self.grid} or keep their format, not both; leave one out")
-        if self.wanted is not None:
-            self.solving.check(self.wanted)
         if self.makes_factors:
             self._check_factors()
+        if self.wanted is not None:
+            self.solving.check(self.wanted)
 
     def _check_factors(self) -> None:
         """UsageError where two factors cannot have what is asked for."""
@@ -69,15 +69,15 @@ class Request:
     @property
     def makes_factors(self) -> bool:
         """Whether matrices become products of two sparse factors."""
-        return isinstance(self.wanted, TwoFactors)
+        return self.wanted is not None and self.wanted.has_factors
 
     @property
     def _usual(self) -> str | Solver:
         """The argument ``solver``, also where none was given."""
         if self.solver is not None:
             return self.solver
-        is_factored = isinstance(self.pattern, TwoFactors) or str(self.pattern).startswith("two-factors")
-        return "double-sparse" if is_factored else DEFAULT_SOLVER
+        # A fraction of zeros is of one matrix.
+        return "double-sparse" if "two-factors" in str(self.pattern) else DEFAULT_SOLVER
 
     @property
     def method(self) -> str:
@@ -111,7 +111,8 @@ class Request:
     @property
     def settled_effort(self) -> Effort:
         """The effort, also where none was given."""
-        given = usual_effort(self.solver, self.mask_from) if self.effort is None else self.effort
+        usual = usual_effort(self.solver, self.mask_from, self.makes_factors or None)
+        given = usual if self.effort is None else self.effort
         return make_effort(given) if isinstance(given, str) else given
 
     @cached_property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, named
-from niwaki.layer.patterns import Among, Pattern, TwoFactors
+from niwaki.layer.patterns import Among, Pattern
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import Gram, LayerProblem, Solution, relative
 from niwaki.models.block import DecoderBlock
@@ -150,8 +150,8 @@ class BlockSolver:
     def _pattern(self, matrix: Matrix, places: Tensor | None, rows: Rows) -> Pattern:
         """That of these ``rows`` of ``matrix``, whose weights are not zero at ``places``, or nowhere."""
         pattern: Pattern | None = self.pattern_of(matrix)
-        keeps_zeros = not self.request.revive and not isinstance(pattern, TwoFactors)  # which a product has not
-        if pattern is not None and places is not None and keeps_zeros:
+        # A product has no zeros to keep.
+        if pattern is not None and places is not None and not (self.request.revive or pattern.has_factors):
             pattern = Among(pattern, places)
         if pattern is not None and rows is not ALL:
             pattern = pattern.for_rows(rows)

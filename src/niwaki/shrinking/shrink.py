@@ -12,6 +12,7 @@ from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.layer.products import products
 from niwaki.layer.unit_removal import DAMPING, flops
 from niwaki.models.extra import find_extra, notes_of
+from niwaki.models.factors import check_one_matrix
 from niwaki.models.layout import check_dtypes
 from niwaki.models.streamed import StreamedModel
 from niwaki.quantities import parse_share
@@ -87,6 +88,7 @@ class Shrinking:
 
     def __init__(self, stage: Shrink, run: Run) -> None:
         checkpoint, compute, shares = Checkpoint(run.reading), run.compute, stage.shares
+        check_one_matrix(checkpoint, "shrinking")
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
         depth, self._blocks, self._effort = len(model.blocks), stage.blocks, stage.settled_effort
         if any(matrix.blocks for matrix in model.matrices()):

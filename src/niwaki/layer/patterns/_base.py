@@ -41,6 +41,15 @@ class Pattern(abc.ABC):
         and not squares, because thresholds are between them. PatternError if the shape does not fit.
         """
 
+    @property
+    def has_factors(self) -> bool:
+        """Whether it is of two sparse factors, whose product the matrix is."""
+        return False
+
+    def kept_in_factors(self, shape: Sequence[int]) -> tuple[int, int]:
+        """How many weights the left and the right factor of a matrix have; PatternError where it has no factors."""
+        raise PatternError(f"{self} is a pattern of one matrix, and not of two factors")
+
     def partial(self, fraction: float) -> Pattern:
         """The pattern with ``fraction`` (in [0, 1]) of its zeros, which keeps all that this one would keep."""
         return _Partial(self, fraction)

@@ -30,8 +30,12 @@ class TwoFactors(BySparsity):
     def __str__(self) -> str:
         return f"two-factors:{short_number(self.sparsity)}"
 
-    def kept(self, shape: Sequence[int]) -> tuple[int, int]:
-        """How many weights the left and the right factor have; PatternError where two factors of it cannot be made."""
+    @property
+    def has_factors(self) -> bool:
+        return True
+
+    def kept_in_factors(self, shape: Sequence[int]) -> tuple[int, int]:
+        """See :meth:`Pattern.kept_in_factors`; PatternError where two factors cannot be made of such a matrix."""
         rows, columns = shape
         least = min(rows, columns)
         total = rows * columns - self.zeros(rows * columns) - math.ceil(least**2 / BITS)
@@ -47,7 +51,7 @@ class TwoFactors(BySparsity):
         return (square, total - square) if rows < columns else (total - square, square)
 
     def check(self, shape: Sequence[int]) -> None:
-        self.kept(shape)
+        self.kept_in_factors(shape)
 
     def keep(self, scores: Tensor, zeros: int) -> NoReturn:
         raise PatternError(f"{self} has no mask; take the solver double-sparse, or another pattern")

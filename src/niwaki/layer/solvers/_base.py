@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from niwaki.arguments import check_fields
 from niwaki.errors import NumericalError, PatternError, UsageError, shown
-from niwaki.layer.patterns import Fixed, Pattern, TwoFactors, Unstructured, make_pattern
+from niwaki.layer.patterns import Fixed, Pattern, Unstructured, make_pattern
 from niwaki.layer.patterns.rows import ALL
 from niwaki.layer.problem import Gram, LayerProblem, Monitor, Solution
 
@@ -77,7 +77,7 @@ class Solver(abc.ABC):
 
     def check(self, pattern: Pattern) -> None:
         """PatternError where it cannot make matrices of this kind of ``pattern``."""
-        if isinstance(pattern, TwoFactors):
+        if pattern.has_factors:
             raise PatternError(f"only the solver double-sparse makes {pattern}; leave the solver out, or take that one")
 
     @property

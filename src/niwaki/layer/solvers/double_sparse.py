@@ -1,4 +1,4 @@
-"""Two sparse factors in the place of a matrix, each by ADMM while the other one stays; arXiv 2409.18850."""
+"""DoubleSparse: makes two sparse factors of each matrix, by ADMM for one and the other in turns; arXiv 2409.18850."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -68,17 +68,16 @@ class DoubleSparse(Solver):
         return TwoFactors(sparsity)
 
     def check(self, pattern: Pattern) -> None:
-        if not isinstance(pattern, TwoFactors):
+        if not pattern.has_factors:
             raise PatternError(
                 f"double-sparse makes two factors, and {pattern} is a pattern of one matrix; "
                 "give a fraction of zeros, such as 0.5"
             )
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        assert isinstance(pattern, TwoFactors)
         damping = damping_for(self.damping, problem.gram)
         scaled = Normalised(LayerProblem(problem.W, problem.gram.damped(damping)))
-        factors = _Factors.start(scaled, pattern.kept(problem.W.shape), self.steps)
+        factors = _Factors.start(scaled, pattern.kept_in_factors(problem.W.shape), self.steps)
         total = self.rounds + (self.finish > 0)
         for number in range(self.rounds):
             done = number / max(1, self.rounds - 1)
