@@ -10,9 +10,12 @@ from niwaki.cli.tables import inspection_tables
 def inspect(model: Model) -> None:
     """Show what would be pruned in MODEL, and how sparse it is."""
     with Screen(f"reading {model}"), in_session():
-        from niwaki.evaluation.inspect import extra_tensors, inspect as run, left_dense
+        from niwaki.evaluation.inspect import extra_tensors, inspect as run, left_dense, pattern_of_factors
 
         matrices, left, extra = list(run(model)), left_dense(model), extra_tensors(model)
+        factors = pattern_of_factors(model)
     for table in inspection_tables(matrices, left, extra):
         out.print(table)
         out.print()
+    if factors:
+        out.print(f"{factors}: these matrices are the products of two sparse factors, which are no part of the tables")

@@ -76,3 +76,9 @@ def inspect(model: str | Path) -> Iterator[MatrixSummary]:
             fitting[f"{n}:{m}"] = groups.float().mean().item()
         rows = int(per_row.min()), int(per_row.max())
         yield MatrixSummary(matrix, checkpoint.entries[matrix.key].dtype, int(per_row.sum()), rows, fitting)
+
+
+def pattern_of_factors(model: str | Path) -> str | None:
+    """The pattern of a directory (or hub id) whose matrices are products of two sparse factors; None for others."""
+    pruning = open_checkpoint(locate_model(str(model))).pruning
+    return pruning.pattern if pruning.has_factors else None

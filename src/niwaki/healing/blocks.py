@@ -16,13 +16,13 @@ from niwaki.healing.method import block_memory
 from niwaki.healing.run import HealingRun
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import resident
-from niwaki.models.fit import Fit, Projection
+from niwaki.models.fit import Fit
 from niwaki.models.generation import device_memory
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.scales import grid_of, read_scales
 from niwaki.models.sharing import NOT_FITTED
 from niwaki.models.spill import MemoryBudget
-from niwaki.models.training import trained_matrices
+from niwaki.models.training import Projection, trained_matrices
 from niwaki.models.weight_format import OnGrid, WeightFormat
 from niwaki.records.healing import HealingPoint
 from niwaki.runs.block_store import WeightStore
@@ -180,7 +180,7 @@ class BlockRun(HealingRun):
             share = self._left / (len(self.model.blocks) - block.index)
             seconds = max(_LEAST_TIME, share - (monotonic() - began))
         inputs, targets, on_grid = streams.inputs, streams.targets, self._on_grid(block)
-        fit = Fit(block, inputs, targets, self._fitting, run.world, run.progress.step, on_grid, seconds)
+        fit = Fit(block, inputs, targets, self._fitting, run.world, run.progress.step, on_grid, seconds=seconds)
         run.progress.stage(block.index, "fit", fit.batches)
         self._store.begin(block.index, self.record)
         self.record.fits.append(fit.run())

@@ -24,7 +24,7 @@ FILE = "factors/factors.safetensors"
 #: The note of ``prune``.
 STORED_AS_PRODUCTS = (
     "matrices are stored as the products of their two factors, dense and no smaller than before, so that they load "
-    f"wherever the dense model does; the sparse factors are in {FILE}"
+    f"wherever the dense model does; the sparse factors are in {FILE}, and 'niwaki pack' writes these alone"
 )
 
 
@@ -92,6 +92,8 @@ class Factored(WeightFormat):
 
     What counts as zeros of a matrix is how many weights fewer than its own the two factors have.
     """
+
+    has_factors = True
 
     def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
         return [(shape, stored) for shape in _shapes(matrix)]

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,15 @@ from niwaki.effort import Fitting
 from niwaki.errors import NumericalError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.models.training import projected, root_mean_square, smallest_weight, trainable
+from niwaki.models.training import (
+    Projection,
+    TrainedFactors,
+    TrainedWeights,
+    root_mean_square,
+    smallest_weight,
+    trainable,
+)
 from niwaki.records.record import FitRecord
 
 #: One batch in this many is held out, the first one at least, to see whether a fit holds.
@@ -22,9 +28,6 @@ _HELD = 16
 
 #: How many times the weights are in memory, in float32: as they are, as they were best, two averages and gradients.
 COPIES = 5
-
-#: (out, in), the weights of a matrix rounded to its grid, with the same zeros.
-Projection = Callable[[Matrix, Tensor], Tensor]
 
 
 @dataclass
@@ -36,7 +39,8 @@ class Fit:
     parameter's weights that are not zero, and decrease linearly to 0. Some batches are held out (of one batch alone,
     itself); the weights are those of the epoch with the lowest error there, or the original ones if none is better. No
     weight becomes zero. A step takes one batch of each process. With ``on_grid`` the block computes with rounded
-    weights, whose gradients change unrounded ones.
+    weights, whose gradients change unrounded ones. Where matrices are products of two ``factors``, by name, these are
+    trained on their own masks, and are replaced by what has become of them.
 
     Cost: per epoch a forward and a backward pass of the block for all batches; memory of five float32 copies of the
     weights and of the activations of a batch.
@@ -49,6 +53,7 @@ class Fit:
     world: World
     done: Callable[[], None]  # called after each of the ``batches`` that pass through the block
     on_grid: Projection | None = None
+    factors: Mapping[str, Sequence[Tensor]] | None = None
     seconds: float = math.inf  # that it may take; the rate then decreases with the share that is left of them
 
     def __post_init__(self) -> None:
@@ -68,7 +73,10 @@ class Fit:
         power = sum(float(self._target(i).double().square().sum()) for i in self._held)
         self._power = max(sum(self.world.collected(power)), 1e-30)
         order = torch.Generator().manual_seed(block.index)
-        with trainable(block) as parameters:
+        with trainable(block) as weights:
+            factors = TrainedFactors(block, self.factors) if self.factors else None
+            self._trained = factors or TrainedWeights(block, weights, self.on_grid)
+            parameters = self._trained.values
             masks = [value != 0 for value in parameters]
             optimizer = _optimizer(parameters, self.settings.rate)
             best = before = self._error()
@@ -76,9 +84,9 @@ class Fit:
             for step in range(steps):
                 if step % len(rest) == 0:
                     epoch = torch.randperm(len(rest), generator=order).tolist()
-                with projected(block, self.on_grid), torch.enable_grad():
+                with self._trained.computing(), torch.enable_grad():
                     self._squares(rest[epoch[step % len(rest)]]).sum().backward()
-                gradients = [_gradient(value) for value in parameters]
+                gradients = self._trained.gradients()
                 self.world.sum(gradients)
                 for gradient, mask in zip(gradients, masks, strict=True):
                     gradient.mul_(mask)  # a pruned weight without gradient stays where it is
@@ -100,10 +108,8 @@ class Fit:
                     break
             for old, value, mask in zip(kept, parameters, masks, strict=True):
                 value.data = _off_zero(old, mask, smallest_weight(block))
-            with projected(block, self.on_grid):
-                rounded = [value.data for value in parameters]
-            for value, data in zip(parameters, rounded, strict=True):
-                value.data = data
+            self._trained.settle()
+            self.factors = factors.factors if factors else None
         return FitRecord(block.index, before, best, at, time.perf_counter() - began, step + 1)
 
     def _share(self, step: int, began: float) -> float:
@@ -125,7 +131,7 @@ class Fit:
     def _error(self) -> float:
         """The error of what is held out, in all processes."""
         error = 0.0
-        with projected(self.block, self.on_grid):
+        with self._trained.computing():
             for i in self._held:
                 with torch.no_grad():  # in float64 a few huge activations do not hide the rest
                     error += float(self._squares(i).sum(dtype=torch.float64))
@@ -154,12 +160,6 @@ def _optimizer(parameters: list[nn.Parameter], rate: float) -> torch.optim.Adam:
     groups = [{"params": [value], "rate": rate * root_mean_square(value)} for value in parameters]
     # Relative errors of large blocks have gradients far below the usual epsilon, 1e-8.
     return torch.optim.Adam(groups, lr=0.0, eps=1e-16, fused=True)
-
-
-def _gradient(value: nn.Parameter) -> Tensor:
-    if value.grad is None:  # experts that none of these tokens went to
-        value.grad = torch.zeros_like(value)
-    return value.grad
 
 
 def _off_zero(value: Tensor, mask: Tensor, smallest: float) -> Tensor:

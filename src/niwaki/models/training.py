@@ -14,6 +14,9 @@ from niwaki.models.layout import Matrix
 from niwaki.models.products import OnProduct, Products
 from niwaki.models.spill import MemoryBudget, SpillList
 
+#: (out, in), the weights of a matrix rounded to its grid, with the same zeros.
+Projection = Callable[[Matrix, Tensor], Tensor]
+
 
 def trained_matrices(block: DecoderBlock) -> list[Matrix]:
     """The matrices that :func:`trainable` trains: those of no other block."""
@@ -48,7 +51,7 @@ def trainable(block: DecoderBlock) -> Iterator[list[nn.Parameter]]:
 
 
 @contextlib.contextmanager
-def projected(block: DecoderBlock, project: Callable[[Matrix, Tensor], Tensor] | None) -> Iterator[None]:
+def projected(block: DecoderBlock, project: Projection | None) -> Iterator[None]:
     """While it is :func:`trainable`, the block with ``project(matrix, its weights)``, if that is given.
 
     Weights are as before at the end, with the gradients of those that it computed with meanwhile.
@@ -68,6 +71,81 @@ def projected(block: DecoderBlock, project: Callable[[Matrix, Tensor], Tensor] |
     finally:
         for name, value in before.items():
             parameters[name].data = value
+
+
+class TrainedWeights:
+    """What a fit changes of a block that is :func:`trainable`: its ``parameters``.
+
+    It computes with them as they are, or in the format that ``project`` puts them in.
+    """
+
+    def __init__(self, block: DecoderBlock, parameters: list[nn.Parameter], project: Projection | None) -> None:
+        self.values, self._block, self._project = parameters, block, project
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """While the block computes with them."""
+        with projected(self._block, self._project):
+            yield
+
+    def gradients(self) -> list[Tensor]:
+        """Those of the values, which are also where an optimizer looks for them."""
+        for value in self.values:
+            if value.grad is None:  # experts that none of these tokens went to
+                value.grad = torch.zeros_like(value)
+        return [value.grad for value in self.values if value.grad is not None]
+
+    def settle(self) -> None:
+        """From now on the block computes with what has become of them."""
+        with self.computing():
+            settled = [value.data for value in self.values]
+        for value, data in zip(self.values, settled, strict=True):
+            value.data = data
+
+
+class TrainedFactors(TrainedWeights):
+    """Two factors of each matrix, by its name, in the dtype that they are stored in; the block has their products."""
+
+    def __init__(self, block: DecoderBlock, factors: Mapping[str, Sequence[Tensor]]) -> None:
+        self._matrices = trained_matrices(block)
+        self._weights = _trained(block)
+        self._dtypes = [factor.dtype for matrix in self._matrices for factor in factors[matrix.name]]
+        values = [factor.float() for matrix in self._matrices for factor in factors[matrix.name]]
+        # Not changed where they are in float32 already.
+        super().__init__(block, [nn.Parameter(value.clone(), requires_grad=False) for value in values], None)
+
+    def _pairs(self) -> Iterator[tuple[Matrix, nn.Parameter, nn.Parameter]]:
+        return zip(self._matrices, self.values[::2], self.values[1::2], strict=True)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        for matrix, left, right in self._pairs():
+            matrix.within(self._weights[matrix.parameter].data).copy_(left.data @ right.data)
+        yield
+
+    def gradients(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for matrix, left, right in self._pairs():
+            whole = self._weights[matrix.parameter].grad
+            of_product = torch.zeros(matrix.shape, device=left.device) if whole is None else matrix.within(whole)
+            left.grad, right.grad = of_product @ right.data.T, left.data.T @ of_product
+            found += [left.grad, right.grad]
+        for weights in self._weights.values():
+            weights.grad = None
+        return found
+
+    def settle(self) -> None:
+        for value, dtype in zip(self.values, self._dtypes, strict=True):
+            value.data = value.data.to(dtype).float()
+        with self.computing():
+            pass
+
+    @property
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """What has become of them, by the names of matrices."""
+        stored = [value.data.to(dtype) for value, dtype in zip(self.values, self._dtypes, strict=True)]
+        names = [matrix.name for matrix in self._matrices]
+        return dict(zip(names, zip(stored[::2], stored[1::2], strict=True), strict=True))
 
 
 def trained_weights(block: DecoderBlock) -> Iterator[tuple[Matrix, Tensor]]:

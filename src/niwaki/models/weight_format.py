@@ -24,6 +24,9 @@ Like = tuple[tuple[int, int], torch.dtype]
 class WeightFormat:
     """As the checkpoint has them; formats whose matrices have further parts, such as scales, derive from it."""
 
+    #: Whether the parts of a matrix are two factors, whose product it is.
+    has_factors = False
+
     def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
         """Shape and dtype of each part that ``matrix`` has beside its weights, which are ``stored`` so."""
         return []

@@ -14,7 +14,7 @@ from torch import Tensor
 from niwaki.choices import TF32
 from niwaki.effort import Planning
 from niwaki.errors import named
-from niwaki.layer.patterns import MixedNM, Pattern
+from niwaki.layer.patterns import MixedNM, Pattern, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import Wanda
 from niwaki.models.block import DecoderBlock
@@ -34,6 +34,8 @@ from niwaki.texts.conversations import Samples
 _DENSITIES = (2.2, 1.5, 1.0, 0.65, 0.35)
 #: About how many rows of a matrix are pruned for that.
 _ROWS = 256
+#: The most zeros that a product of two factors gets: masks take some of what is left.
+_MOST_OF_FACTORS = 0.85
 #: The least importance of an output, relative to the mean: without any influence its weights still count.
 _LEAST = 1e-4
 #: What prunes them. Only the shape of the curves counts, not their height: those of solvers that take many times as
@@ -209,6 +211,9 @@ class _Costs(_Allocation):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._most = ceiling([matrix.size for matrix in self.matrices], self._total)
+        patterns = [self.pattern_of(matrix) for matrix in self.matrices]
+        if any(pattern.has_factors for pattern in patterns):
+            self._most = min(self._most, max(_MOST_OF_FACTORS, *(pattern.sparsity for pattern in patterns)))
 
     def _measure(self, block: DecoderBlock, inputs: list[tuple[Matrix, Gram]]) -> None:
         mine: dict[Place, Curve] = {}
@@ -221,6 +226,8 @@ class _Costs(_Allocation):
 
     def _curve(self, W: Tensor, gram: Gram, matrix: Matrix) -> Curve:
         usual = self.pattern_of(matrix)
+        if usual.has_factors:  # which have no mask to choose at once
+            usual = Unstructured(usual.sparsity)
         least = _at(usual, 0.0).sparsity
         if not self.revive:
             least = max(least, 1 - int(W.count_nonzero()) / W.numel())

@@ -175,10 +175,15 @@ class Walk:
 
     def _fit(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates) -> None:
         run = self.run
-        fit = Fit(block, states, dense, self.effort.fit, run.world, run.progress.step, self.store.on_grid)
+        store = self.store
+        fit = Fit(
+            *(block, states, dense, self.effort.fit, run.world, run.progress.step),
+            on_grid=store.on_grid,
+            factors=store.factors,
+        )
         run.progress.stage(block.index, "fit", fit.batches)
         self.record.fits.append(fit.run())
-        self.store.write_trained(block)
+        store.write_trained(block, fit.factors)
         run.clock.lap("fit")
 
     def _keep(self, block: DecoderBlock, matrix: Matrix, solved: Solved) -> None:

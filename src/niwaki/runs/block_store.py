@@ -1,6 +1,6 @@
 """The blocks that a stage is done with, on disk: a run that is interrupted resumes after them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor
@@ -8,9 +8,8 @@ from torch import Tensor
 from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.errors import OutputError
 from niwaki.models.block import DecoderBlock
-from niwaki.models.fit import Projection
 from niwaki.models.layout import Matrix
-from niwaki.models.training import trained_weights
+from niwaki.models.training import Projection, trained_weights
 from niwaki.models.weight_format import WeightFormat
 from niwaki.records.record import Record
 from niwaki.runs.stage import Run
@@ -80,10 +79,15 @@ class WeightStore(BlockStore):
         if self.writer:
             self.format.write(self.writer, matrix, stored, self._parts.get(matrix.name, ()))
 
-    def write_trained(self, block: DecoderBlock) -> None:
-        """Writes what training has made of the matrices of ``block``."""
+    def write_trained(self, block: DecoderBlock, factors: Mapping[str, Sequence[Tensor]] | None = None) -> None:
+        """Writes what training has made of the matrices of ``block``, and of their factors if they have any."""
         for matrix, stored in trained_weights(block):
-            self.write(matrix, stored)
+            self.write(matrix, stored, (factors or {}).get(matrix.name, ()))
+
+    @property
+    def factors(self) -> Mapping[str, Sequence[Tensor]] | None:
+        """Those of the present block's matrices, by name; None where these are one matrix each."""
+        return self._parts if self.format.has_factors else None
 
     def restore(self, block: DecoderBlock, matrices: Iterable[Matrix]) -> None:
         """Puts the weights of ``matrices`` into ``block`` that were written, by this run or an earlier one."""
@@ -96,7 +100,7 @@ class WeightStore(BlockStore):
     @property
     def on_grid(self) -> Projection | None:
         """What puts weights of the present block into their format; None where that is the usual one."""
-        return self._projected if self._parts else None
+        return self._projected if self._parts and not self.format.has_factors else None
 
     def _projected(self, matrix: Matrix, W: Tensor) -> Tensor:
         parts = self._parts.get(matrix.name)
