@@ -12,11 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import niwaki
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NiwakiError, UsageError
 from niwaki.layer.patterns import TwoFactors, factors as pattern_module
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import DoubleSparse
 from niwaki.models.factors import FILE
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.training import TrainedFactors, trainable
 from niwaki.packed import kernels
 from niwaki.packed.format import PackedCheckpoint
 from niwaki.packed.linear import SparseLinear
@@ -98,13 +101,67 @@ def test_the_solver_is_given_by_the_pattern(tmp_path: Path) -> None:
     assert record.effort["name"] == "fast"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_fitted(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Both factors change on their masks, the files have their products, and blocks come nearer to the dense ones."""
+    model = save_model(tmp_path / "model", case, dtype=dtype)
+    run(model, tmp_path / "fast")
+    record = run(model, tmp_path / "out", effort="fast:epochs=8")
+    assert all(fit.after < 0.95 * fit.before for fit in record.fits)
+    fast, fitted = load_file(tmp_path / "fast" / FILE), load_file(tmp_path / "out" / FILE)
+    first = [key for key in fast if ".0." in key]  # later blocks see other inputs
+    for key in first:
+        assert torch.equal(fast[key] != 0, fitted[key] != 0)
+        assert not torch.equal(fast[key], fitted[key])
+    found = tensors(tmp_path / "out")
+    for key in {key.rpartition("_")[0] for key in fitted}:
+        product = fitted[f"{key}_left"].float() @ fitted[f"{key}_right"].float()
+        W = found[key].mT if case == "gpt2" else found[key]
+        assert torch.allclose(W.float(), product, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    niwaki.pack(tmp_path / "out", tmp_path / "packed")
+
+
+def test_gradients_of_factors(tmp_path: Path) -> None:
+    """Against torch's own, through products that it computes."""
+    model = StreamedModel(Checkpoint(save_model(tmp_path / "model")), "cpu", "float32")
+    stream, generator = model.stream(), torch.Generator().manual_seed(1)
+    block, states = next(stream), model.embed(random_tokens(2, 12))
+
+    def loss() -> Tensor:
+        return block.run(states.hidden[0], states, 0).square().sum()
+
+    factors = {}
+    for matrix in block.matrices:
+        rows, columns = matrix.shape
+        shapes = (rows, min(rows, columns)), (min(rows, columns), columns)
+        factors[matrix.name] = tuple(0.3 * torch.randn(shape, generator=generator) for shape in shapes)
+    with trainable(block) as parameters:
+        trained = TrainedFactors(block, factors)
+        with trained.computing(), torch.enable_grad():
+            loss().backward()
+        found = trained.gradients()
+        assert all(parameter.grad is None for parameter in parameters)
+    leaves = [each.clone().requires_grad_() for pair in factors.values() for each in pair]
+    with torch.enable_grad():
+        for matrix, left, right in zip(block.matrices, leaves[::2], leaves[1::2], strict=True):
+            layer = block.module.get_submodule(matrix.name)
+            del layer._parameters["weight"]
+            layer.weight = left @ right
+        expected = torch.autograd.grad(loss(), leaves)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
+    stream.close()
+
+
+@pytest.mark.parametrize("effort", ["fast", "balanced"])
 @pytest.mark.parametrize("matrices", [3, 10])
-def test_stopped(matrices: int, tmp_path: Path) -> None:
+def test_stopped(matrices: int, effort: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "llama", shards=True)
-    run(model, tmp_path / "whole")
+    run(model, tmp_path / "whole", effort=effort)
     with pytest.raises(KeyboardInterrupt):
-        run(model, tmp_path / "out", progress=StopAt(matrices))
-    record = run(model, tmp_path / "out")
+        run(model, tmp_path / "out", effort=effort, progress=StopAt(matrices))
+    record = run(model, tmp_path / "out", effort=effort)
     assert bool(record.resumed) == (matrices == 10)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
@@ -211,7 +268,7 @@ def test_weights_that_are_no_product_any_more(tmp_path: Path) -> None:
     [
         ({"quantize": "int8"}, "the values of two factors stay in the dtype of the model"),
         ({"mask_from": "wanda"}, "two factors have masks of their own"),
-        ({"effort": "balanced"}, "take the effort fast"),
+        ({"effort": "best"}, "of the efforts those without healing, such as balanced"),
         ({"solver": "wanda", "sparsity": None, "pattern": "two-factors:0.5"}, "only the solver double-sparse makes"),
         ({"sparsity": None, "pattern": "2:4"}, "makes two factors, and 2:4 is a pattern of one matrix"),
         ({"sparsity": 0.99}, "fewer than 32 weights for its square factor"),
@@ -243,7 +300,7 @@ def test_what_would_make_dense_matrices_of_them(tmp_path: Path) -> None:
         assert "was pruned to two factors" in message(call, UsageError)
     stages: list[Any] = [niwaki.Prune("two-factors:0.5"), niwaki.Heal(tokens=100)]
     said = message(lambda: niwaki.run(model, tmp_path / "x", stages, **options), UsageError)
-    assert said.startswith("stage 2, heal: it would make dense matrices of two sparse factors")
+    assert said.startswith("stage 2, heal: heal would make dense matrices of two sparse factors")
     assert not (tmp_path / "x").exists()
 
 

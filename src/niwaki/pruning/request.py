@@ -63,8 +63,6 @@ class Request:
             raise UsageError("two factors have masks of their own; leave out where to take masks from")
         if self.grid or self.keep_format:
             raise UsageError("the values of two factors stay in the dtype of the model; leave out the grid or format")
-        if self.settled_effort.healing:
-            raise UsageError("two factors are not healed yet; take the effort balanced, or best:healing=0")
 
     @property
     def makes_factors(self) -> bool:
