@@ -11,6 +11,7 @@ The matrices are those of a model's blocks with dense inputs: each block sees th
 
 import math
 import statistics
+import time as clock
 from functools import partial
 from typing import Annotated, Any
 
@@ -66,34 +67,42 @@ def error(
     synthetic: Synthetic = "",
     record: Record = None,
 ) -> None:
-    """Relative errors on calibration tokens, and in brackets on held-out ones.
+    """Relative errors on calibration tokens, in brackets on held-out ones, and seconds.
 
-    Geometric means over the matrices of the chosen blocks, divided by the first solver's.
+    Geometric means over the matrices of the chosen blocks, and the sum of the seconds, divided by the first solver's.
+    Two factors have the bytes of one matrix with the pattern's zeros, where that has a fraction of zeros.
     """
     matrices = list(Layers(model, texts, samples, length, integers(blocks), names(synthetic))())
-    base: dict[str, tuple[float, float]] = {}
+    base: dict[str, tuple[float, float, float]] = {}
     results = []
     for name in names(solvers):
-        line = []
+        line, solver = [], make_solver(name)
+        makes_factors = solver.default_pattern(0.5).has_factors
         for label, pattern in PATTERNS.items():
-            found, held = _errors(make_solver(name), pattern, matrices)
-            first = base.setdefault(label, (found, held))
+            if makes_factors and pattern.group > 1:
+                continue
+            chosen = solver.default_pattern(pattern.sparsity) if makes_factors else pattern
+            found, held, seconds = _errors(solver, chosen, matrices)
+            first = base.setdefault(label, (found, held, seconds))
             relative = {"relative_error": found / first[0], "relative_held_error": held / first[1]}
-            results.append({"solver": name, "pattern": label, "error": found, "held_error": held, **relative})
-            line.append(f"{label} {found / first[0]:.3f} ({held / first[1]:.3f})")
+            times = {"seconds": seconds, "relative_seconds": seconds / first[2]}
+            results.append({"solver": name, "pattern": label, "error": found, "held_error": held, **relative, **times})
+            line.append(f"{label} {found / first[0]:.3f} ({held / first[1]:.3f}) {seconds / first[2]:.2f}x")
         print(f"{name:30s}", "   ".join(line), flush=True)
     common.save(record, blocks=integers(blocks), results=results)
 
 
-def _errors(solver: Solver, pattern: Pattern, matrices: list[Layer]) -> tuple[float, float]:
-    """Geometric means over the matrices of the relative error, and of that on the held-out text."""
-    errors, held = [], []
+def _errors(solver: Solver, pattern: Pattern, matrices: list[Layer]) -> tuple[float, float, float]:
+    """Geometric means over the matrices of the relative error, and of that on the held-out text; seconds."""
+    errors, held, seconds = [], [], 0.0
     for layer in matrices:
+        began = clock.perf_counter()
         solution = solver(LayerProblem(layer.W, layer.H), pattern)
+        seconds += clock.perf_counter() - began
         errors.append(solution.error)
         # Synthetic layers have no held-out text.
         held.append(1.0 if layer.H_held is None else LayerProblem(layer.W, layer.H_held).error(solution.W))
-    return statistics.geometric_mean(errors), statistics.geometric_mean(held)
+    return statistics.geometric_mean(errors), statistics.geometric_mean(held), seconds
 
 
 def curves(
