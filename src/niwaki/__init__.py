@@ -31,9 +31,10 @@ _PUBLIC = {
     "niwaki.layer.problem": ("Gram", "LayerProblem", "Monitor", "Solution"),
     "niwaki.layer.solvers": (
         *("SOLVERS", "Solver", "make_solver", "MaskThenUpdate", "Magnitude", "Wanda", "RIA", "OBSSaliency", "DSnoT"),
-        *("Swaps", "SparseGPT", "OBC", "ALPS", "ADMM", "Continuation", "Descent", "ConjugateGradients", "Exact"),
+        *("Swaps", "SparseGPT", "OBC", "ALPS", "ADMM", "Continuation", "DoubleSparse", "Descent"),
+        *("ConjugateGradients", "Exact"),
     ),
-    "niwaki.layer.patterns": ("Pattern", "Unstructured", "PerRow", "NM", "MixedNM", "Quota", "Fixed"),
+    "niwaki.layer.patterns": ("Pattern", "Unstructured", "PerRow", "NM", "MixedNM", "Quota", "Fixed", "TwoFactors"),
     "niwaki.layer.grid": ("Grid",),
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         Pattern as Pattern,
         PerRow as PerRow,
         Quota as Quota,
+        TwoFactors as TwoFactors,
         Unstructured as Unstructured,
     )
     from niwaki.layer.problem import (
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
         ConjugateGradients as ConjugateGradients,
         Continuation as Continuation,
         Descent as Descent,
+        DoubleSparse as DoubleSparse,
         DSnoT as DSnoT,
         Exact as Exact,
         Magnitude as Magnitude,

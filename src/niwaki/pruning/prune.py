@@ -173,10 +173,11 @@ class Pruning:
         model, request = self.model, self.request
         blocks = [model.matrices(index) for index in range(len(model.blocks))]
         rows, columns = max(model.matrices(), key=lambda matrix: matrix.size).shape
-        solving = 4 * (2 * columns**2 + 7 * rows * columns)
+        factors = 2 if request.makes_factors else 1  # a square matrix has two of its size, and eigenvectors
+        solving = factors * 4 * (2 * columns**2 + 7 * rows * columns)
         grams = max(sum(4 * matrix.shape[1] ** 2 for matrix in block) for block in blocks)
         running = 2 * model.block_size  # its weights, which are not there while matrices are solved, and activations
-        weights = max(sum(matrix.size for matrix in block) for block in blocks)
+        weights = factors * max(sum(matrix.size for matrix in block) for block in blocks)
         copies = COPIES + (1 if request.grid or request.keep_format else 0)  # as they are rounded
         fitting = model.block_size + copies * 4 * weights if self.effort.fit.epochs else 0
         shared = sum(4 * matrix.shape[1] ** 2 for matrix in model.matrices() if matrix.blocks)  # until they are pruned
