@@ -14,12 +14,10 @@ from niwaki.errors import PatternError
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Quota, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import (
-    SOLVERS,
-    DoubleSparse,
     Magnitude,
     Solver,
 )
-from support.contract import COLUMNS, CONTRACT, PATTERNS, ROWS, Promises, same_bytes, same_solution
+from support.contract import COLUMNS, CONTRACT, OF_ONE_MATRIX, PATTERNS, ROWS, Promises, same_bytes, same_solution
 from support.covering import covering
 from support.problems import (
     DEAD,
@@ -67,8 +65,7 @@ each_solver_and_pattern = each_solver_with(PATTERNS)
 
 
 def test_every_method_is_under_contract() -> None:
-    """But that of two factors, whose masks are not those of a matrix: test_double_sparse.py."""
-    assert set(SOLVERS.values()) - {DoubleSparse()} <= {solver for solver, _ in CONTRACT}
+    assert set(OF_ONE_MATRIX.values()) <= {solver for solver, _ in CONTRACT}
 
 
 def check_counts(mask: Tensor, pattern: Pattern, runs: int) -> None:

@@ -240,7 +240,7 @@ def test_matrices_that_are_too_small(shape: tuple[int, int]) -> None:
 
 
 def test_bytes_that_the_masks_take() -> None:
-    with pytest.raises(PatternError, match="leaves a matrix of 64 x 64 fewer than 64 weights for its square factor"):
+    with pytest.raises(PatternError, match="leaves a matrix of 64 x 64 fewer than 128 weights for its square factor"):
         TwoFactors(0.95).check((64, 64))
 
 
@@ -282,3 +282,33 @@ def test_scores_are_chosen_by_degrees() -> None:
     assert torch.equal(_chosen(V.clone(), 4, 5.0), V)
     assert torch.equal(_chosen(V.clone(), 2, None), torch.tensor([[0.0, -2.0, 4.0, 0.0]]))
     assert math.isfinite(float(_chosen(torch.zeros(2, 3), 2, 5.0).sum()))
+
+
+@pytest.mark.parametrize("shape", [(64, 1024), (1024, 64), (64, 2048)], ids=str)
+def test_long_matrices(shape: tuple[int, int]) -> None:
+    """A square factor has no more weights than places, and the other one gets what is left."""
+    problem = make_problem(rows=shape[0], columns=shape[1], dtype=torch.float32)
+    counts = TwoFactors(0.5).kept_in_factors(shape)
+    assert min(counts) == 64 * 64
+    solution = DoubleSparse(rounds=4)(problem, TwoFactors(0.5))
+    assert solution.factors
+    assert tuple(int(factor.count_nonzero()) for factor in solution.factors) == counts
+    assert solution.error < 0.6
+
+
+def test_weights_that_count_for_nothing_are_zero() -> None:
+    """With few weights some columns of one factor have no row of the other: they may be of any size."""
+    solution = DoubleSparse()(make_problem(rows=128, columns=128, dtype=torch.float32), TwoFactors(0.86))
+    assert solution.factors
+    left, right = solution.factors
+    alone = (left.abs().sum(dim=0) > 0) != (right.abs().sum(dim=1) > 0)
+    assert not alone.any()
+    assert max(float(factor.abs().max()) for factor in solution.factors) < 1e3
+
+
+def test_the_highest_sparsity_can_be_had() -> None:
+    for shape in ((64, 64), (576, 576), (1536, 576), (64, 2048)):
+        most = TwoFactors(0.5).highest_sparsity(shape)
+        TwoFactors(most).check(shape)
+        with pytest.raises(PatternError):
+            TwoFactors(most + 0.01).check(shape)

@@ -12,6 +12,7 @@ from torch import Tensor
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import SOLVERS, Solver
+from support.contract import OF_ONE_MATRIX
 from support.problems import gram, normal
 
 #: Those that leave the weights as they are: what they lose is in the hands of the weights that stay.
@@ -28,7 +29,7 @@ SAYS = {
     "exact": ("residual",),
 }
 
-each_solver = pytest.mark.parametrize("name", SOLVERS)
+each_solver = pytest.mark.parametrize("name", OF_ONE_MATRIX)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def test_inputs_of_half_precision(name: str, case: Case) -> None:
     check(name, SOLVERS[name], case)
 
 
-@pytest.mark.parametrize("name", [name for name, solver in SOLVERS.items() if hasattr(solver, "damping")])
+@pytest.mark.parametrize("name", [name for name in OF_ONE_MATRIX if hasattr(SOLVERS[name], "damping")])
 @given(case=cases())
 @settings(max_examples=40)
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from niwaki.layer.solvers import (
     Wanda,
     make_solver,
 )
-from support.contract import COLUMNS, PATTERNS, ROWS, same_bytes, same_solution
+from support.contract import COLUMNS, OF_ONE_MATRIX, PATTERNS, ROWS, same_bytes, same_solution
 from support.problems import (
     geometric_mean,
     gram,
@@ -41,9 +41,6 @@ from support.problems import (
     relative_error,
     squared_error,
 )
-
-#: Two factors have tests of their own: test_double_sparse.py.
-OF_ONE_MATRIX = {name: solver for name, solver in SOLVERS.items() if name != "double-sparse"}
 
 each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 

@@ -233,7 +233,7 @@ def test_what_is_not_on_disk_as_it_was_written(tmp_path: Path, monkeypatch: pyte
     (matrix, *_) = [m for m in StreamedModel(kept.checkpoint, "cpu").matrices() if kept.of(m)]
     other = torch.full(matrix.shape[::-1], 0.3, dtype=torch.bfloat16)  # is no number of the format
     assert "weights that are not in its format, MXFP4" in message(
-        lambda: kept.write(None, matrix, other, kept.scales(matrix)),  # type: ignore[arg-type]
+        lambda: kept.write(None, matrix, other, (kept.scales(matrix),)),  # type: ignore[arg-type]
         OutputError,
     )
     run(source, tmp_path / "out", restart=True)

@@ -18,6 +18,7 @@ from niwaki.evaluation.evaluate import evaluate
 from niwaki.layer.patterns import NM, PerRow
 from niwaki.layer.solvers import SOLVERS, SparseGPT
 from niwaki.recipes import prune
+from support.contract import OF_ONE_MATRIX
 from support.covering import FULL
 from support.models import (
     each_case,
@@ -79,7 +80,7 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     ("solver", "case", "options", "dtype"),
     [
         pytest.param(solver, *EVERYWHERE[name], id=f"{name}-{solver}")
-        for i, solver in enumerate(SOLVERS)
+        for i, solver in enumerate(OF_ONE_MATRIX)
         for j, name in enumerate(EVERYWHERE)
         if FULL or i % 3 == j
     ],
@@ -157,7 +158,7 @@ def test_negative_zeros_of_the_source_are_gone(tmp_path: Path, out: Path) -> Non
         weight(dense, f"model.layers.{block}.mlp.down_proj").neg_().clamp_(max=0.0)
     dense.save_pretrained(source)
     assert any(((t == 0) & t.float().signbit()).any() for t in tensors(source).values())
-    for number, solver in enumerate([*SOLVERS, Untouched()]):
+    for number, solver in enumerate([*OF_ONE_MATRIX, Untouched()]):
         run(source, out / str(number), solver=solver, sparsity=0.5 if isinstance(solver, str) else 0.0)
         for key, value in tensors(out / str(number)).items():
             assert not (is_pruned("llama", key) and ((value == 0) & value.float().signbit()).any()), (

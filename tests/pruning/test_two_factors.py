@@ -17,10 +17,10 @@ from niwaki.errors import CheckpointError, NiwakiError, UsageError
 from niwaki.layer.patterns import TwoFactors, factors as pattern_module
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import DoubleSparse
-from niwaki.models.factors import FILE
+from niwaki.models.factors import FILE, is_product
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import TrainedFactors, trainable
-from niwaki.packed import kernels
+from niwaki.packed import kernels, matrix
 from niwaki.packed.format import PackedCheckpoint
 from niwaki.packed.linear import SparseLinear
 from support.arguments import arguments
@@ -267,11 +267,13 @@ def test_weights_that_are_no_product_any_more(tmp_path: Path) -> None:
     ("changes", "reason"),
     [
         ({"quantize": "int8"}, "the values of two factors stay in the dtype of the model"),
+        ({"revive": True}, "a product of two factors keeps no zeros"),
+        ({"effort": "fast:allocation=owl"}, "owl wants sparsities that two-factors:0.5 has not"),
         ({"mask_from": "wanda"}, "two factors have masks of their own"),
         ({"effort": "best"}, "of the efforts those without healing, such as balanced"),
         ({"solver": "wanda", "sparsity": None, "pattern": "two-factors:0.5"}, "only the solver double-sparse makes"),
         ({"sparsity": None, "pattern": "2:4"}, "makes two factors, and 2:4 is a pattern of one matrix"),
-        ({"sparsity": 0.99}, "fewer than 32 weights for its square factor"),
+        ({"sparsity": 0.99}, "fewer than 64 weights for its square factor"),
     ],
 )
 def test_what_two_factors_cannot_have(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -312,9 +314,9 @@ def test_zeros_of_the_model_are_not_kept(tmp_path: Path) -> None:
 
 def test_times_a_power_of_two() -> None:
     """Of odd ones as well: the product is what it should be."""
-    X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    problem = LayerProblem(torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).double(), Gram(X.T @ X / 64))
-    solution = DoubleSparse(rounds=2)(problem, TwoFactors(0.3))
+    X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    problem = LayerProblem(torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).double(), Gram(X.T @ X / 64))
+    solution = DoubleSparse(rounds=2)(problem, TwoFactors(0.2))
     larger = solution.times(7, problem.times(7))
     assert larger.factors
     assert torch.equal(larger.W, 128 * solution.W)
@@ -326,3 +328,78 @@ def test_the_config_is_read(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     edit_json(model / "config.json", pruning_config={"pattern": None})
     assert run(model, tmp_path / "out", solver="magnitude").sparsity == 0.5
+
+
+def test_packed_again(tmp_path: Path) -> None:
+    """What unpack writes has the factors, and is packed to the same tensors again."""
+    run(save_model(tmp_path / "model"), tmp_path / "out")
+    for source, out in (("out", "packed"), ("unpacked", "again")):
+        niwaki.pack(tmp_path / source, tmp_path / out)
+        if source == "out":
+            niwaki.unpack(tmp_path / "packed", tmp_path / "unpacked")
+    assert files(tmp_path / "unpacked")[FILE] == files(tmp_path / "out")[FILE]
+    (one,), (other,) = ((tmp_path / name).glob("packed-*.safetensors") for name in ("packed", "again"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("what", ["all", "one"])
+def test_factors_that_are_gone(what: str, tmp_path: Path) -> None:
+    run(save_model(tmp_path / "model"), tmp_path / "out")
+    file = tmp_path / "out" / FILE
+    if what == "all":
+        file.unlink()
+    else:
+        found = load_file(file)
+        del found[next(key for key in found if key.endswith("_left"))]
+        save_file(found, file, {"format": "pt"})
+    said = message(lambda: niwaki.pack(tmp_path / "out", tmp_path / "packed"), CheckpointError)
+    assert f"{file} has no factors of" in said
+    assert not (tmp_path / "packed").exists()
+
+
+def test_some_blocks(tmp_path: Path) -> None:
+    """The others are packed as they are."""
+    run(save_model(tmp_path / "model", "llama grouped"), tmp_path / "out", blocks="1:2")
+    niwaki.pack(tmp_path / "out", tmp_path / "packed")
+    stored = PackedCheckpoint(tmp_path / "packed").index.tensors
+    assert {key.split(".")[2] for key, tensor in stored.items() if tensor.inner} == {"1"}
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "gpt_oss")
+    said = message(lambda: run(model, tmp_path / "out"), NiwakiError)
+    assert "has the matrices of all experts, which cannot become two factors" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_in_half_precision(tmp_path: Path) -> None:
+    """Nothing overflows, also where few weights are left."""
+    model = save_model(tmp_path / "model", dtype=torch.float16)
+    run(model, tmp_path / "out", sparsity=0.7, solver="double-sparse")
+    niwaki.pack(tmp_path / "out", tmp_path / "packed")
+    assert max(float(factor.float().abs().max()) for factor in load_file(tmp_path / "out" / FILE).values()) < 1e3
+
+
+def test_products_on_other_processors() -> None:
+    """Sums in another order are the same product; another matrix is not."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(1024, 1024, generator=generator) for _ in range(2))
+    W = (left.double() @ right.double()).float()
+    assert is_product(W, (left, right))
+    assert is_product((left[:, torch.arange(1023, -1, -1)] @ right.flip(0)), (left, right))
+    W[3] += 1e-2
+    assert not is_product(W, (left, right))
+
+
+def test_the_card_says_what_it_is(tmp_path: Path) -> None:
+    run(save_model(tmp_path / "model"), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "each made the product of two sparse factors" in card
+    assert "Zeros are stored" not in card
+    assert "weights that the factors have fewer" in card
+
+
+def test_factors_that_do_not_fit() -> None:
+    one, other = (matrix.pack(torch.ones(shape)) for shape in ((64, 64), (128, 64)))
+    with pytest.raises(UsageError, match="cannot be multiplied"):
+        SparseLinear(one, right=other)

@@ -588,7 +588,7 @@ def test_models_that_are_refused(
     before = listing(tmp_path)
     told = message(lambda: run(source, tmp_path / "out", **options), UnsupportedModelError)
     assert said in told
-    assert f"{source} ({case.split()[0]})" in told
+    assert f"({case.split()[0]})" in told
     assert listing(tmp_path) == before
 
 

@@ -13,6 +13,7 @@ from niwaki.layer.solvers import (
     ALPS,
     OBC,
     RIA,
+    SOLVERS,
     ConjugateGradients,
     Continuation,
     Descent,
@@ -54,6 +55,8 @@ class Promises:
         return self.refines and isinstance(pattern, Fixed) and pattern.within is None
 
 
+#: All but that of two factors, whose masks are not those of a matrix: test_double_sparse.py.
+OF_ONE_MATRIX = {name: solver for name, solver in SOLVERS.items() if name != "double-sparse"}
 CONTRACT: list[tuple[Solver, Promises]] = [
     (Magnitude(), Promises(moves=False)),
     (Wanda(), Promises(moves=False)),

@@ -36,6 +36,8 @@ def pack(model: Model, output: Output) -> None:
 def unpack(model: Model, output: Output) -> None:
     """Write the dense model that MODEL was packed from to OUT; its weight files are the same, byte for byte.
 
+    Products of two factors are computed again, which may change their last digits.
+
     Options:
         model: A directory that 'pack' wrote.
     """

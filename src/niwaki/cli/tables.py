@@ -43,7 +43,9 @@ def summary(record: Record) -> Table:
         table.add_row("parameters", str(record.structure))
     if not record.only_shrinks:
         number = counted(len(record.matrices), "matrix", "matrices") if record.matrices else "the matrices"
-        table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {number}{between}")
+        table.add_row(
+            "fewer weights" if record.has_factors else "zeros", f"{100 * record.sparsity:.2f} % of {number}{between}"
+        )
     if record.stays and not record.structure:
         table.add_row("left dense", record.stays)
     if record.healing:

@@ -70,11 +70,12 @@ def _opened(
     """The model ``name`` as the format ``how`` has it; ``changes`` are what stages to come change in config.json."""
     if how == "packed":
         return Packed(checkpoint, progress)
-    if checkpoint.pruning.has_factors:
-        progress.note(f"{how} has no factors: matrices are written as the products of their two, dense")
     if how == "compressed-tensors":
         return CompressedTensors(checkpoint, name, progress)
-    return Gguf(checkpoint, KINDS[how], changes, progress)
+    form = Gguf(checkpoint, KINDS[how], changes, progress)
+    if checkpoint.pruning.has_factors:
+        progress.note(f"{how} has no factors: matrices are written as the products of their two, dense")
+    return form
 
 
 @checked_names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from torch import Tensor
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import DTYPES, Entry, new_shard
 from niwaki.checkpoints.writing import CheckpointWriter, verify
-from niwaki.errors import CheckpointError, OutputError, UsageError, raised_as
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, raised_as
 from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.problem import LayerProblem, Solution
+from niwaki.layer.products import products
 from niwaki.models.layout import Matrix
 from niwaki.models.weight_format import Like, WeightFormat
 
@@ -31,18 +33,20 @@ STORED_AS_PRODUCTS = (
 def product(factors: Sequence[Tensor]) -> Tensor:
     """(out, in) float32: what the factors stand for."""
     left, right = factors
-    return left.float() @ right.float()
+    with products(tf32=False):
+        return left.float() @ right.float()
 
 
 def is_product(W: Tensor, factors: Sequence[Tensor]) -> bool:
     """Whether W (out, in) is the product of ``factors``, up to rounding: other processors add up in another order."""
     made = product(factors)
-    return bool((W.float() - made).norm() <= torch.finfo(W.dtype).eps * made.norm())
+    of_sums = 2 * torch.finfo(torch.float32).eps * math.sqrt(made.shape[0] + made.shape[1])
+    return bool((W.float() - made).norm() <= (torch.finfo(W.dtype).eps + of_sums) * made.norm())
 
 
-def factor_keys(matrix: Matrix) -> tuple[str, str]:
-    """The keys of the left and the right factor."""
-    return f"{matrix.key}_left", f"{matrix.key}_right"
+def factor_keys(key: str) -> tuple[str, str]:
+    """The keys of the left and the right factor of the matrix ``key``."""
+    return f"{key}_left", f"{key}_right"
 
 
 def read_factors(checkpoint: Checkpoint, matrix: Matrix) -> tuple[Tensor, Tensor]:
@@ -52,12 +56,12 @@ def read_factors(checkpoint: Checkpoint, matrix: Matrix) -> tuple[Tensor, Tensor
         CheckpointError, f"{file} has no factors of {matrix.key!r}", (OSError, SafetensorError), reason=str
     )
     with none, safe_open(file, framework="pt") as opened:
-        left, right = (opened.get_tensor(key) for key in factor_keys(matrix))
-    for key, value in zip(factor_keys(matrix), (left, right), strict=True):
+        left, right = (opened.get_tensor(key) for key in factor_keys(matrix.key))
+    for key, value in zip(factor_keys(matrix.key), (left, right), strict=True):
         place = _places(checkpoint, [matrix])[key]
         if (value.dtype, value.shape) != (DTYPES[place.dtype], place.shape):
             raise CheckpointError(f"{file}: {key!r} should be {place.dtype} {place.shape}")
-    return (left, right) if matrix.index is None else (left[matrix.index], right[matrix.index])
+    return left, right
 
 
 def check_one_matrix(checkpoint: Checkpoint, what: str) -> None:
@@ -69,6 +73,15 @@ def check_one_matrix(checkpoint: Checkpoint, what: str) -> None:
         )
 
 
+def check_own_tensors(matrices: Sequence[Matrix]) -> None:
+    """UnsupportedModelError where a tensor has several of ``matrices``, whose factors no packed file has."""
+    if shared := [matrix for matrix in matrices if matrix.index is not None]:
+        raise UnsupportedModelError(
+            f"{shared[0].key!r} has the matrices of all experts, which cannot become two factors; leave its blocks "
+            "out, or take a pattern of one matrix, such as 0.5"
+        )
+
+
 def _shapes(matrix: Matrix) -> tuple[tuple[int, int], tuple[int, int]]:
     rows, columns = matrix.shape
     inner = min(rows, columns)
@@ -76,13 +89,11 @@ def _shapes(matrix: Matrix) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _places(checkpoint: Checkpoint, matrices: Sequence[Matrix]) -> dict[str, Entry]:
-    """Where the factors of ``matrices`` go; those of all experts in one tensor where the matrices are."""
+    """Where the factors of ``matrices`` go."""
     tensors = {}
     for matrix in matrices:
-        entry = checkpoint.entries[matrix.key]
-        experts = () if matrix.index is None else entry.shape[:1]
-        for key, shape in zip(factor_keys(matrix), _shapes(matrix), strict=True):
-            tensors[key] = checkpoint.dtype(matrix.key), (*experts, *shape)
+        for key, shape in zip(factor_keys(matrix.key), _shapes(matrix), strict=True):
+            tensors[key] = checkpoint.dtype(matrix.key), shape
     return new_shard(FILE, tensors)
 
 
@@ -113,12 +124,12 @@ class Factored(WeightFormat):
         return stored.numel() - sum(int(part.count_nonzero()) for part in parts)
 
     def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
-        return [matrix.entry, *((key, matrix.index) for key in factor_keys(matrix))]
+        return [matrix.entry, *((key, None) for key in factor_keys(matrix.key))]
 
     def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, parts: Sequence[Tensor]) -> None:
         super().write(writer, matrix, stored, parts)
-        for key, part in zip(factor_keys(matrix), parts, strict=bool(parts)):
-            writer.write(key, part, matrix.index)
+        for key, part in zip(factor_keys(matrix.key), parts, strict=bool(parts)):
+            writer.write(key, part)
 
     def added(self, checkpoint: Checkpoint, matrices: list[Matrix]) -> dict[str, Entry]:
         return _places(checkpoint, matrices)

@@ -14,7 +14,7 @@ The weights of a pruned model without its zeros ({sizes}). Only niwaki reads thi
 says that there are no weights, and to delete `quantization_config`, which does not help.
 
     niwaki generate DIR "The old man"
-    niwaki unpack DIR DENSE    # the dense model, byte for byte, which loads everywhere
+    niwaki unpack DIR DENSE    # the dense model, which loads everywhere
 
 ```python
 model = niwaki.load("DIR")  # a model of transformers

@@ -77,6 +77,8 @@ class PackedTensor:
         """Raises ValueError unless there can be such a tensor; what kernels rely on begins here."""
         if self.dtype not in DTYPES or math.prod(filter(None, self.shape)) >= 2**48:
             raise ValueError(f"there is no tensor {shown(self.dtype)} {self.shape}")
+        if (self.inner > 0 and not self.packed) or (self.count_right > 0 and not self.inner):
+            raise ValueError("what has no two factors cannot have inner columns or values of a right one")
         if not self.packed:
             return
         if DTYPES[self.dtype] not in PACKABLE or len(self.shape) < 2 or 0 in self.shape:

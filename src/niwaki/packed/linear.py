@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
+from niwaki.errors import UsageError
 from niwaki.packed import kernels
 from niwaki.packed.matrix import COMPONENTS, PackedMatrix
 
@@ -42,6 +43,10 @@ class SparseLinear(nn.Module):
         right: PackedMatrix | None = None,
     ) -> None:
         super().__init__()
+        if right is not None and (right.shape[0], right.dtype) != (weight.shape[1], weight.dtype):
+            raise UsageError(
+                f"factors {weight.shape} {weight.dtype} and {right.shape} {right.dtype} cannot be multiplied"
+            )
         self.out_features, self.in_features = weight.shape[0], (weight if right is None else right).shape[1]
         self._dtype, self._transposed, self._dense_dtype = weight.dtype, transposed, dtype or weight.dtype
         self._inner = weight.shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from niwaki.checkpoints.shards import Shards
 from niwaki.checkpoints.tensors import DTYPES, Entry, header_bytes, raw_bytes, read_header, read_tensor
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import digest as file_digest, given_path, input_errors, write_json
-from niwaki.models.factors import FILE as FACTORS, factor_keys, is_product, read_factors
+from niwaki.models.factors import is_product, read_factors
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.scales import FILE as SCALES, grid_of, read_scales, scale_key
@@ -134,10 +135,6 @@ class Packed(Form):
         return {shard: read_header(self._path / shard) for shard in self.checkpoint.shards}
 
     @cached_property
-    def _factored(self) -> dict[str, Entry]:
-        return read_header(self._path / FACTORS) if (self._path / FACTORS).exists() else {}
-
-    @cached_property
     def _scaled(self) -> dict[str, Entry]:
         return read_header(self._path / SCALES) if (self._path / SCALES).exists() else {}
 
@@ -224,15 +221,19 @@ class Packed(Form):
         return named, value if inner or not W else dense(W, stored)
 
     def _factors(self, key: str, value: Tensor) -> tuple[PackedMatrix, ...]:
-        """The two factors whose product ``value`` is; none if it is no product, or one of a tensor of experts."""
-        matrices = self._matrices[key]
-        if len(matrices) != 1 or matrices[0].index is not None or factor_keys(matrices[0])[0] not in self._factored:
+        """The two factors whose product ``value`` is; none if it is no product, or one that is not smaller so."""
+        pruning, matrices = self.checkpoint.pruning, self._matrices[key]
+        if not pruning.has_factors or not matrices:
             return ()
-        (matrix,) = matrices
+        matrix = matrices[0]
+        start, stop = pruning.blocks or (0, math.inf)
+        if not start <= matrix.block < stop:
+            return ()
         factors = read_factors(self.checkpoint, matrix)
         if not is_product(value.T if matrix.is_stored_transposed else value, factors):
             raise CheckpointError(f"{self._path}: {key!r} is not the product of its factors any more; prune it again")
-        return tuple(pack_matrix(factor) for factor in factors)
+        packed = tuple(pack_matrix(factor) for factor in factors)
+        return packed if sum(tensor.nbytes for each in packed for tensor in _written(each)) < value.nbytes else ()
 
     def _packed(self, value: Tensor, matrices: list[Matrix]) -> tuple[PackedMatrix, ...]:
         """``value`` without its zeros; none if that is not smaller."""

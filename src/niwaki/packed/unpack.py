@@ -1,17 +1,23 @@
-"""``niwaki unpack``: the dense model that a packed one was made from, byte for byte."""
+"""``niwaki unpack``: the dense model that a packed one was made from."""
 
 import hashlib
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from niwaki.arguments import checked
 from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint, without_index
-from niwaki.checkpoints.tensors import raw_bytes
+from niwaki.checkpoints.shards import write_file
+from niwaki.checkpoints.tensors import DTYPES, raw_bytes
 from niwaki.errors import CheckpointError, OutputError, UsageError
 from niwaki.files import digest as file_digest, output_errors
+from niwaki.models.factors import FILE as FACTORS, factor_keys
 from niwaki.models.locate import locate_model
 from niwaki.models.scales import FILE as SCALES
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, PackedCheckpoint
+from niwaki.packed.kernels import expand
 from niwaki.records.progress import Progress
 from niwaki.runs.conversion import Form, convert
 
@@ -21,7 +27,10 @@ _TEXTS = ("config.json", INDEX_NAME)
 
 @checked
 def unpack(model: str | Path, out: str | Path, progress: Progress | None = None) -> None:
-    """Writes to ``out``, new or empty, the dense model that :func:`pack` made ``model`` from, byte for byte.
+    """Writes to ``out``, new or empty, the dense model that :func:`pack` made ``model`` from.
+
+    It is the same byte for byte; but products of two factors are computed again, which another processor rounds in
+    another way.
 
     Raises:
         UsageError: the model is not packed.
@@ -57,11 +66,32 @@ class Unpacked(Form):
                 if text:
                     (directory / file).write_bytes(text.encode())
         _write_dense(checkpoint, directory, self.progress)
+        _write_factors(checkpoint, directory)
         try:
             Checkpoint(directory)
         except CheckpointError as error:
             raise CheckpointError(f"{checkpoint.path / INDEX} is not of a whole model: {error}") from error
         return []
+
+
+def _write_factors(checkpoint: PackedCheckpoint, directory: Path) -> None:
+    """Writes the two factors of matrices beside them, where they have any."""
+    places = {}
+    for key, stored in checkpoint.index.tensors.items():
+        if stored.inner:
+            rows, columns = stored.untransposed
+            shapes = (rows, stored.inner), (stored.inner, columns)
+            for side, (name, shape) in enumerate(zip(factor_keys(key), shapes, strict=True)):
+                places[name] = key, side, torch.empty(shape, dtype=DTYPES[stored.dtype], device="meta")
+    if places:
+        with output_errors(directory):
+            (directory / FACTORS).parent.mkdir()
+
+        def read(name: str) -> Tensor:
+            key, side, _ = places[name]
+            return expand(checkpoint.packed(key)[side])
+
+        write_file(directory / FACTORS, {name: like for name, (_, _, like) in places.items()}, read)
 
 
 def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progress) -> None:

@@ -34,8 +34,6 @@ from niwaki.texts.conversations import Samples
 _DENSITIES = (2.2, 1.5, 1.0, 0.65, 0.35)
 #: About how many rows of a matrix are pruned for that.
 _ROWS = 256
-#: The most zeros that a product of two factors gets: masks take some of what is left.
-_MOST_OF_FACTORS = 0.85
 #: The least importance of an output, relative to the mean: without any influence its weights still count.
 _LEAST = 1e-4
 #: What prunes them. Only the shape of the curves counts, not their height: those of solvers that take many times as
@@ -211,9 +209,6 @@ class _Costs(_Allocation):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._most = ceiling([matrix.size for matrix in self.matrices], self._total)
-        patterns = [self.pattern_of(matrix) for matrix in self.matrices]
-        if any(pattern.has_factors for pattern in patterns):
-            self._most = min(self._most, max(_MOST_OF_FACTORS, *(pattern.sparsity for pattern in patterns)))
 
     def _measure(self, block: DecoderBlock, inputs: list[tuple[Matrix, Gram]]) -> None:
         mine: dict[Place, Curve] = {}
@@ -226,6 +221,7 @@ class _Costs(_Allocation):
 
     def _curve(self, W: Tensor, gram: Gram, matrix: Matrix) -> Curve:
         usual = self.pattern_of(matrix)
+        most = min(self._most, usual.highest_sparsity(matrix.shape))
         if usual.has_factors:  # which have no mask to choose at once
             usual = Unstructured(usual.sparsity)
         least = _at(usual, 0.0).sparsity
@@ -249,7 +245,7 @@ class _Costs(_Allocation):
         points = sorted(losses.items())
         if isinstance(usual, MixedNM):
             return Curve(matrix.size, ((0.0, 0.0), *points), divisible=False)
-        return smooth(matrix.size, points, problem.power * scale, least, self._most)
+        return smooth(matrix.size, points, problem.power * scale, least, most)
 
     def zeros(self) -> dict[Place, int]:
         places = [matrix.place for matrix in self.matrices]

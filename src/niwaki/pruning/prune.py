@@ -14,7 +14,7 @@ from niwaki.layer.products import has_tf32, products
 from niwaki.layer.solvers import Solver, describe
 from niwaki.models.device import resident
 from niwaki.models.extra import notes_of
-from niwaki.models.factors import FILE as FACTORS, STORED_AS_PRODUCTS, Factored, check_one_matrix
+from niwaki.models.factors import FILE as FACTORS, STORED_AS_PRODUCTS, Factored, check_one_matrix, check_own_tensors
 from niwaki.models.fit import COPIES
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.locate import locate_model
@@ -149,6 +149,8 @@ class Pruning:
         model.limit(self.chosen)
         if compute.budget is not None:
             run.budget.left = max(0, compute.budget - self._needed())
+        if request.makes_factors:
+            check_own_tensors(model.matrices())
         if request.grid:
             request.grid.check(matrix.shape[1] for matrix in model.matrices())
         self.pattern_of: PatternOf = patterns_of(request.wanted, request.mask_model, model)
@@ -173,7 +175,7 @@ class Pruning:
         model, request = self.model, self.request
         blocks = [model.matrices(index) for index in range(len(model.blocks))]
         rows, columns = max(model.matrices(), key=lambda matrix: matrix.size).shape
-        factors = 2 if request.makes_factors else 1  # a square matrix has two of its size, and eigenvectors
+        factors = 2.5 if request.makes_factors else 1  # a square matrix has two of its size, and eigenvectors
         solving = factors * 4 * (2 * columns**2 + 7 * rows * columns)
         grams = max(sum(4 * matrix.shape[1] ** 2 for matrix in block) for block in blocks)
         running = 2 * model.block_size  # its weights, which are not there while matrices are solved, and activations
@@ -181,7 +183,7 @@ class Pruning:
         copies = COPIES + (1 if request.grid or request.keep_format else 0)  # as they are rounded
         fitting = model.block_size + copies * 4 * weights if self.effort.fit.epochs else 0
         shared = sum(4 * matrix.shape[1] ** 2 for matrix in model.matrices() if matrix.blocks)  # until they are pruned
-        return resident() + shared + max(grams + max(running, solving), fitting)
+        return int(resident() + shared + max(grams + max(running, solving), fitting))
 
     def _begun(self, run: Run) -> Record:
         """The record of the run, as far as it is known before the run."""

@@ -48,7 +48,7 @@ class Request:
 
     def check(self) -> None:
         """UsageError where two arguments exclude each other."""
-        if isinstance(self.wanted, MixedNM) and self.settled_effort.plan.allocation == "owl":
+        if (isinstance(self.wanted, MixedNM) or self.makes_factors) and self.settled_effort.plan.allocation == "owl":
             raise UsageError(f"owl wants sparsities that {self.wanted} has not; take the allocation loss, or error")
         if self.keep_format and self.grid:
             raise UsageError(f"weights are on the grid {self.grid} or keep their format, not both; leave one out")
@@ -61,6 +61,8 @@ class Request:
         """UsageError where two factors cannot have what is asked for."""
         if self.mask_source is not None:
             raise UsageError("two factors have masks of their own; leave out where to take masks from")
+        if self.revive:
+            raise UsageError("a product of two factors keeps no zeros, with or without revive; leave that out")
         if self.grid or self.keep_format:
             raise UsageError("the values of two factors stay in the dtype of the model; leave out the grid or format")
 

@@ -110,8 +110,8 @@ class BlockSolver:
             W = block.weight(matrix)
             places = W != 0 if int(W.count_nonzero()) < W.numel() else None
             problem, solution = self._solution(matrix, rows.own(W), gram, self._pattern(matrix, places, rows), rows)
-            if places is not None and (idle := rows.total(int((solution.mask & (solution.W == 0)).count_nonzero()))):
-                solution = _with_stats(solution, kept_at_zero=idle)
+            if places is not None and solution.factors is None:
+                solution = _with_idle(solution, rows)
             parts: tuple[Tensor, ...] = ()
             error, stored_as = _error(problem, solution, rows), block.stored_dtype(matrix)
             if self.format.parts_like(matrix, stored_as):
@@ -157,6 +157,12 @@ class BlockSolver:
             pattern = pattern.for_rows(rows)
         assert pattern is not None
         return pattern
+
+
+def _with_idle(solution: Solution, rows: Rows) -> Solution:
+    """With the number of weights that are kept and yet zero, if there are any."""
+    idle = rows.total(int((solution.mask & (solution.W == 0)).count_nonzero()))
+    return _with_stats(solution, kept_at_zero=idle) if idle else solution
 
 
 def _with_stats(solution: Solution, **stats: float | int | str) -> Solution:

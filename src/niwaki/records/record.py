@@ -337,6 +337,11 @@ class Record(JsonFile):
         return ", ".join(parts + ["healed"] * bool(self.healing or self.only_heals))
 
     @property
+    def has_factors(self) -> bool:
+        """Whether matrices are products of two factors, and zeros how many weights fewer than a matrix these have."""
+        return self.pattern.startswith("two-factors")
+
+    @property
     def part(self) -> str:
         """Which blocks were pruned, such as "blocks 0 to 2"; "" if all were."""
         if self.blocks is None:

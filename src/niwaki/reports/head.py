@@ -89,7 +89,8 @@ def _removed_tiles(record: Record) -> list[Tile]:
     weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
     of = f"of {counted(len(record.matrices), 'matrix', 'matrices')}{record.where}, {weights / 1e6:,.4g} M weights"
     if not record.only_shrinks:
-        shown.append(("zeros", f"{100 * record.sparsity:.4g} %", "as before" if record.only_heals else of))
+        what = "fewer weights" if record.has_factors else "zeros"
+        shown.append((what, f"{100 * record.sparsity:.4g} %", "as before" if record.only_heals else of))
     if (healing := record.healing) and healing.points:
         first, best = healing.points[0].error, healing.points[healing.best].error
         gain = f"of {first:.4g} before healing, in nats a token on {healing.held:,} held-out tokens"

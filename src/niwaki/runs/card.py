@@ -31,6 +31,11 @@ _PRUNED = (
     "The linear matrices of the decoder blocks of {name}, pruned after training with niwaki{where}{trained}. Zeros are "
     "stored as such, so this loads wherever the dense model does."
 )
+_FACTORED = (
+    "The linear matrices of the decoder blocks of {name}, each made the product of two sparse factors after training "
+    "with niwaki{where}. The products are stored, dense, so this loads wherever the dense model does; the factors are "
+    "in factors/factors.safetensors, and `niwaki pack` writes these alone."
+)
 _TRAINED = ", and what is left trained towards the dense model's predictions"
 #: Keys at the top of the dense model's card that are true of the pruned one too.
 _INHERITED = ("license", "license_name", "license_link", "language")
@@ -90,6 +95,8 @@ def _about(record: Record, name: str) -> str:
         return (_SHRUNK if record.only_shrinks else _SHRUNK_AND_PRUNED).format(name=name)
     if record.only_heals:
         return _HEALED.format(name=name)
+    if record.has_factors:
+        return _FACTORED.format(name=name, where=record.where)
     return _PRUNED.format(name=name, where=record.where, trained=_TRAINED * bool(record.healing))
 
 
@@ -104,7 +111,9 @@ def _rows(record: Record) -> dict[str, object]:
         "parameters": record.structure,
         "healed": record.healing,
         "mask from": record.mask_from,
-        "zeros in the pruned matrices": None if record.only_shrinks else f"{100 * record.sparsity:.2f} %",
+        ("weights that the factors have fewer" if record.has_factors else "zeros in the pruned matrices"): (
+            None if record.only_shrinks else f"{100 * record.sparsity:.2f} %"
+        ),
         "left dense": None if record.structure else record.stays,
         "format of the weights" if record.kept_format else "grid of the weights": record.rounding,
         "calibration": f"{_samples(calibration)} of "

@@ -50,6 +50,10 @@ class Pattern(abc.ABC):
         """How many weights the left and the right factor of a matrix have; PatternError where it has no factors."""
         raise PatternError(f"{self} is a pattern of one matrix, and not of two factors")
 
+    def highest_sparsity(self, shape: Sequence[int]) -> float:
+        """That a pattern of this kind can have for a matrix of ``shape``."""
+        return 1.0
+
     def partial(self, fraction: float) -> Pattern:
         """The pattern with ``fraction`` (in [0, 1]) of its zeros, which keeps all that this one would keep."""
         return _Partial(self, fraction)

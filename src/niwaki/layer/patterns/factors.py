@@ -12,8 +12,10 @@ from niwaki.layer.patterns._base import BySparsity, Slices, short_number
 
 #: The least rows and columns of a matrix: a row of a mask is whole words of 64 bits.
 _LEAST = 64
+#: The least weights of the square factor, for each of its columns.
+_LEAST_IN_COLUMN = 2
 #: Of a value, as models are stored; a weight that is kept takes them, and every place a bit of the mask.
-BITS = 16
+_BITS = 16
 #: The share of the kept weights that the square factor has: where the matrix is square too, and elsewhere.
 _SHARES = 0.3, 0.2
 
@@ -38,23 +40,32 @@ class TwoFactors(BySparsity):
         """See :meth:`Pattern.kept_in_factors`; PatternError where two factors cannot be made of such a matrix."""
         rows, columns = shape
         least = min(rows, columns)
-        total = rows * columns - self.zeros(rows * columns) - math.ceil(least**2 / BITS)
-        square = int(_SHARES[rows != columns] * total)
+        total = rows * columns - self.zeros(rows * columns) - math.ceil(least**2 / _BITS)
+        square = min(int(_SHARES[rows != columns] * total), least**2)
         if least < _LEAST:
             raise PatternError(f"a matrix of {rows} x {columns} is too small for {self}: from {_LEAST} on")
-        # A column of the left factor and its row of the right one count for nothing unless both have a weight.
-        if square < least:
+        # A column of the left factor and its row of the right one count for nothing unless both have weights.
+        if square < _LEAST_IN_COLUMN * least:
             raise PatternError(
-                f"{self} leaves a matrix of {rows} x {columns} fewer than {least} weights for its square factor: the "
-                "masks take the rest; ask for fewer zeros"
+                f"{self} leaves a matrix of {rows} x {columns} fewer than {_LEAST_IN_COLUMN * least} weights for its "
+                "square factor: the masks take the rest; ask for fewer zeros"
             )
         return (square, total - square) if rows < columns else (total - square, square)
+
+    def highest_sparsity(self, shape: Sequence[int]) -> float:
+        rows, columns = shape
+        least = min(rows, columns)
+        total = (_LEAST_IN_COLUMN * least + 1) / _SHARES[rows != columns] + math.ceil(least**2 / _BITS) + 1
+        return max(0.0, 1 - total / (rows * columns))
 
     def check(self, shape: Sequence[int]) -> None:
         self.kept_in_factors(shape)
 
     def keep(self, scores: Tensor, zeros: int) -> NoReturn:
-        raise PatternError(f"{self} has no mask; take the solver double-sparse, or another pattern")
+        self._refuse()
 
     def slices(self, shape: Sequence[int], width: int, places: Tensor | None = None) -> Slices:
-        return self.keep(Tensor(), 0)
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise PatternError(f"{self} has no mask; take the solver double-sparse, or another pattern")

@@ -49,8 +49,8 @@ def parse_pattern(text: str) -> Pattern:
         if isinstance(error, PatternError):
             raise
     raise PatternError(
-        f"{shown(text)} is not a valid pattern; try 2:4, unstructured:0.6 or per-row:0.6, or mixed-2:4 or "
-        "2:4+per-row:0.6"
+        f"{shown(text)} is not a valid pattern; try 2:4, unstructured:0.6 or per-row:0.6, or mixed-2:4, "
+        "2:4+per-row:0.6 or two-factors:0.5"
     )
 
 

@@ -1,5 +1,6 @@
 """DoubleSparse: makes two sparse factors of each matrix, by ADMM for one and the other in turns; arXiv 2409.18850."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,11 +12,15 @@ from niwaki.layer.linalg import NOT_DEFINITE, inverse_of_damped
 from niwaki.layer.patterns import Pattern, TwoFactors
 from niwaki.layer.patterns.selection import keep_highest, kth_smallest
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, above_0, at_least, damping_for, parameter, product
+from niwaki.layer.solvers._base import Solver, at_least, damping_for, parameter, product
 
 #: Of the penalty of the other factor: the square one, which begins as the identity, has further to go.
 _SQUARE_PENALTY = 0.5
 _TINY = torch.finfo(torch.float32).tiny
+
+
+def _penalty(default: float) -> float:
+    return parameter(default, "from 0.001 to 1000", lambda value: 1e-3 <= value <= 1e3)
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,13 @@ class DoubleSparse(Solver):
     Inputs that are never active get no weights; other solvers leave the dense ones there.
 
     Cost: 9 in^3 for the eigenvectors, once for matrices with the same input; in each round four products
-    out x in x n, about six of n^2 in, and an inverse of n^3; memory of the eigenvectors and eight copies of W.
+    out x in x n, about six of n^2 in, and an inverse of n^3; memory of the eigenvectors and some twenty copies of W.
     Reference: Boza and Macko 2024, arXiv 2409.18850.
     """
 
     rounds: int = at_least(1, 20)
-    penalty_start: float = above_0(0.2)
-    penalty_end: float = above_0(1.0)
+    penalty_start: float = _penalty(0.2)
+    penalty_end: float = _penalty(1.0)
     hardness_start: float = parameter(5.0, "1 or more", lambda value: value >= 1)
     hardness_end: float = parameter(10.0, "1 or more", lambda value: value >= 1)
     steps: int = at_least(1, 3)
@@ -125,10 +130,9 @@ class _Factors:
         square = torch.eye(min(rows, columns), dtype=W0.dtype, device=W0.device)
         wide = W0 * keep_highest(W0.abs(), W0.numel() - kept[is_left])
         A, B = (square, wide) if is_left else (wide, square * (scaled.gram.norm > 0))
-        zeros = torch.zeros_like(B)
-        return cls(
-            A, B, kept, steps, P, eigenvalues, (W0 @ P).mul_(eigenvalues), B @ P, torch.zeros_like(A), zeros, zeros
-        )
+        UA, UB, UBP = torch.zeros_like(A), torch.zeros_like(B), torch.zeros_like(B)
+        WHP = (W0 @ P).mul_(eigenvalues)
+        return cls(A, B, kept, steps, P, eigenvalues, WHP, BP=B @ P, UA=UA, UB=UB, UBP=UBP)
 
     @property
     def is_left(self) -> bool:
@@ -209,9 +213,12 @@ class _Factors:
         """The factors for inputs of this ``norm``, column and row of the same length: for formats of few bits."""
         B = self.B / torch.where(norm > 0, norm, 1.0)
         left, right = torch.linalg.vector_norm(self.A, dim=0), torch.linalg.vector_norm(B, dim=1)
-        units = torch.where((left > 0) & (right > 0), (right / left).sqrt(), 1.0)
+        # A column without a row, or a row without a column, counts for nothing, and may be of any size.
+        units = torch.where((left > 0) & (right > 0), (right / left).sqrt(), math.inf)
+        inverse = torch.where(units < math.inf, 1 / units, 0.0)
+        units = torch.where(units < math.inf, units, 0.0)
         # Adding +0.0 makes +0.0 of -0.0.
-        return (self.A * units).add_(0.0), (B / units.unsqueeze(1)).add_(0.0)
+        return (self.A * units).add_(0.0), (B * inverse.unsqueeze(1)).add_(0.0)
 
 
 def _eigenvectors(scaled: Normalised) -> tuple[Tensor, Tensor]:
@@ -235,7 +242,7 @@ def _chosen(V: Tensor, kept: int, hardness: float | None) -> Tensor:
     scores, zeros = V.abs(), V.numel() - kept
     if hardness is None:
         return V.masked_fill(~keep_highest(scores, zeros), 0.0)
-    theta = kth_smallest(scores.view(-1), zeros) if zeros else scores.new_zeros(1)
+    theta = kth_smallest(scores.view(-1), zeros) if zeros > 0 else scores.new_zeros(1)
     return scores.log_().sub_(theta.clamp(min=_TINY).log()).mul_(hardness).sigmoid_().mul_(V)
 
 
