@@ -24,7 +24,7 @@ from typer import Option
 from niwaki.errors import NumericalError
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured, parse_pattern
-from niwaki.layer.problem import LayerProblem
+from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import Solver, make_solver
 
 Texts = Annotated[tuple[str, str], Option(help="The calibration and the held-out text.")]
@@ -65,6 +65,7 @@ def error(
     length: Length = 256,
     blocks: Blocks = "1,4",
     synthetic: Synthetic = "",
+    known_tokens: Annotated[bool, Option(help="Damp for the number of tokens, as niwaki prune does.")] = False,
     record: Record = None,
 ) -> None:
     """Relative errors on calibration tokens, in brackets on held-out ones, and seconds.
@@ -82,7 +83,7 @@ def error(
             if makes_factors and pattern.group > 1:
                 continue
             chosen = solver.default_pattern(pattern.sparsity) if makes_factors else pattern
-            found, held, seconds = _errors(solver, chosen, matrices)
+            found, held, seconds = _errors(solver, chosen, matrices, known_tokens)
             first = base.setdefault(label, (found, held, seconds))
             relative = {"relative_error": found / first[0], "relative_held_error": held / first[1]}
             times = {"seconds": seconds, "relative_seconds": seconds / first[2]}
@@ -92,12 +93,13 @@ def error(
     common.save(record, blocks=integers(blocks), results=results)
 
 
-def _errors(solver: Solver, pattern: Pattern, matrices: list[Layer]) -> tuple[float, float, float]:
+def _errors(solver: Solver, pattern: Pattern, matrices: list[Layer], known_tokens: bool) -> tuple[float, float, float]:
     """Geometric means over the matrices of the relative error, and of that on the held-out text; seconds."""
     errors, held, seconds = [], [], 0.0
     for layer in matrices:
         began = clock.perf_counter()
-        solution = solver(LayerProblem(layer.W, layer.H), pattern)
+        gram = Gram(layer.H, shared=False, tokens=layer.tokens if known_tokens else None)
+        solution = solver(LayerProblem(layer.W, gram), pattern)
         seconds += clock.perf_counter() - began
         errors.append(solution.error)
         # Synthetic layers have no held-out text.
