@@ -180,7 +180,7 @@ class TestParse:
         ],
     )
     def test_no_pattern(self, text: str) -> None:
-        examples = r"unstructured:0\.6 or per-row:0\.6, or mixed-2:4 or 2:4\+per-row:0\.6"
+        examples = r"unstructured:0\.6 or per-row:0\.6, or mixed-2:4, 2:4\+per-row:0\.6 or two-factors:0\.5"
         with pytest.raises(PatternError, match=f"is not a valid pattern; try 2:4, {examples}"):
             parse_pattern(text)
 

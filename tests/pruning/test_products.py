@@ -28,6 +28,7 @@ ONEDNN = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
+    MATMUL.fp32_precision = ONEDNN.fp32_precision = "none"  # whatever tests before these have left
     before = MATMUL.fp32_precision, ONEDNN.fp32_precision
     yield
     assert (MATMUL.fp32_precision, ONEDNN.fp32_precision) == before
