@@ -24,10 +24,9 @@ from niwaki.packed import kernels
 from niwaki.packed.format import PackedCheckpoint
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import pack
-from support.arguments import arguments
 from support.decoding import both, packed_model
 from support.models import edit_json, is_pruned, message, random_tokens, reference, save_model, sparse_model
-from support.runs import StopAt, files, tensors
+from support.runs import StopAt, files, run as run_small, tensors
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(model: Path, out: Path, **changes: Any) -> niwaki.Record:
-    options: dict[str, Any] = {
-        "solver": "double-sparse:rounds=4",
-        "sparsity": 0.5,
-        "calibration": random_tokens(4, 24),
-        "text": random_tokens(2, 24, seed=1),
-        "device": "cpu",
-    }
-    return niwaki.prune(model, out, **arguments(**{**options, **changes}))
+    return run_small(model, out, **{"solver": "double-sparse:rounds=4", **changes})
 
 
 def factors_of(out: Path, key: str) -> tuple[Tensor, Tensor]:

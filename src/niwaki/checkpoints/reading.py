@@ -27,6 +27,7 @@ from niwaki.checkpoints.tensors import (
     read_json,
     read_tensor,
 )
+from niwaki.choices import TWO_FACTORS
 from niwaki.errors import CheckpointError, UnsupportedModelError, raised_as
 from niwaki.files import input_errors
 from niwaki.layer.linalg import is_finite
@@ -75,7 +76,7 @@ class Pruning:
     @property
     def has_factors(self) -> bool:
         """Whether matrices are products of two sparse factors, which are beside them."""
-        return (self.pattern or "").startswith("two-factors")
+        return (self.pattern or "").startswith(TWO_FACTORS)
 
 
 #: Model directories in FP8 or MXFP4, and when their files were changed, that this process has looked through.

@@ -166,3 +166,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
     return value
+
+
+def read_beside(file: Path, places: Mapping[str, Entry], what: str, why: str) -> list[Tensor]:
+    """The tensors of a ``file`` of niwaki's beside the checkpoint, by the order of ``places``.
+
+    CheckpointError where they are not there, which are ``what``, or have another dtype or shape than ``why`` says.
+    """
+    none = raised_as(CheckpointError, f"{file} has no {what}", (OSError, SafetensorError), reason=str)
+    with none, safe_open(file, framework="pt") as opened:
+        tensors: list[Tensor] = [opened.get_tensor(key) for key in places]
+    for (key, place), tensor in zip(places.items(), tensors, strict=True):
+        if (tensor.dtype, tensor.shape) != (DTYPES[place.dtype], place.shape):
+            raise CheckpointError(f"{file}: {key!r} should be {place.dtype} {place.shape}{why}")
+    return tensors

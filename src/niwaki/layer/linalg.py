@@ -59,6 +59,18 @@ def inverse_of_damped(copy: Callable[[], Tensor], damping: float) -> tuple[Tenso
     return torch.cholesky_inverse(L, out=L), used
 
 
+def eigenvectors(copy: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """(n,) the eigenvalues of H, without what rounding takes below 0, and (n, n) its eigenvectors as columns.
+
+    ``copy`` returns H; NumericalError if they cannot be found.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(copy())
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise NumericalError(NOT_DEFINITE) from error
+    return values.clamp_(min=0), vectors
+
+
 def inverse_diagonal(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:
     """((n,) the diagonal of (H + damping I)^-1, damping that was used); see :func:`damped_cholesky`."""
     L, used = damped_cholesky(copy, damping)

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.checkpoints.tensors import DTYPES, Entry, new_shard
+from niwaki.checkpoints.tensors import Entry, new_shard, read_beside
 from niwaki.checkpoints.writing import CheckpointWriter, verify
-from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, raised_as
+from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.problem import LayerProblem, Solution
 from niwaki.layer.products import products
@@ -51,16 +50,8 @@ def factor_keys(key: str) -> tuple[str, str]:
 
 def read_factors(checkpoint: Checkpoint, matrix: Matrix) -> tuple[Tensor, Tensor]:
     """(out, n) and (n, in) in their own dtype; CheckpointError where they are not there, or cannot be its factors."""
-    file = checkpoint.path / FILE
-    none = raised_as(
-        CheckpointError, f"{file} has no factors of {matrix.key!r}", (OSError, SafetensorError), reason=str
-    )
-    with none, safe_open(file, framework="pt") as opened:
-        left, right = (opened.get_tensor(key) for key in factor_keys(matrix.key))
-    for key, value in zip(factor_keys(matrix.key), (left, right), strict=True):
-        place = _places(checkpoint, [matrix])[key]
-        if (value.dtype, value.shape) != (DTYPES[place.dtype], place.shape):
-            raise CheckpointError(f"{file}: {key!r} should be {place.dtype} {place.shape}")
+    places = _places(checkpoint, [matrix])
+    left, right = read_beside(checkpoint.path / FILE, places, f"factors of {matrix.key!r}", "")
     return left, right
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.checkpoints.tensors import DTYPES, Entry, new_shard
-from niwaki.errors import CheckpointError, OutputError, UsageError, raised_as
+from niwaki.checkpoints.tensors import Entry, new_shard, read_beside
+from niwaki.errors import CheckpointError, OutputError, UsageError
 from niwaki.layer.grid import Grid, parse_grid, scale_dtype
 from niwaki.models.layout import Matrix
 
@@ -56,14 +55,8 @@ def places(checkpoint: Checkpoint, matrices: Sequence[Matrix], grid: Grid) -> di
 def read_scales(checkpoint: Checkpoint, matrix: Matrix, grid: Grid) -> Tensor:
     """(out, groups), in their own dtype; CheckpointError where they are not there, or cannot be its scales."""
     file, key = checkpoint.path / FILE, scale_key(matrix)
-    none = raised_as(CheckpointError, f"{file} has no scales of {matrix.key!r}", (OSError, SafetensorError), reason=str)
-    with none, safe_open(file, framework="pt") as opened:
-        scales: Tensor = opened.get_tensor(key)
-    place = places(checkpoint, [matrix], grid)[key]
-    if (scales.dtype, scales.shape) != (DTYPES[place.dtype], place.shape):
-        raise CheckpointError(
-            f"{file}: {key!r} should be {place.dtype} {place.shape}, as the weights on {grid} have it"
-        )
+    why = f", as the weights on {grid} have it"
+    (scales,) = read_beside(file, places(checkpoint, [matrix], grid), f"scales of {matrix.key!r}", why)
     scales = scales if matrix.index is None else scales[matrix.index]
     if not bool(((scales > 0) & scales.isfinite()).all()):
         raise CheckpointError(f"{file}: {key!r} has scales that are not above 0 and finite; quantise the model again")

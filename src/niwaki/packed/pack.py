@@ -176,16 +176,18 @@ class Packed(Form):
         for number, (name, entries) in enumerate(self._headers.items()):
             file = f"packed-{number + 1:05d}-of-{len(self._headers):05d}.safetensors"
             header = header_bytes(self._path / name)
-            digest, digest_packed = hashlib.sha256(header), hashlib.sha256(header)
+            # Products have other bits on other processors: in the packed model's digest factors stand for them.
+            digest = hashlib.sha256(header)
+            digest_packed = hashlib.sha256(header) if self.checkpoint.pruning.has_factors else digest
             keys = sorted(entries, key=lambda key: entries[key].offset)
             written: dict[str, Tensor] = {}
             for key in keys:
                 tensors, dense_value = self._stored(file, name, key)
                 written |= tensors
                 digest.update(raw_bytes(dense_value))
-                # Products have other bits on other processors, and their factors stand for them.
-                for value in tensors.values() if self._tensors[key].inner else [dense_value]:
-                    digest_packed.update(raw_bytes(value))
+                if digest_packed is not digest:
+                    for value in tensors.values() if self._tensors[key].inner else [dense_value]:
+                        digest_packed.update(raw_bytes(value))
                 self.progress.status("packing, tensor", len(self._tensors), count)
             with input_errors(self._path / name):
                 is_same = digest.hexdigest() == file_digest(self._path / name)
@@ -232,8 +234,7 @@ class Packed(Form):
         factors = read_factors(self.checkpoint, matrix)
         if not is_product(value.T if matrix.is_stored_transposed else value, factors):
             raise CheckpointError(f"{self._path}: {key!r} is not the product of its factors any more; prune it again")
-        packed = tuple(pack_matrix(factor) for factor in factors)
-        return packed if sum(tensor.nbytes for each in packed for tensor in _written(each)) < value.nbytes else ()
+        return _if_smaller(tuple(pack_matrix(factor) for factor in factors), value)
 
     def _packed(self, value: Tensor, matrices: list[Matrix]) -> tuple[PackedMatrix, ...]:
         """``value`` without its zeros; none if that is not smaller."""
@@ -242,8 +243,7 @@ class Packed(Form):
         if matrices[0].is_stored_transposed:
             value = value.transpose(-1, -2).contiguous()
         W = value.flatten(0, -2)
-        packed = self._in_whole_numbers(W, matrices) or pack_matrix(W)
-        return (packed,) if sum(tensor.nbytes for tensor in _written(packed)) < value.nbytes else ()
+        return _if_smaller((self._in_whole_numbers(W, matrices) or pack_matrix(W),), value)
 
     def _in_whole_numbers(self, W: Tensor, matrices: list[Matrix]) -> PackedMatrix | None:
         """``W`` as numbers of its grid and their scales; None if it is not on the grid, or has groups of odd sizes."""
@@ -258,6 +258,11 @@ class Packed(Form):
         if bytes(raw_bytes(values)) != bytes(raw_bytes(W)):
             return None
         return pack_matrix(W, codes, scales, bits=4 if grid.bits <= 4 else 8)
+
+
+def _if_smaller(packed: tuple[PackedMatrix, ...], value: Tensor) -> tuple[PackedMatrix, ...]:
+    """``packed``; nothing if that is not smaller than ``value``."""
+    return packed if sum(tensor.nbytes for each in packed for tensor in _written(each)) < value.nbytes else ()
 
 
 def _written(W: PackedMatrix) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """``niwaki unpack``: the dense model that a packed one was made from."""
 
+import functools
 import hashlib
 from pathlib import Path
 
@@ -87,9 +88,11 @@ def _write_factors(checkpoint: PackedCheckpoint, directory: Path) -> None:
         with output_errors(directory):
             (directory / FACTORS).parent.mkdir()
 
+        packed = functools.lru_cache(maxsize=1)(checkpoint.packed)  # one side of a matrix comes after the other
+
         def read(name: str) -> Tensor:
             key, side, _ = places[name]
-            return expand(checkpoint.packed(key)[side])
+            return expand(packed(key)[side])
 
         write_file(directory / FACTORS, {name: like for name, (_, _, like) in places.items()}, read)
 
@@ -102,14 +105,17 @@ def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progre
         with output_errors(directory), path.open("wb") as file:
             begin = len(header).to_bytes(8, "little") + header
             file.write(begin)
-            written, packed = hashlib.sha256(begin), hashlib.sha256(begin)
+            written = hashlib.sha256(begin)
+            has_products = any(checkpoint.index.tensors[key].inner for key in shard.keys)
+            packed = hashlib.sha256(begin) if has_products else written  # where factors stand for their product
             for key in shard.keys:
                 data = raw_bytes(checkpoint.read(key))
                 file.write(data)
                 written.update(data)
-                is_product = checkpoint.index.tensors[key].inner
-                for piece in map(raw_bytes, checkpoint.components(key)) if is_product else [data]:
-                    packed.update(piece)
+                if packed is not written:
+                    is_product = checkpoint.index.tensors[key].inner
+                    for piece in map(raw_bytes, checkpoint.components(key)) if is_product else [data]:
+                        packed.update(piece)
                 count += 1
                 progress.status("unpacking, tensor", count, len(checkpoint.entries))
         if packed.hexdigest() != shard.sha256 or file_digest(path) != written.hexdigest():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from niwaki.arguments import INTERNAL, check_fields
 from niwaki.checkpoints.reading import Checkpoint
+from niwaki.choices import TWO_FACTORS
 from niwaki.effort import Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import given_path
@@ -77,7 +78,7 @@ class Request:
         if self.solver is not None:
             return self.solver
         # A fraction of zeros is of one matrix.
-        return "double-sparse" if "two-factors" in str(self.pattern) else DEFAULT_SOLVER
+        return "double-sparse" if TWO_FACTORS in str(self.pattern) else DEFAULT_SOLVER
 
     @property
     def method(self) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypedDict
 
 import msgspec
 
-from niwaki.choices import TF32
+from niwaki.choices import TF32, TWO_FACTORS
 from niwaki.errors import CheckpointError, UsageError
 from niwaki.files import given_path, write_json
 from niwaki.records.data import (
@@ -339,7 +339,7 @@ class Record(JsonFile):
     @property
     def has_factors(self) -> bool:
         """Whether matrices are products of two factors, and zeros how many weights fewer than a matrix these have."""
-        return self.pattern.startswith("two-factors")
+        return self.pattern.startswith(TWO_FACTORS)
 
     @property
     def part(self) -> str:

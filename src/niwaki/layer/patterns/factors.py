@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from niwaki.choices import TWO_FACTORS
 from niwaki.errors import PatternError
 from niwaki.layer.patterns._base import BySparsity, Slices, short_number
 
@@ -30,7 +31,7 @@ class TwoFactors(BySparsity):
     """
 
     def __str__(self) -> str:
-        return f"two-factors:{short_number(self.sparsity)}"
+        return f"{TWO_FACTORS}:{short_number(self.sparsity)}"
 
     @property
     def has_factors(self) -> bool:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from numbers import Real
 
+from niwaki.choices import TWO_FACTORS
 from niwaki.errors import PatternError, shown
 from niwaki.layer.patterns._base import Pattern
 from niwaki.layer.patterns.factors import TwoFactors
@@ -15,7 +16,7 @@ from niwaki.quantities import fraction
 _SHARED: dict[str, Callable[[float], Pattern]] = {
     "unstructured": Unstructured,
     "per-row": PerRow,
-    "two-factors": TwoFactors,
+    TWO_FACTORS: TwoFactors,
 }
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from niwaki.layer.linalg import masked_conjugate_gradients
+from niwaki.layer.linalg import eigenvectors, masked_conjugate_gradients
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
 from niwaki.layer.solvers._base import Solver, above_0, at_least, product
@@ -52,9 +52,8 @@ class ALPS(Solver):
         scaled = Normalised(problem)
         W0, rho, steps = scaled.W, self.rho, self.iterations + self.finish
         H = scaled.new_H(self.damping)
-        L, Q = scaled.gram.derived("eigh", lambda: torch.linalg.eigh(scaled.new_H()))
-        # Eigenvalues below 0 are rounding errors of a singular H.
-        L = L.clamp(min=0) + self.damping
+        L, Q = scaled.gram.derived("eigenvectors", lambda: eigenvectors(scaled.new_H))
+        L = L + self.damping
         inverse = (Q / (L + rho)) @ Q.T
         mask = before = pattern.mask(W0.abs())
         kept, converged = int(mask.count_nonzero()), False

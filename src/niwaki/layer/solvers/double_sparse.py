@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from niwaki.errors import NumericalError, PatternError
-from niwaki.layer.linalg import NOT_DEFINITE, inverse_of_damped
+from niwaki.errors import PatternError
+from niwaki.layer.linalg import eigenvectors, inverse_of_damped
 from niwaki.layer.patterns import Pattern, TwoFactors
 from niwaki.layer.patterns.selection import keep_highest, kth_smallest
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
@@ -125,7 +125,7 @@ class _Factors:
     def start(cls, scaled: Normalised, kept: tuple[int, int], steps: int) -> "_Factors":
         W0 = scaled.W
         rows, columns = W0.shape
-        eigenvalues, P = scaled.gram.derived("eigenvectors", lambda: _eigenvectors(scaled))
+        eigenvalues, P = scaled.gram.derived("eigenvectors", lambda: eigenvectors(scaled.new_H))
         is_left = rows < columns  # the square factor
         square = torch.eye(min(rows, columns), dtype=W0.dtype, device=W0.device)
         wide = W0 * keep_highest(W0.abs(), W0.numel() - kept[is_left])
@@ -219,15 +219,6 @@ class _Factors:
         units = torch.where(units < math.inf, units, 0.0)
         # Adding +0.0 makes +0.0 of -0.0.
         return (self.A * units).add_(0.0), (B * inverse.unsqueeze(1)).add_(0.0)
-
-
-def _eigenvectors(scaled: Normalised) -> tuple[Tensor, Tensor]:
-    """Of H: (its eigenvalues, without what rounding takes below 0; its eigenvectors as columns)."""
-    try:
-        values, vectors = torch.linalg.eigh(scaled.new_H())
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-        raise NumericalError(NOT_DEFINITE) from error
-    return values.clamp_(min=0), vectors
 
 
 def _with_unit_diagonal(M: Tensor) -> tuple[Tensor, Tensor]:
