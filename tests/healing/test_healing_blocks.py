@@ -18,6 +18,7 @@ from niwaki.healing.method import block_memory
 from niwaki.layer.grid import Grid
 from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.weight_format import WeightFormat
 from niwaki.options import BLOCKS_RATE, Compute
 from niwaki.records.progress import Progress
 from niwaki.records.record import FitRecord, Record
@@ -206,7 +207,7 @@ def test_where_memory_is_for_nothing_else(tmp_path: Path) -> None:
     """And hidden states on disk change nothing."""
     dense, pruned = pruned_model(tmp_path, "llama")
     model, other = (StreamedModel(Checkpoint(path), "cpu") for path in (pruned, dense))
-    enough = block_memory(model, other, False)
+    enough = block_memory(model, other, WeightFormat())
     record = heal(pruned, tmp_path / "out", dense, method="auto", compute=Compute("cpu", "float32", max_memory=enough))
     assert record.healing
     assert record.healing.method == "blocks"

@@ -78,6 +78,11 @@ class Pruning:
         """Whether matrices are products of two sparse factors, which are beside them."""
         return (self.pattern or "").startswith(TWO_FACTORS)
 
+    def includes(self, block: int) -> bool:
+        """Whether ``block`` was pruned, and is on the grid or has factors, where there are such."""
+        start, stop = self.blocks or (0, math.inf)
+        return start <= block < stop
+
 
 #: Model directories in FP8 or MXFP4, and when their files were changed, that this process has looked through.
 _SOUND = set[tuple[Path, tuple[int, ...]]]()

@@ -87,6 +87,7 @@ class Export:
 
     name: ClassVar[str] = "export"
     is_format: ClassVar[bool] = True
+    keeps_factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fields(self)

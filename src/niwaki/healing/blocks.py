@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import NamedTuple
@@ -17,13 +18,13 @@ from niwaki.healing.run import HealingRun
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import resident
 from niwaki.models.fit import Fit
+from niwaki.models.formats import format_of
 from niwaki.models.generation import device_memory
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.scales import grid_of, read_scales
 from niwaki.models.sharing import NOT_FITTED
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.training import Projection, trained_matrices
-from niwaki.models.weight_format import OnGrid, WeightFormat
+from niwaki.models.weight_format import WeightFormat
 from niwaki.records.healing import HealingPoint
 from niwaki.runs.block_store import WeightStore
 
@@ -66,16 +67,22 @@ class BlockRun(HealingRun):
 
     @property
     def _kept(self) -> list[str]:
-        return list(self.model.checkpoint.shards)
+        factors = self._format.files if self._format.has_factors else ()
+        return [*self.model.checkpoint.shards, *factors]
+
+    @property
+    def _format(self) -> WeightFormat:
+        return format_of(self.model.checkpoint)
 
     def _train(self, tokens: Tensor) -> None:
         """The first process saves after each block."""
-        checkpoint, run, place, healing = self.model.checkpoint, self.run, self.run.place, self.healing
-        self._store = WeightStore(run, WeightFormat())  # of weights on a grid the scales stay
+        run, place, healing = self.run, self.run.place, self.healing
+        # Of weights on a grid the scales stay as they are.
+        self._store = WeightStore(run, self._format if self._format.has_factors else WeightFormat())
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._budget())
             if place:
-                writer = CheckpointWriter(checkpoint, place.directory, run.journal.blocks > 0)
+                writer = self._writer(place.directory, run.journal.blocks > 0)
                 self._store.writer = stack.enter_context(writer)
             streams = self._embedded(self.share(tokens))
             self._walk(streams)
@@ -89,15 +96,16 @@ class BlockRun(HealingRun):
                 "the weights are those of the pruned model: healed blocks were not better on what was held out",
             )
             if place:
-                with CheckpointWriter(checkpoint, place.directory) as writer:
-                    self.write_signless_zeros(writer)  # all else is copied
+                with self._writer(place.directory) as writer:
+                    self.write_signless_zeros(writer)
+                    self._write_factors(writer)  # all else is copied
 
     def _budget(self) -> contextlib.closing[MemoryBudget]:
         """For the hidden states of both models: what the blocks leave."""
         there = self.run.compute.budget
         if there is None:
             there = device_memory(self.model.device)
-        taken = resident() + block_memory(self.model, self.dense, grid_of(self.model.checkpoint) is not None)
+        taken = resident() + block_memory(self.model, self.dense, self._format)
         self.model.budget = self.dense.budget = MemoryBudget(max(0, there - taken))
         return contextlib.closing(self.model.budget)
 
@@ -179,26 +187,36 @@ class BlockRun(HealingRun):
             # The outputs of the healed block take about as long as what was done so far.
             share = self._left / (len(self.model.blocks) - block.index)
             seconds = max(_LEAST_TIME, share - (monotonic() - began))
-        inputs, targets, on_grid = streams.inputs, streams.targets, self._on_grid(block)
-        fit = Fit(block, inputs, targets, self._fitting, run.world, run.progress.step, on_grid, seconds=seconds)
+        inputs, targets, parts = streams.inputs, streams.targets, self._parts(block)
+        factors = parts if self._format.has_factors else None
+        on_grid = self._projection(parts) if parts and not factors else None
+        settings = self._fitting, run.world, run.progress.step
+        fit = Fit(block, inputs, targets, *settings, on_grid=on_grid, factors=factors, seconds=seconds)
         run.progress.stage(block.index, "fit", fit.batches)
         self._store.begin(block.index, self.record)
         self.record.fits.append(fit.run())
         run.progress.fitted(self.record.fits[-1])
-        self._store.write_trained(block)
+        self._store.write_trained(block, fit.factors)
         run.clock.lap("fit")
 
-    def _on_grid(self, block: DecoderBlock) -> Projection | None:
-        """What rounds the weights of ``block`` to their grid, if they are on one."""
-        checkpoint = self.model.checkpoint
-        grid = grid_of(checkpoint)
-        if grid is None:
-            return None
-        scales = {
-            matrix.name: read_scales(checkpoint, matrix, grid).to(block.device) for matrix in trained_matrices(block)
-        }
+    def _parts(self, block: DecoderBlock) -> dict[str, tuple[Tensor, ...]]:
+        """The parts of the matrices of ``block`` by name, where these have such."""
+        found = {}
+        for matrix in trained_matrices(block):
+            if parts := self._format.read_parts(self.model.checkpoint, matrix):
+                found[matrix.name] = tuple(part.to(block.device) for part in parts)
+        return found
 
-        return lambda matrix, W: OnGrid(grid).project(matrix, W, [scales[matrix.name]])
+    def _projection(self, parts: Mapping[str, Sequence[Tensor]]) -> Projection:
+        """What rounds weights to their grid."""
+        return lambda matrix, W: self._format.project(matrix, W, parts[matrix.name])
+
+    def _write_factors(self, writer: CheckpointWriter) -> None:
+        """Writes those of the model as it came."""
+        if self._format.has_factors:
+            for matrix in self.model.matrices():
+                parts = self._format.read_parts(self.model.checkpoint, matrix)
+                self._format.write(writer, matrix, self.model.checkpoint.read(*matrix.entry), parts)
 
     def _points(self, held: Held) -> list[HealingPoint]:
         """How far the model is from the dense one as it came, and as it is now."""

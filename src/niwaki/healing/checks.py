@@ -6,6 +6,7 @@ from pathlib import Path
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CalibrationError, UsageError
 from niwaki.files import input_errors
+from niwaki.models.formats import format_of
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
@@ -69,5 +70,6 @@ def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | Non
 
 
 def zeros_of(matrix: Matrix, checkpoint: Checkpoint) -> int:
-    """How many weights of a matrix are zero."""
-    return int((matrix.read(checkpoint) == 0).sum())
+    """How many weights of a matrix are zero, or fewer in its two factors."""
+    weight_format = format_of(checkpoint)
+    return weight_format.zeros(matrix.read(checkpoint), weight_format.read_parts(checkpoint, matrix))

@@ -16,16 +16,15 @@ from niwaki.choices import HealingMethod
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
 from niwaki.healing.blocks import BlockRun
 from niwaki.healing.checks import base_record, check_vocabulary, check_zeros
-from niwaki.healing.method import choose
+from niwaki.healing.method import choose, trains_factors
 from niwaki.healing.objective import find_logits
 from niwaki.healing.run import HealingRun
 from niwaki.healing.whole import WholeRun
 from niwaki.layer.products import products
 from niwaki.models.device import training_dtype
 from niwaki.models.extra import notes_of
-from niwaki.models.factors import check_one_matrix
+from niwaki.models.formats import format_of
 from niwaki.models.locate import locate_model
-from niwaki.models.scales import FILE, grid_of, stored_as_usual
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import (
     BLOCKS_RATE,
@@ -74,6 +73,7 @@ class Heal:
 
     name: ClassVar[str] = "heal"
     is_format: ClassVar[bool] = False
+    keeps_factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -110,6 +110,8 @@ class Heal:
             raise UsageError(
                 "the method blocks trains each block towards the dense one, and shrink leaves fewer of them"
             )
+        if self.method == "lora" and any(getattr(stage, "makes_factors", False) for stage in before):
+            raise UsageError("products of low rank would make dense matrices of two sparse factors: try full or norms")
 
     def open(self, run: Run) -> "Healing":
         return Healing(self, run)
@@ -145,10 +147,11 @@ class Healing:
     def _open(self, run: Run, method: HealingMethod) -> None:
         """Opens the model that is read, and checks that it can be trained."""
         checkpoint = Checkpoint(run.reading)
-        check_one_matrix(checkpoint, "healing")
-        self.grid = grid_of(checkpoint)
-        self.carried = run.carried(checkpoint, checkpoint.size, FILE if self.grid else "")
+        self.format = format_of(checkpoint)
         self.student, self.method, self.notes = choose(checkpoint, self.dense, run.compute, method)
+        self.carried = run.carried(checkpoint, checkpoint.size, self.format.files)
+        if self.carried and trains_factors(self.format, self.method):
+            self.carried = self.carried.only(lambda name: name.as_posix() not in self.format.files)
         check_vocabulary(self.student, self.dense)
         self.base = run.earlier or base_record(checkpoint.path)
         check_zeros(self.student, self.dense, self.base)
@@ -218,7 +221,7 @@ class Healing:
 
     def _record(self, run: Run) -> Record:
         """The record, as far as it is known before the work."""
-        base, grid, length = self.base, self.grid, self.texts.windows.tokens.shape[1]
+        base, length, made = self.base, self.texts.windows.tokens.shape[1], self.student.checkpoint.pruning
         rate = self.stage.rate or (BLOCKS_RATE if self.method == "blocks" else HEALING_RATE)
         settings: dict[str, Any] = {"method": self.method, "rate": rate, **self._settings}
         record = begin_record(
@@ -228,16 +231,15 @@ class Healing:
             run.calibration,
             method="heal",
             solver={"name": "heal", **settings},
-            pattern=base.pattern if base else "as it came",
+            pattern=base.pattern if base else made.pattern or "as it came",
             mask_from=None,
             blocks=base.blocks if base else None,
-            quantization=str(grid) if grid else None,
+            quantization=made.quantization,
             healing=HealingRecord(
                 self.teacher, **settings, tokens=self.tokens, limit=self.stage.limit, held=self.held * length
             ),
         )
-        stored = [stored_as_usual(grid, self.student.matrices())] if grid else []
-        record.notes += [*self.notes, *stored, *notes_of(self.student)]
+        record.notes += [*self.notes, *self.format.notes(self.student.matrices()), *notes_of(self.student)]
         return record
 
 

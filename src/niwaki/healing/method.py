@@ -1,5 +1,7 @@
 """What is trained of a pruned model: as much as there is memory for."""
 
+import math
+
 import torch
 
 from niwaki.checkpoints.reading import Checkpoint
@@ -7,8 +9,11 @@ from niwaki.choices import HealingMethod
 from niwaki.errors import UnsupportedModelError
 from niwaki.healing.student import RANK
 from niwaki.models.fit import COPIES
+from niwaki.models.formats import format_of
 from niwaki.models.generation import device_memory
+from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.weight_format import WeightFormat
 from niwaki.options import Compute
 from niwaki.records.wording import size
 
@@ -26,11 +31,12 @@ def choose(
     ``auto`` is the first of full, lora (norms on a grid) and, unless the model ``is_whole`` in memory, blocks that
     memory is enough for. UnsupportedModelError where it is not enough, or the method does not suit the model.
     """
-    grid, half = checkpoint.pruning.quantization, dense.dtype != torch.float32
-    thin: HealingMethod = "norms" if grid else "lora"
+    weight_format, half = format_of(checkpoint), dense.dtype != torch.float32
+    thin: HealingMethod = "norms" if weight_format.files else "lora"
     if asked == "lora" != thin:
+        made = "products of two sparse factors" if weight_format.has_factors else "on a grid"
         raise UnsupportedModelError(
-            f"the weights of {checkpoint.path} are on a grid, which products of low rank would leave; try the method "
+            f"the weights of {checkpoint.path} are {made}, which products of low rank would leave; try the method "
             "full or norms"
         )
     there = device_memory(dense.device) if compute.budget is None else compute.budget
@@ -42,7 +48,7 @@ def choose(
         model = StreamedModel(checkpoint, compute.device, dtype)
         if method == "blocks":
             _check_blocks(model, dense, too_large, there)
-        needed = _needed(method, model, dense, grid is not None)
+        needed = _needed(method, model, dense, weight_format)
         if needed <= there:
             tried = " and ".join(too_large)
             notes = [f"healing takes {tried}, and there are {size(there)} of memory: {method} instead"]
@@ -54,20 +60,35 @@ def choose(
     )
 
 
-def block_memory(model: StreamedModel, dense: StreamedModel, on_grid: bool) -> int:
+def trains_factors(weight_format: WeightFormat, method: str) -> bool:
+    """Whether ``method`` changes parts of matrices in this format: factors, but not scales."""
+    return weight_format.has_factors and method != "norms"
+
+
+def block_memory(model: StreamedModel, dense: StreamedModel, weight_format: WeightFormat) -> int:
     """Bytes that healing a block at a time takes, without hidden states."""
-    weights = max(sum(matrix.size for matrix in model.matrices(index)) for index in range(len(model.blocks)))
-    fitting = model.block_size + dense.block_size + 4 * (COPIES + on_grid) * weights
-    return max(fitting, sum(_ends(each) for each in (model, dense)))
+    blocks = [model.matrices(index) for index in range(len(model.blocks))]
+    fits = (4 * COPIES * weights + extra for weights, extra in (_trained(block, weight_format) for block in blocks))
+    return max(model.block_size + dense.block_size + max(fits), sum(_ends(each) for each in (model, dense)))
 
 
-def _needed(method: HealingMethod, model: StreamedModel, dense: StreamedModel, on_grid: bool) -> int:
+def _trained(matrices: list[Matrix], weight_format: WeightFormat) -> tuple[int, int]:
+    """(How many weights are trained of these; bytes of what they are made in each step, and its gradient)."""
+    size = sum(matrix.size for matrix in matrices)
+    if weight_format.has_factors:
+        shapes = (shape for matrix in matrices for shape, _ in weight_format.parts_like(matrix, torch.float32))
+        return sum(map(math.prod, shapes)), 4 * 2 * size
+    return size, 4 * size if weight_format.files else 0
+
+
+def _needed(method: HealingMethod, model: StreamedModel, dense: StreamedModel, weight_format: WeightFormat) -> int:
     """Bytes of memory that a method takes."""
     if method == "blocks":
-        return block_memory(model, dense, on_grid)
+        return block_memory(model, dense, weight_format)
     if method == "full":
+        weights, extra = _trained(model.matrices(), weight_format)
         half = dense.dtype != torch.float32
-        return model.size + (_BYTES + 2 * half + 4 * on_grid) * sum(matrix.size for matrix in model.matrices())
+        return model.size + (_BYTES + 2 * half) * weights + extra
     factors = 0 if method == "norms" else RANK * sum(sum(matrix.shape) for matrix in model.matrices())
     return model.size + (4 + _BYTES) * factors + _BLOCK_BYTES * (model.block_size // model.dtype.itemsize)
 

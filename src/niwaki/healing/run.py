@@ -15,10 +15,10 @@ from niwaki.errors import UnsupportedModelError
 from niwaki.files import output_errors
 from niwaki.healing import own_text
 from niwaki.healing.checks import BASE, zeros_of
+from niwaki.healing.method import trains_factors
 from niwaki.models.device import peak_memory
-from niwaki.models.scales import grid_of
+from niwaki.models.formats import format_of
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.weight_format import OnGrid, WeightFormat
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import Record
@@ -91,6 +91,13 @@ class HealingRun(ABC):
     def _kept(self) -> list[str]:
         """Names of the files of the output that have what an earlier run has done."""
         return []
+
+    def _writer(self, directory: Path, resume: bool = False) -> CheckpointWriter:
+        """What writes the weights, and the factors of those that are products of two."""
+        checkpoint, weight_format = self.model.checkpoint, format_of(self.model.checkpoint)
+        is_added = trains_factors(weight_format, self.healing.method)
+        added = weight_format.added(checkpoint, self.model.matrices()) if is_added else {}
+        return CheckpointWriter(checkpoint, directory, resume, added)
 
     def _with_own_text(self, windows: Windows) -> Tensor:
         """Tokens of ``windows``, with text of the dense model's own among those to train on, and as what is held out.
@@ -167,8 +174,7 @@ class HealingRun(ABC):
             zeros[matrix.key] += zeros_of(matrix, checkpoint)
         self.record.sparsity = zeros.total() / sum(matrix.size for matrix in matrices)
         write_config(directory, checkpoint.config, self.record)
-        grid = grid_of(checkpoint)
-        (OnGrid(grid) if grid else WeightFormat()).verify(directory, checkpoint, matrices, zeros)
+        format_of(checkpoint).verify(directory, checkpoint, matrices, zeros)
 
     def _measure_first(self, heldout: Windows, dense_too: bool) -> None:
         """The perplexity of the pruned model as it came, and of the dense one."""

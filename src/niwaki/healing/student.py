@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from niwaki.errors import NumericalError
 from niwaki.healing.objective import Logits
 from niwaki.layer.linalg import is_finite
+from niwaki.models.factors import factor_keys, product
 from niwaki.models.families import choice
+from niwaki.models.formats import format_of
 from niwaki.models.layout import Matrix
-from niwaki.models.scales import grid_of, read_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import root_mean_square
 
@@ -65,8 +66,9 @@ class Student:
         self.sizes = {
             name: root_mean_square(value) for name, value in named.items() if name in matrices or name in vectors
         }
-        self._grid = grid_of(stream.checkpoint)
-        self._on_grid: dict[str, list[tuple[Matrix, Tensor]]] = {}  # the matrices in a parameter, with their scales
+        self._format = format_of(stream.checkpoint)
+        #: The matrices in a parameter that are in a format, with their parts.
+        self._in_format: dict[str, list[tuple[Matrix, tuple[Tensor, ...]]]] = {}
         for name in named:
             if name in matrices:
                 self._train_matrix(name, named[name], matrices[name])
@@ -76,9 +78,13 @@ class Student:
     def _train_matrix(self, name: str, value: nn.Parameter, matrices: list[Matrix]) -> None:
         self._train_vector(name, value)
         self.masks[name] = value.detach() != 0
-        if self._grid:
-            checkpoint = self._stream.checkpoint
-            self._on_grid[name] = [(matrix, read_scales(checkpoint, matrix, self._grid)) for matrix in matrices]
+        if parts := self._parts(matrices):
+            self._in_format[name] = parts
+
+    def _parts(self, matrices: list[Matrix]) -> list[tuple[Matrix, tuple[Tensor, ...]]]:
+        """Those of ``matrices`` that are in the format of the model, with their parts."""
+        read = ((matrix, self._format.read_parts(self._stream.checkpoint, matrix)) for matrix in matrices)
+        return [(matrix, parts) for matrix, parts in read if parts]
 
     def _train_vector(self, name: str, value: nn.Parameter) -> None:
         value.requires_grad_(True)
@@ -95,24 +101,23 @@ class Student:
         """All that is trained as files are to have it: on the CPU, in their dtype, with the same weights zero."""
         stored = {}
         for name, value in self.parameters.items():
-            stored[name] = rounded(self._on_its_grid(name, value), self._dtype(name), self.masks.get(name)).cpu()
+            stored[name] = rounded(self._formatted(name, value), self._dtype(name), self.masks.get(name)).cpu()
             _check_finite(name, stored[name])
         return stored
 
-    def rounding(self) -> contextlib.AbstractContextManager[None]:
+    def computing(self) -> contextlib.AbstractContextManager[None]:
         """While gradients are computed, the weights are those on the grid, where there is one."""
-        values = {name: self._on_its_grid(name, self.parameters[name]) for name in self._on_grid}
+        values = {name: self._formatted(name, self.parameters[name]) for name in self._in_format}
         return self.holding(values) if values else contextlib.nullcontext()
 
-    def _on_its_grid(self, name: str, value: Tensor) -> Tensor:
+    def _formatted(self, name: str, value: Tensor) -> Tensor:
         """The weights that are trained, or where they are on a grid, a copy on it with the same zeros."""
         value = value.detach()
-        if self._grid and name in self._on_grid:
+        if name in self._in_format:
             value = value.clone()
-            for matrix, scales in self._on_grid[name]:
+            for matrix, parts in self._in_format[name]:
                 weights = matrix.within(value)
-                scales = scales.to(value.device)
-                weights.copy_(self._grid.project(weights, scales.float(), scales.dtype, same_zeros=True))
+                weights.copy_(self._format.project(matrix, weights, [part.to(value.device) for part in parts]))
         return value
 
     @contextlib.contextmanager
@@ -137,6 +142,71 @@ class Student:
         """In the checkpoint."""
         layout = self._stream.layout
         return layout.checkpoint.dtype(layout.keys(name)[0])
+
+
+class FactoredStudent(Student):
+    """The pruned model whose matrices are products of two sparse factors, each of which is trained on its mask.
+
+    It computes with the products, whose gradients give those of the factors. What is trained of the factors has the
+    names that they have in files.
+    """
+
+    def __init__(self, stream: StreamedModel, logits: Logits, length: int, half: bool = False) -> None:
+        self._products: dict[str, tuple[nn.Parameter, list[Matrix]]] = {}  # by name in the model
+        self._dtypes: dict[str, torch.dtype] = {}  # of factors
+        super().__init__(stream, logits, length, half)
+
+    def _train_matrix(self, name: str, value: nn.Parameter, matrices: list[Matrix]) -> None:
+        parts = self._parts(matrices)
+        if not parts:  # of a block that was left as it was
+            super()._train_matrix(name, value, matrices)
+            return
+        value.requires_grad_(True)
+        self._products[name] = value, matrices
+        for matrix, factors in parts:
+            for key, factor in zip(factor_keys(matrix.key), factors, strict=True):
+                trained = factor.to(self.device, torch.float32, copy=True)
+                self.parameters[key], self.masks[key] = nn.Parameter(trained), trained != 0
+                self.sizes[key], self._dtypes[key] = root_mean_square(factor), factor.dtype
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """While gradients are computed: afterwards the factors have theirs."""
+        self._multiply()
+        yield
+        for whole, matrices in self._products.values():
+            if whole.grad is None:  # as of experts that none of these tokens went to
+                continue
+            for matrix in matrices:
+                left, right = (self.parameters[key] for key in factor_keys(matrix.key))
+                gradient = matrix.within(whole.grad)
+                left.grad, right.grad = gradient @ right.detach().T, left.detach().T @ gradient
+            whole.grad = None
+
+    def _multiply(self) -> None:
+        """From now on the model computes with the products of the factors."""
+        for whole, matrices in self._products.values():
+            for matrix in matrices:
+                matrix.within(whole.data).copy_(product([self.parameters[key].data for key in factor_keys(matrix.key)]))
+
+    @contextlib.contextmanager
+    def holding(self, stored: dict[str, Tensor]) -> Iterator[None]:
+        with super().holding(stored):
+            self._multiply()
+            yield
+
+    def tensors(self, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors({name: value for name, value in stored.items() if name not in self._dtypes})
+        for name, (whole, matrices) in self._products.items():
+            products = whole.detach().cpu().clone()
+            for matrix in matrices:
+                factors = {key: stored[key] for key in factor_keys(matrix.key)}
+                yield from factors.items()
+                matrix.within(products).copy_(product([*factors.values()]))
+            yield from self._stream.layout.split(name, products.to(self._dtype(name)).add_(0.0))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self._dtypes.get(name) or super()._dtype(name)
 
 
 class LowRankStudent(Student):

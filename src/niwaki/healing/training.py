@@ -148,7 +148,7 @@ class Training:
     def _step(self, windows: Tensor, share: float) -> bool:
         """A step, unless the model's predictions or their gradients are not finite."""
         tokens, *kept = self.lessons.of(windows, self.student.device)
-        with self.student.rounding():
+        with self.student.computing():
             states = self.student.states(tokens)
             losses, gradient = self.student.head.divergence(states.detach(), *kept)
             states.backward(gradient.div_(len(gradient) * self.world.size).to(states.dtype))

@@ -9,16 +9,16 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.errors import OutputError
 from niwaki.files import check_space, digest, output_errors
 from niwaki.healing.objective import Logits
 from niwaki.healing.points import Points, point_file
 from niwaki.healing.run import HealingRun
 from niwaki.healing.schedule import Schedule
-from niwaki.healing.student import RANK, LowRankStudent, Student
+from niwaki.healing.student import RANK, FactoredStudent, LowRankStudent, Student
 from niwaki.healing.teacher import Lessons, teach
 from niwaki.healing.training import Training, optimizer
+from niwaki.models.formats import format_of
 from niwaki.records.wording import counted
 
 #: Bytes on disk for each, in what a stopped run resumes from: it, two moments, and the best so far.
@@ -35,7 +35,8 @@ class WholeRun(HealingRun):
         """What is saved meanwhile the first process saves."""
         healing, place, length = self.healing, self.run.place, tokens.shape[1]
         if healing.method == "full":
-            student = Student(self.model, self.logits, length, half=self.dense.dtype != torch.float32)
+            kind = FactoredStudent if format_of(self.model.checkpoint).has_factors else Student
+            student = kind(self.model, self.logits, length, half=self.dense.dtype != torch.float32)
         else:
             student = LowRankStudent(self.model, self.logits, length, RANK if healing.method == "lora" else 0)
         with contextlib.ExitStack() as stack:
@@ -51,7 +52,7 @@ class WholeRun(HealingRun):
             why = "no step was made" if not healing.points[-1].steps else "no point was better on what was held out"
             self.run.note(self.record, f"the weights are those of the pruned model: {why}")
         if place:
-            with CheckpointWriter(self.model.checkpoint, place.directory) as writer:
+            with self._writer(place.directory) as writer:
                 for key, value in student.tensors(trained):
                     writer.write(key, value)
                 self.write_signless_zeros(writer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from niwaki.models.weight_format import Like, WeightFormat
 
 #: In a folder of its own, because some programs load every safetensors file that lies beside config.json.
 FILE = "factors/factors.safetensors"
-#: The note of ``prune``.
 STORED_AS_PRODUCTS = (
     "matrices are stored as the products of their two factors, dense and no smaller than before, so that they load "
     f"wherever the dense model does; the sparse factors are in {FILE}, and 'niwaki pack' writes these alone"
@@ -92,13 +91,27 @@ def _places(checkpoint: Checkpoint, matrices: Sequence[Matrix]) -> dict[str, Ent
 class Factored(WeightFormat):
     """Products of two sparse factors, which are in a file of their own, in the dtype of the checkpoint.
 
-    What counts as zeros of a matrix is how many weights fewer than its own the two factors have.
+    What counts as zeros of a matrix is how many weights fewer than its own the two factors have. Only matrices of these
+    ``blocks`` are products, by default all.
     """
 
+    blocks: tuple[int, int] | None = None
+
     has_factors = True
+    files = (FILE,)
+
+    def _is_product(self, matrix: Matrix) -> bool:
+        start, stop = self.blocks or (0, math.inf)
+        return start <= matrix.block < stop
 
     def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
-        return [(shape, stored) for shape in _shapes(matrix)]
+        return [(shape, stored) for shape in _shapes(matrix)] if self._is_product(matrix) else []
+
+    def read_parts(self, checkpoint: Checkpoint, matrix: Matrix) -> tuple[Tensor, ...]:
+        return read_factors(checkpoint, matrix) if self._is_product(matrix) else ()
+
+    def notes(self, matrices: Iterable[Matrix]) -> list[str]:
+        return [STORED_AS_PRODUCTS]
 
     def is_separable(self, matrix: Matrix) -> bool:
         return False
@@ -112,10 +125,13 @@ class Factored(WeightFormat):
         return replace(whole, factors=solution.factors), parts
 
     def zeros(self, stored: Tensor, parts: Sequence[Tensor]) -> int:
+        if not parts:
+            return super().zeros(stored, parts)
         return stored.numel() - sum(int(part.count_nonzero()) for part in parts)
 
     def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
-        return [matrix.entry, *((key, None) for key in factor_keys(matrix.key))]
+        keys = factor_keys(matrix.key) if self._is_product(matrix) else ()
+        return [matrix.entry, *((key, None) for key in keys)]
 
     def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, parts: Sequence[Tensor]) -> None:
         super().write(writer, matrix, stored, parts)
@@ -123,15 +139,15 @@ class Factored(WeightFormat):
             writer.write(key, part)
 
     def added(self, checkpoint: Checkpoint, matrices: list[Matrix]) -> dict[str, Entry]:
-        return _places(checkpoint, matrices)
+        return _places(checkpoint, [matrix for matrix in matrices if self._is_product(matrix)])
 
     def verify(self, directory: Path, checkpoint: Checkpoint, matrices: list[Matrix], zeros: Mapping[str, int]) -> None:
         """Also OutputError unless all products are on disk as their factors make them."""
         verify(directory, checkpoint, {})
         written, found = Checkpoint(directory), dict.fromkeys(zeros, 0)
         for matrix in matrices:
-            W, factors = matrix.read(written), read_factors(written, matrix)
-            if not is_product(W, factors):
+            W, factors = matrix.read(written), self.read_parts(written, matrix)
+            if factors and not is_product(W, factors):
                 raise OutputError(f"{directory}: {matrix.key!r} is not on disk as the product of its factors")
             found[matrix.key] += self.zeros(W, factors)
         if found != dict(zeros):

@@ -1,6 +1,6 @@
 """How a run writes the weights of matrices: as the checkpoint has them, on a grid, or in the format of the files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.problem import LayerProblem, Solution
 from niwaki.layer.rounding import flops, onto_grid
 from niwaki.models.layout import Matrix
-from niwaki.models.scales import places, scale_key, verify_grid
+from niwaki.models.scales import FILE, places, read_scales, scale_key, stored_as_usual, verify_grid
 
 #: Shape and dtype.
 Like = tuple[tuple[int, int], torch.dtype]
@@ -26,9 +26,19 @@ class WeightFormat:
 
     #: Whether the parts of a matrix are two factors, whose product it is.
     has_factors = False
+    #: Names of the files beside the checkpoint's own that have the parts.
+    files: tuple[str, ...] = ()
 
     def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
         """Shape and dtype of each part that ``matrix`` has beside its weights, which are ``stored`` so."""
+        return []
+
+    def read_parts(self, checkpoint: Checkpoint, matrix: Matrix) -> tuple[Tensor, ...]:
+        """The parts that ``checkpoint`` has of ``matrix``; none of one that was not pruned."""
+        return ()
+
+    def notes(self, matrices: Iterable[Matrix]) -> list[str]:
+        """What a record is to say of ``matrices`` in this format."""
         return []
 
     def round_flops(self, rows: int, columns: int) -> float:
@@ -80,8 +90,16 @@ class OnGrid(WeightFormat):
 
     grid: Grid
 
+    files = (FILE,)
+
     def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
         return [((matrix.shape[0], self.grid.groups(matrix.shape[1])), scale_dtype(stored))]
+
+    def read_parts(self, checkpoint: Checkpoint, matrix: Matrix) -> tuple[Tensor, ...]:
+        return (read_scales(checkpoint, matrix, self.grid),) if checkpoint.pruning.includes(matrix.block) else ()
+
+    def notes(self, matrices: Iterable[Matrix]) -> list[str]:
+        return [stored_as_usual(self.grid, matrices)]
 
     def round_flops(self, rows: int, columns: int) -> float:
         return flops(rows, columns)

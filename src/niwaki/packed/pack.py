@@ -111,7 +111,7 @@ class Packed(Form):
     UnsupportedModelError where no matrix has a dtype that can be packed.
     """
 
-    kept = SCALES
+    kept = (SCALES,)
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
         super().__init__(checkpoint, progress)

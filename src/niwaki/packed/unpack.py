@@ -48,7 +48,7 @@ def unpack(model: str | Path, out: str | Path, progress: Progress | None = None)
 class Unpacked(Form):
     """A packed model, to be written as the dense one that it was made from."""
 
-    kept = SCALES
+    kept = (SCALES,)
 
     def __init__(self, checkpoint: PackedCheckpoint, progress: Progress | None = None) -> None:
         super().__init__(checkpoint, progress)

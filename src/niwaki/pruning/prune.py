@@ -14,11 +14,11 @@ from niwaki.layer.products import has_tf32, products
 from niwaki.layer.solvers import Solver, describe
 from niwaki.models.device import resident
 from niwaki.models.extra import notes_of
-from niwaki.models.factors import FILE as FACTORS, STORED_AS_PRODUCTS, Factored, check_one_matrix, check_own_tensors
+from niwaki.models.factors import FILE as FACTORS, Factored, check_one_matrix, check_own_tensors
 from niwaki.models.fit import COPIES
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.locate import locate_model
-from niwaki.models.scales import FILE as SCALES, stored_as_usual
+from niwaki.models.scales import FILE as SCALES
 from niwaki.models.sharing import sharing_notes
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.weight_format import OnGrid, WeightFormat
@@ -46,6 +46,7 @@ class Prune(Request):
 
     name: ClassVar[str] = "prune"
     is_format: ClassVar[bool] = False
+    keeps_factors: ClassVar[bool] = False
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if any(_has_grid(stage) for stage in before):
@@ -75,6 +76,7 @@ class Quantize:
 
     name: ClassVar[str] = "quantize"
     is_format: ClassVar[bool] = False
+    keeps_factors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -218,10 +220,7 @@ class Pruning:
                 f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"
             )
         record.notes += sharing_notes(model.matrices(), fits=self.effort.fit.epochs > 0)
-        if grid:
-            record.notes.append(stored_as_usual(grid, model.matrices()))
-        if request.makes_factors:
-            record.notes.append(STORED_AS_PRODUCTS)
+        record.notes += self.format.notes(model.matrices())
         if record.kept_format:
             record.notes.append(
                 f"the model's files are in {record.kept_format}, and what is pruned is written in that format again"

@@ -84,7 +84,7 @@ class CarriedFiles:
                     shutil.copyfileobj(read, write)
 
 
-def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str = "") -> CarriedFiles:
+def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: Collection[str] = ()) -> CarriedFiles:
     """All files of a model but weights (except ``keep``) and measurements.
 
     CheckpointError for a file that cannot be copied, or has a name that niwaki gives to something else; OutputError
@@ -96,7 +96,7 @@ def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str 
         found = {path.relative_to(source): path for path in sorted(_files(source)) if path not in own}
         for name, path in found.items():
             _check(path, name)
-        left = _of_weights(found, {checkpoint.index_name, keep}, _modules(source))
+        left = _of_weights(found, {checkpoint.index_name, *keep}, _modules(source))
         sizes = {name: path.stat().st_size for name, path in found.items()}
     names = sorted(found.keys() - left)
     check_space(out, MARGIN + weights + sum(sizes[name] for name in names) - unfinished_size(out))

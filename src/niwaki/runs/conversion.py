@@ -20,8 +20,8 @@ class Form(ABC):
 
     #: Bytes that its weights take there, or 0 where that shows only when they are written.
     size = 0
-    #: The file of tensors beside those of the checkpoint that the output has too, if any.
-    kept = ""
+    #: Names of files with tensors beside those of the checkpoint that the output has too.
+    kept: tuple[str, ...] = ()
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
         self.checkpoint, self.progress = checkpoint, progress or Progress()

@@ -95,10 +95,9 @@ def check_order(stages: Sequence[Stage], labels: Sequence[str]) -> None:
         with named(label):
             if number and stages[number - 1].is_format:
                 raise UsageError(f"nothing comes after {stages[number - 1].name}, which is for files that are finished")
-            if not stage.is_format and any(getattr(each, "makes_factors", False) for each in stages[:number]):
+            if not stage.keeps_factors and any(getattr(each, "makes_factors", False) for each in stages[:number]):
                 raise UsageError(
-                    f"{stage.name} would make dense matrices of two sparse factors: after these come formats alone, "
-                    "and of the efforts those without healing, such as balanced or best:healing=0"
+                    f"{stage.name} would make dense matrices of two sparse factors: only healing and formats follow"
                 )
             stage.check_order(tuple(stages[:number]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -83,7 +84,9 @@ class Run:
                 record.notes.append(note)
             self.progress.note(note)
 
-    def carried(self, checkpoint: Checkpoint, size: int = 0, keep: str = "", scratch: int = 0) -> CarriedFiles | None:
+    def carried(
+        self, checkpoint: Checkpoint, size: int = 0, keep: Collection[str] = (), scratch: int = 0
+    ) -> CarriedFiles | None:
         """The files beside the weights, in the first process, which checks that there is space for all of the output.
 
         That is them, ``size`` bytes of weights, and the bytes of ``scratch`` that the stage keeps until it is done.
@@ -105,6 +108,8 @@ class Stage(Protocol):
     name: ClassVar[str]
     #: Whether it only writes what there is in another form: then the model before it has the card and the record.
     is_format: ClassVar[bool]
+    #: Whether it can follow a stage that makes two sparse factors of each matrix, and leaves them such.
+    keeps_factors: ClassVar[bool]
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         """UsageError where it cannot follow these stages."""

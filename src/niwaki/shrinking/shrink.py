@@ -48,6 +48,7 @@ class Shrink:
 
     name: ClassVar[str] = "shrink"
     is_format: ClassVar[bool] = False
+    keeps_factors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
