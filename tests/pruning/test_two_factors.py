@@ -17,7 +17,7 @@ from niwaki.errors import CheckpointError, NiwakiError, UsageError
 from niwaki.layer.patterns import TwoFactors, factors as pattern_module
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import DoubleSparse
-from niwaki.models.factors import FILE, is_product
+from niwaki.models.factors import FILE, Factored, is_product
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import TrainedFactors, trainable
 from niwaki.packed import kernels
@@ -130,7 +130,7 @@ def test_gradients_of_factors(tmp_path: Path) -> None:
         shapes = (rows, min(rows, columns)), (min(rows, columns), columns)
         factors[matrix.name] = tuple(0.3 * torch.randn(shape, generator=generator) for shape in shapes)
     with trainable(block) as parameters:
-        trained = TrainedFactors(block, factors)
+        trained = TrainedFactors(block, factors, Factored().project_factors)
         with trained.computing(), torch.enable_grad():
             loss().backward()
         found = trained.gradients()

@@ -152,7 +152,7 @@ class Pruning:
         if request.makes_factors:
             check_own_tensors(model.matrices())
         if request.grid:
-            request.grid.check(matrix.shape[1] for matrix in model.matrices())
+            request.grid.check(width for matrix in model.matrices() for width in request.widths(matrix))
         self.pattern_of: PatternOf = patterns_of(request.wanted, request.mask_model, model)
         self._is_first = run.is_first
 
@@ -218,10 +218,10 @@ class Pruning:
                 f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"
             )
         record.notes += sharing_notes(model.matrices(), fits=self.effort.fit.epochs > 0)
-        if grid:
-            record.notes.append(stored_as_usual(grid, model.matrices()))
         if request.makes_factors:
             record.notes.append(STORED_AS_PRODUCTS)
+        elif grid:
+            record.notes.append(stored_as_usual(grid, model.matrices()))
         if record.kept_format:
             record.notes.append(
                 f"the model's files are in {record.kept_format}, and what is pruned is written in that format again"
@@ -297,5 +297,5 @@ def _format(request: Request, checkpoint: Checkpoint) -> WeightFormat:
     if request.keep_format:
         return KeptFormat(checkpoint)
     if request.makes_factors:
-        return Factored()
+        return Factored(request.grid)
     return OnGrid(request.grid) if request.grid else WeightFormat()
