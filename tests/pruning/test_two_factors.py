@@ -17,7 +17,7 @@ from niwaki.errors import CheckpointError, NiwakiError, UsageError
 from niwaki.layer.patterns import TwoFactors, factors as pattern_module
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import DoubleSparse
-from niwaki.models.factors import FILE, is_product
+from niwaki.models.factors import FILE, Factored, is_product
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import TrainedFactors, trainable
 from niwaki.packed import kernels
@@ -130,7 +130,7 @@ def test_gradients_of_factors(tmp_path: Path) -> None:
         shapes = (rows, min(rows, columns)), (min(rows, columns), columns)
         factors[matrix.name] = tuple(0.3 * torch.randn(shape, generator=generator) for shape in shapes)
     with trainable(block) as parameters:
-        trained = TrainedFactors(block, factors)
+        trained = TrainedFactors(block, factors, Factored().project_factors)
         with trained.computing(), torch.enable_grad():
             loss().backward()
         found = trained.gradients()
@@ -259,7 +259,6 @@ def test_weights_that_are_no_product_any_more(tmp_path: Path) -> None:
         ({"revive": True}, "a product of two factors keeps no zeros"),
         ({"effort": "fast:allocation=owl"}, "owl wants sparsities that two-factors:0.5 has not"),
         ({"mask_from": "wanda"}, "two factors have masks of their own"),
-        ({"effort": "best"}, "of the efforts those without healing, such as balanced"),
         ({"solver": "wanda", "sparsity": None, "pattern": "two-factors:0.5"}, "only the solver double-sparse makes"),
         ({"sparsity": None, "pattern": "2:4"}, "makes two factors, and 2:4 is a pattern of one matrix"),
         ({"sparsity": 0.99}, "fewer than 64 weights for its square factor"),
@@ -286,12 +285,11 @@ def test_what_would_make_dense_matrices_of_them(tmp_path: Path) -> None:
     for call in (
         lambda: niwaki.prune(out, tmp_path / "x", 0.5, **options),
         lambda: niwaki.shrink(out, tmp_path / "x", neurons=0.25, **options),
-        lambda: niwaki.heal(out, tmp_path / "x", teacher=model, **options),
     ):
         assert "was pruned to two factors" in message(call, UsageError)
-    stages: list[Any] = [niwaki.Prune("two-factors:0.5"), niwaki.Heal(tokens=100)]
+    stages: list[Any] = [niwaki.Prune("two-factors:0.5"), niwaki.Quantize("int8")]
     said = message(lambda: niwaki.run(model, tmp_path / "x", stages, **options), UsageError)
-    assert said.startswith("stage 2, heal: heal would make dense matrices of two sparse factors")
+    assert said.startswith("stage 2, quantize: quantize would make dense matrices of two sparse factors")
     assert not (tmp_path / "x").exists()
 
 

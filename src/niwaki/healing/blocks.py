@@ -190,8 +190,13 @@ class BlockRun(HealingRun):
         inputs, targets, parts = streams.inputs, streams.targets, self._parts(block)
         factors = parts if self._format.has_factors else None
         on_grid = self._projection(parts) if parts and not factors else None
-        settings = self._fitting, run.world, run.progress.step
-        fit = Fit(block, inputs, targets, *settings, on_grid=on_grid, factors=factors, seconds=seconds)
+        fit = Fit(
+            *(block, inputs, targets, self._fitting, run.world, run.progress.step),
+            on_grid=on_grid,
+            factors=factors,
+            project_factors=self._format.project_factors,
+            seconds=seconds,
+        )
         run.progress.stage(block.index, "fit", fit.batches)
         self._store.begin(block.index, self.record)
         self.record.fits.append(fit.run())

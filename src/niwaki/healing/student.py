@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from niwaki.errors import NumericalError
 from niwaki.healing.objective import Logits
 from niwaki.layer.linalg import is_finite
-from niwaki.models.factors import factor_keys, product
+from niwaki.models.factors import Factored, factor_keys, product
 from niwaki.models.families import choice
 from niwaki.models.formats import format_of
 from niwaki.models.layout import Matrix
@@ -147,13 +147,14 @@ class Student:
 class FactoredStudent(Student):
     """The pruned model whose matrices are products of two sparse factors, each of which is trained on its mask.
 
-    It computes with the products, whose gradients give those of the factors. What is trained of the factors has the
-    names that they have in files.
+    It computes with the products, whose gradients give those of the factors. These have the names that they have in
+    files. Where they are on a grid, the products are of what they are there, and scales stay.
     """
 
     def __init__(self, stream: StreamedModel, logits: Logits, length: int, half: bool = False) -> None:
         self._products: dict[str, tuple[nn.Parameter, list[Matrix]]] = {}  # by name in the model
         self._dtypes: dict[str, torch.dtype] = {}  # of factors
+        self._scales: dict[str, tuple[Tensor, ...]] = {}  # of each factor, none if it is not on a grid
         super().__init__(stream, logits, length, half)
 
     def _train_matrix(self, name: str, value: nn.Parameter, matrices: list[Matrix]) -> None:
@@ -163,47 +164,54 @@ class FactoredStudent(Student):
             return
         value.requires_grad_(True)
         self._products[name] = value, matrices
-        for matrix, factors in parts:
-            for key, factor in zip(factor_keys(matrix.key), factors, strict=True):
+        for matrix, (left, right, *scales) in parts:
+            for at, (key, factor) in enumerate(zip(factor_keys(matrix.key), (left, right), strict=True)):
                 trained = factor.to(self.device, torch.float32, copy=True)
                 self.parameters[key], self.masks[key] = nn.Parameter(trained), trained != 0
                 self.sizes[key], self._dtypes[key] = root_mean_square(factor), factor.dtype
+                self._scales[key] = tuple(scales[at : at + 1])
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """While gradients are computed: afterwards the factors have theirs."""
-        self._multiply()
-        yield
-        for whole, matrices in self._products.values():
-            if whole.grad is None:  # as of experts that none of these tokens went to
-                continue
-            for matrix in matrices:
-                left, right = (self.parameters[key] for key in factor_keys(matrix.key))
-                gradient = matrix.within(whole.grad)
-                left.grad, right.grad = gradient @ right.detach().T, left.detach().T @ gradient
-            whole.grad = None
-
-    def _multiply(self) -> None:
-        """From now on the model computes with the products of the factors."""
-        for whole, matrices in self._products.values():
-            for matrix in matrices:
-                matrix.within(whole.data).copy_(product([self.parameters[key].data for key in factor_keys(matrix.key)]))
+        """While gradients are computed; then the factors have theirs."""
+        with self.holding({key: self._formatted(key, self.parameters[key]) for key in self._scales}):
+            yield
+            for whole, matrices in self._products.values():
+                if whole.grad is None:  # as of experts that none of these tokens went to
+                    continue
+                for matrix in matrices:
+                    left, right = (self.parameters[key] for key in factor_keys(matrix.key))
+                    gradient = matrix.within(whole.grad)
+                    left.grad, right.grad = gradient @ right.detach().T, left.detach().T @ gradient
+                whole.grad = None
 
     @contextlib.contextmanager
     def holding(self, stored: dict[str, Tensor]) -> Iterator[None]:
         with super().holding(stored):
-            self._multiply()
+            for whole, matrices in self._products.values():
+                for matrix in matrices:
+                    factors = [self.parameters[key].data for key in factor_keys(matrix.key)]
+                    matrix.within(whole.data).copy_(product(factors))
             yield
 
     def tensors(self, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        yield from super().tensors({name: value for name, value in stored.items() if name not in self._dtypes})
+        yield from super().tensors({name: value for name, value in stored.items() if name not in self._scales})
         for name, (whole, matrices) in self._products.items():
-            products = whole.detach().cpu().clone()
+            products = torch.empty_like(whole, device="cpu")
             for matrix in matrices:
-                factors = {key: stored[key] for key in factor_keys(matrix.key)}
-                yield from factors.items()
-                matrix.within(products).copy_(product([*factors.values()]))
-            yield from self._stream.layout.split(name, products.to(self._dtype(name)).add_(0.0))
+                own = factor_keys(matrix.key)
+                matrix.within(products.data).copy_(product([stored[key] for key in own]))
+                scales = [each for key in own for each in self._scales[key]]
+                every = factor_keys(matrix.key, scaled=bool(scales))
+                yield from zip(every, [*(stored[key] for key in own), *scales], strict=True)
+            yield from self._stream.layout.split(name, products.data.to(self._dtype(name)).add_(0.0))
+
+    def _formatted(self, name: str, value: Tensor) -> Tensor:
+        if name not in self._scales:
+            return super()._formatted(name, value)
+        scales = [each.to(value.device) for each in self._scales[name]]
+        assert isinstance(self._format, Factored)
+        return self._format.project_factor(value.detach(), scales)
 
     def _dtype(self, name: str) -> torch.dtype:
         return self._dtypes.get(name) or super()._dtype(name)

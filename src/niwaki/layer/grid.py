@@ -94,6 +94,11 @@ class Grid:
             codes = torch.where((W != 0) & (codes == 0), W.sign(), codes)
         return self.values(codes, scales, dtype)
 
+    def has(self, W: Tensor, scales: Tensor) -> bool:
+        """Whether all of W (out, in) are whole numbers times these ``scales``, rounded to their dtype, to the bit."""
+        W = W.float()
+        return torch.equal(self.project(W, scales.float(), scales.dtype), W)
+
 
 def usable(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """``scales`` rounded to ``dtype``, in their own; 1 where that is not above 0."""

@@ -17,6 +17,7 @@ _SMALL = 1024
 STRIP = 1024
 #: Of sums above this no term that matters is below what float32 can hold.
 _SMALLEST = 1e-30
+_TINY = torch.finfo(torch.float32).tiny
 #: The error where not even a large damping helps.
 NOT_DEFINITE = (
     "a Gram matrix is not positive definite even when heavily damped; "
@@ -180,6 +181,37 @@ def masked_conjugate_gradients(
             rr = rr_next
         after += float(rr.sum(dtype=torch.float64))
     return solved, math.sqrt(after / before) if before > 0 else 0.0
+
+
+def conjugate_gradients(
+    apply: Callable[[Tensor], Tensor], residual: Tensor, start: Tensor, steps: int, dim: int | None = None
+) -> Tensor:
+    """``start``, which leaves this ``residual``, after steps of conjugate gradients; changes the residual.
+
+    Where ``dim`` is given, what lies along it is a problem of its own.
+    """
+
+    def inner(X: Tensor, Y: Tensor) -> Tensor:
+        return (X * Y).sum() if dim is None else (X * Y).sum(dim, keepdim=True)
+
+    solved, D, rr = start.clone(), residual.clone(), inner(residual, residual)
+    for step in range(steps):
+        AD = apply(D)
+        curvature = inner(D, AD)
+        length = torch.where(curvature > 0, rr / curvature, 0.0)
+        solved.addcmul_(D, length)
+        if step + 1 < steps:
+            residual.addcmul_(AD, length, value=-1)
+            before, rr = rr, inner(residual, residual)
+            D.mul_(torch.where(before > 0, rr / before, 0.0)).add_(residual)
+    return solved
+
+
+def with_unit_diagonal(M: Tensor) -> tuple[Tensor, Tensor]:
+    """(M with 1 on its diagonal, or 0 where it has 0; the roots of that, with 1 for 0)."""
+    diagonal = M.diagonal().clamp(min=0)
+    units = torch.where(diagonal > _TINY, diagonal, 1.0).sqrt_()
+    return M.div_(units).div_(units.unsqueeze(1)), units
 
 
 def quadratic_form(A: Tensor, H: Tensor, B: Tensor | None = None) -> float:

@@ -14,6 +14,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.processes import World
 from niwaki.models.training import (
+    FactorProjection,
     Projection,
     TrainedFactors,
     TrainedWeights,
@@ -39,8 +40,9 @@ class Fit:
     parameter's weights that are not zero, and decrease linearly to 0. Some batches are held out (of one batch alone,
     itself); the weights are those of the epoch with the lowest error there, or the original ones if none is better. No
     weight becomes zero. A step takes one batch of each process. With ``on_grid`` the block computes with rounded
-    weights, whose gradients change unrounded ones. Where matrices are products of two ``factors``, by name, these are
-    trained on their own masks, and are replaced by what has become of them.
+    weights, whose gradients change unrounded ones. Where matrices are products of two ``factors``, the first of their
+    parts by name, these are trained on their own masks, in the same way with ``project_factors``, and are replaced by
+    what has become of them.
 
     Cost: per epoch a forward and a backward pass of the block for all batches; memory of five float32 copies of the
     weights and of the activations of a batch.
@@ -54,6 +56,7 @@ class Fit:
     done: Callable[[], None]  # called after each of the ``batches`` that pass through the block
     on_grid: Projection | None = None
     factors: Mapping[str, Sequence[Tensor]] | None = None
+    project_factors: FactorProjection | None = None
     seconds: float = math.inf  # that it may take; the rate then decreases with the share that is left of them
 
     def __post_init__(self) -> None:
@@ -74,7 +77,9 @@ class Fit:
         self._power = max(sum(self.world.collected(power)), 1e-30)
         order = torch.Generator().manual_seed(block.index)
         with trainable(block) as weights:
-            factors = TrainedFactors(block, self.factors) if self.factors else None
+            factors = None
+            if self.factors and self.project_factors:
+                factors = TrainedFactors(block, self.factors, self.project_factors)
             self._trained = factors or TrainedWeights(block, weights, self.on_grid)
             parameters = self._trained.values
             masks = [value != 0 for value in parameters]
@@ -109,7 +114,7 @@ class Fit:
             for old, value, mask in zip(kept, parameters, masks, strict=True):
                 value.data = _off_zero(old, mask, smallest_weight(block))
             self._trained.settle()
-            self.factors = factors.factors if factors else None
+            self.factors = factors.parts if factors else None
         return FitRecord(block.index, before, best, at, time.perf_counter() - began, step + 1)
 
     def _share(self, step: int, began: float) -> float:

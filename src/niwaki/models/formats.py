@@ -11,7 +11,7 @@ def format_of(checkpoint: Checkpoint) -> WeightFormat:
 
     CheckpointError where its configuration names a grid that there is not.
     """
-    if checkpoint.pruning.has_factors:
-        return Factored(checkpoint.pruning.blocks)
     grid = grid_of(checkpoint)
+    if checkpoint.pruning.has_factors:
+        return Factored(grid, checkpoint.pruning.blocks)
     return OnGrid(grid) if grid else WeightFormat()

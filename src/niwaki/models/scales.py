@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
@@ -54,13 +53,18 @@ def places(checkpoint: Checkpoint, matrices: Sequence[Matrix], grid: Grid) -> di
 
 def read_scales(checkpoint: Checkpoint, matrix: Matrix, grid: Grid) -> Tensor:
     """(out, groups), in their own dtype; CheckpointError where they are not there, or cannot be its scales."""
-    file, key = checkpoint.path / FILE, scale_key(matrix)
+    file = checkpoint.path / FILE
     why = f", as the weights on {grid} have it"
     (scales,) = read_beside(file, places(checkpoint, [matrix], grid), f"scales of {matrix.key!r}", why)
     scales = scales if matrix.index is None else scales[matrix.index]
+    check_scales(scales, file, scale_key(matrix))
+    return scales
+
+
+def check_scales(scales: Tensor, file: Path, key: str) -> None:
+    """CheckpointError unless the tensor ``key`` of ``file`` can be scales."""
     if not bool(((scales > 0) & scales.isfinite()).all()):
         raise CheckpointError(f"{file}: {key!r} has scales that are not above 0 and finite; quantise the model again")
-    return scales
 
 
 def verify_grid(directory: Path, matrices: Sequence[Matrix], grid: Grid) -> None:
@@ -69,7 +73,5 @@ def verify_grid(directory: Path, matrices: Sequence[Matrix], grid: Grid) -> None
     for matrix in matrices:
         if not written.pruning.includes(matrix.block):
             continue
-        W, scales = matrix.read(written).float(), read_scales(written, matrix, grid)
-        nearest = grid.project(W, scales.float(), scales.dtype)
-        if not torch.equal(nearest, W):
+        if not grid.has(matrix.read(written), read_scales(written, matrix, grid)):
             raise OutputError(f"{directory}: {matrix.key!r} has weights on disk that are not on its grid {grid}")

@@ -16,6 +16,8 @@ from niwaki.models.spill import MemoryBudget, SpillList
 
 #: (out, in), the weights of a matrix rounded to its grid, with the same zeros.
 Projection = Callable[[Matrix, Tensor], Tensor]
+#: The two factors of a matrix as :meth:`.WeightFormat.project_factors` makes them of its parts.
+FactorProjection = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]
 
 
 def trained_matrices(block: DecoderBlock) -> list[Matrix]:
@@ -104,23 +106,34 @@ class TrainedWeights:
 
 
 class TrainedFactors(TrainedWeights):
-    """Two factors of each matrix, by its name, in the dtype that they are stored in; the block has their products."""
+    """Two factors of each matrix, the first of its parts by name, as they are stored; the block has their products.
 
-    def __init__(self, block: DecoderBlock, factors: Mapping[str, Sequence[Tensor]]) -> None:
+    It computes with what ``project_factors`` makes of them and the other parts, which stay as they are; gradients of
+    that change the factors themselves.
+    """
+
+    def __init__(
+        self, block: DecoderBlock, parts: Mapping[str, Sequence[Tensor]], project_factors: FactorProjection
+    ) -> None:
         self._matrices = trained_matrices(block)
         self._weights = _trained(block)
-        self._dtypes = [factor.dtype for matrix in self._matrices for factor in factors[matrix.name]]
-        values = [factor.float() for matrix in self._matrices for factor in factors[matrix.name]]
+        self._parts, self._project_factors = parts, project_factors
+        values = [factor.float() for matrix in self._matrices for factor in parts[matrix.name][:2]]
         # Not changed where they are in float32 already.
         super().__init__(block, [nn.Parameter(value.clone(), requires_grad=False) for value in values], None)
 
     def _pairs(self) -> Iterator[tuple[Matrix, nn.Parameter, nn.Parameter]]:
         return zip(self._matrices, self.values[::2], self.values[1::2], strict=True)
 
+    def _projected(self, matrix: Matrix, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """What the block computes with in the place of these factors."""
+        return self._project_factors([left, right, *self._parts[matrix.name][2:]])
+
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        for matrix, left, right in self._pairs():
-            matrix.within(self._weights[matrix.parameter].data).copy_(left.data @ right.data)
+        for matrix, *factors in self._pairs():
+            left, right = self._projected(matrix, *(factor.data for factor in factors))
+            matrix.within(self._weights[matrix.parameter].data).copy_(left @ right)
         yield
 
     def gradients(self) -> list[Tensor]:
@@ -128,24 +141,29 @@ class TrainedFactors(TrainedWeights):
         for matrix, left, right in self._pairs():
             whole = self._weights[matrix.parameter].grad
             of_product = torch.zeros(matrix.shape, device=left.device) if whole is None else matrix.within(whole)
-            left.grad, right.grad = of_product @ right.data.T, left.data.T @ of_product
+            seen_left, seen_right = self._projected(matrix, left.data, right.data)
+            left.grad, right.grad = of_product @ seen_right.T, seen_left.T @ of_product
             found += [left.grad, right.grad]
         for weights in self._weights.values():
             weights.grad = None
         return found
 
     def settle(self) -> None:
-        for value, dtype in zip(self.values, self._dtypes, strict=True):
-            value.data = value.data.to(dtype).float()
+        for matrix, left, right in self._pairs():
+            dtypes = [part.dtype for part in self._parts[matrix.name]]
+            seen = self._projected(matrix, left.data, right.data)
+            left.data, right.data = (factor.to(dtype).float() for factor, dtype in zip(seen, dtypes, strict=False))
         with self.computing():
             pass
 
     @property
-    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """What has become of them, by the names of matrices."""
-        stored = [value.data.to(dtype) for value, dtype in zip(self.values, self._dtypes, strict=True)]
-        names = [matrix.name for matrix in self._matrices]
-        return dict(zip(names, zip(stored[::2], stored[1::2], strict=True), strict=True))
+    def parts(self) -> dict[str, tuple[Tensor, ...]]:
+        """What has become of them, with the other parts, by the names of matrices."""
+        found = {}
+        for matrix, left, right in self._pairs():
+            of_left, of_right, *others = self._parts[matrix.name]
+            found[matrix.name] = (left.data.to(of_left.dtype), right.data.to(of_right.dtype), *others)
+        return found
 
 
 def trained_weights(block: DecoderBlock) -> Iterator[tuple[Matrix, Tensor]]:

@@ -59,6 +59,10 @@ class WeightFormat:
         """(out, in), W in this format, with the same zeros."""
         raise NotImplementedError
 
+    def project_factors(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The two factors that are the first of these ``parts`` of a matrix, in this format, with the same zeros."""
+        raise NotImplementedError
+
     def zeros(self, stored: Tensor, parts: Sequence[Tensor]) -> int:
         """How many zeros a matrix has."""
         return stored.numel() - int(stored.count_nonzero())

@@ -23,8 +23,11 @@ from niwaki.packed.kernels import expand
 from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, stride, unpacked
 
 INDEX = PACKED_INDEX
-#: The second version is for models without two factors, which readers of that version can read.
-FORMAT, VERSIONS = "niwaki-packed", (2, 3)
+#: The second version is for models without two factors, the third for those whose factors are on no grid: readers of
+#: these versions can read them.
+FORMAT, VERSIONS = "niwaki-packed", (2, 3, 4)
+#: The first version that has them.
+_SINCE = {"inner": 3, "count_right": 3, "groups_right": 4}
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
@@ -40,10 +43,11 @@ class PackedTensor:
     transposed: bool  # packed rows run along its last dimension but one, and not the last
     count: Number  # of values, if it is packed; with 4 bits, of their bytes
     bits: Number  # of its values, if these are whole numbers with scales: 4 or 8, or else 0
-    groups: Number  # scales for each row, if its values are whole numbers
+    groups: Number  # scales for each row, if its values are whole numbers; of the left one of two factors
     sha256: str  # of its bytes in the file: of mask, scales and values in this order, or of those of both factors
     inner: Number = 0  # the columns of the left one of the two factors whose product it is; 0 if it is no product
     count_right: Number = 0  # of values of the right one; ``count`` then are those of the left one
+    groups_right: Number = 0  # scales for each row of the right one, if values of both are whole numbers
 
     def components(self, key: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """(dtype, shape) of the tensors that it is stored as, by their keys in the file, in the order of its digest."""
@@ -52,21 +56,28 @@ class PackedTensor:
         *outer, columns = self.untransposed
         rows = math.prod(outer)
         if self.inner:
-            left = self._sparse(f"{key}.left", rows, self.inner, self.count)
-            return left | self._sparse(f"{key}.right", self.inner, columns, self.count_right)
-        return self._sparse(key, rows, columns, self.count)
+            left = self._sparse(f"{key}.left", rows, self.inner, self.count, self.groups)
+            return left | self._sparse(f"{key}.right", self.inner, columns, self.count_right, self.groups_right)
+        return self._sparse(key, rows, columns, self.count, self.groups)
 
-    def _sparse(self, key: str, rows: int, columns: int, count: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The same of one matrix with so many values."""
+    def _sparse(
+        self, key: str, rows: int, columns: int, count: int, groups: int
+    ) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The same of one matrix with so many values, and scales for each row."""
         mask = {f"{key}.mask": ("U8", (rows, stride(columns)))}
         values = {0: self.dtype, 4: "U8", 8: "I8"}[self.bits]
-        scales = {f"{key}.scales": (self.dtype, (rows, self.groups))} if self.bits else {}
+        scales = {f"{key}.scales": (self.dtype, (rows, groups))} if self.bits else {}
         return mask | scales | {f"{key}.values": (values, (count + PADDING,))}
 
     @property
     def untransposed(self) -> tuple[int, ...]:
         """Its shape with the packed columns last; all dimensions before are the packed rows."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+
+    @property
+    def version(self) -> int:
+        """The first one of the format that has such a tensor."""
+        return max([VERSIONS[0], *(since for name, since in _SINCE.items() if getattr(self, name))])
 
     @property
     def size(self) -> int:
@@ -77,18 +88,21 @@ class PackedTensor:
         """Raises ValueError unless there can be such a tensor; what kernels rely on begins here."""
         if self.dtype not in DTYPES or math.prod(filter(None, self.shape)) >= 2**48:
             raise ValueError(f"there is no tensor {shown(self.dtype)} {self.shape}")
-        if (self.inner > 0 and not self.packed) or (self.count_right > 0 and not self.inner):
-            raise ValueError("what has no two factors cannot have inner columns or values of a right one")
+        if (self.inner > 0 and not self.packed) or (self.count_right + self.groups_right > 0 and not self.inner):
+            raise ValueError("what has no two factors cannot have inner columns, or values or scales of a right one")
         if not self.packed:
             return
         if DTYPES[self.dtype] not in PACKABLE or len(self.shape) < 2 or 0 in self.shape:
             raise ValueError(f"{self.dtype} {self.shape} cannot be packed")
-        if self.inner and (len(self.shape) != 2 or self.bits):
+        if self.inner and (len(self.shape) != 2 or self.bits not in (0, 8)):
             raise ValueError(f"{self.dtype} {self.shape} with {self.bits} bits is not a product of two factors here")
-        if self.bits not in (0, 4, 8) or (self.bits > 0) != (self.groups > 0):
-            raise ValueError(f"values of {self.bits} bits cannot have {self.groups} scales for a row")
-        if self.groups and not groups_fit(self.untransposed[-1], self.groups):
-            raise ValueError(f"rows of {self.untransposed[-1]} columns cannot have {self.groups} scales")
+        columns = self.untransposed[-1]
+        right = [(columns, self.groups_right)] if self.inner else []
+        for width, groups in [(self.inner or columns, self.groups), *right]:
+            if self.bits not in (0, 4, 8) or (self.bits > 0) != (groups > 0):
+                raise ValueError(f"values of {self.bits} bits cannot have {groups} scales for a row")
+            if groups and not groups_fit(width, groups):
+                raise ValueError(f"rows of {width} columns cannot have {groups} scales")
 
 
 @dataclass(frozen=True)
@@ -137,7 +151,7 @@ class Index:
     @property
     def version(self) -> int:
         """That of the format: the first one that can say all of it."""
-        return VERSIONS[any(tensor.inner for tensor in self.tensors.values())]
+        return max([VERSIONS[0], *(tensor.version for tensor in self.tensors.values())])
 
     def to_json(self) -> str:
         """The text of the file."""
@@ -148,9 +162,9 @@ class Index:
             "version": self.version,
             **asdict(self),
         }
-        if self.version == VERSIONS[0]:
+        for name in (name for name, since in _SINCE.items() if since > self.version):
             for tensor in values["tensors"].values():
-                del tensor["inner"], tensor["count_right"]
+                del tensor[name]
         return json.dumps({**values, "sha256": digest_of(values)}, indent=1) + "\n"
 
     @classmethod
@@ -169,13 +183,13 @@ class Index:
                 what = "install a later one" if values["version"] > VERSIONS[-1] else "pack the dense model again"
                 raise CheckpointError(
                     f"{path} has version {values['version']} of the format and this niwaki reads "
-                    f"{' and '.join(map(str, VERSIONS))}; {what}"
+                    f"{VERSIONS[0]} to {VERSIONS[-1]}; {what}"
                 )
             json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no text that files can have
             index = msgspec.convert(values, cls)
             index.check()
             if index.version > values["version"]:
-                raise ValueError("it has two factors, which its version has not")
+                raise ValueError(f"it is of version {index.version}, and says that it is of {values['version']}")
         except (OSError, ValueError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         return index
@@ -249,8 +263,9 @@ class PackedCheckpoint(Checkpoint):
         stored, tensors = self.index.tensors[key], self.components(key)
         columns = stored.untransposed[-1]
         if stored.inner:
-            left = self._sparse(key, tensors[:2], stored.inner)
-            return left, self._sparse(key, tensors[2:], columns)
+            middle = len(tensors) // 2
+            left = self._sparse(key, tensors[:middle], stored.inner)
+            return left, self._sparse(key, tensors[middle:], columns)
         return (self._sparse(key, tensors, columns),)
 
     def _sparse(self, key: str, tensors: list[Tensor], columns: int) -> PackedMatrix:

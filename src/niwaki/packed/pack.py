@@ -205,15 +205,14 @@ class Packed(Form):
         value, matrices = read_tensor(self._path / shard, key, entry), self._matrices[key]
         W = self._factors(key, value) or self._packed(value, matrices)
         tensors = [tensor for each in W for tensor in _written(each)] or [value]
-        transposed, counts, bits, groups = False, [0], 0, 0
-        if W:
-            transposed, counts = matrices[0].is_stored_transposed, [int(each.starts[-1]) for each in W]
-            if W[0].scales is not None:
-                bits, groups = (4 if W[0].values.dtype == torch.uint8 else 8), W[0].scales.shape[1]
-        inner, right = (W[0].columns, counts[1]) if len(W) > 1 else (0, 0)
-        digest = sha256(map(raw_bytes, tensors))
-        given = (file, entry.dtype, entry.shape, bool(W), transposed, counts[0], bits, groups, digest, inner, right)
-        self._tensors[key] = stored = PackedTensor(*given)
+        transposed, bits = bool(W) and matrices[0].is_stored_transposed, 0
+        if W and W[0].scales is not None:
+            bits = 4 if W[0].values.dtype == torch.uint8 else 8
+        counts = [int(each.starts[-1]) for each in W] or [0]
+        groups = [0 if each.scales is None else each.scales.shape[1] for each in W] or [0]
+        digest, inner = sha256(map(raw_bytes, tensors)), W[0].columns if len(W) > 1 else 0
+        given = (file, entry.dtype, entry.shape, bool(W), transposed, counts[0], bits, groups[0], digest, inner)
+        self._tensors[key] = stored = PackedTensor(*given, *counts[1:], *groups[1:])
         named = dict(zip(stored.components(key), tensors, strict=True))
         if taken := sorted(self._names & named.keys()):
             raise UnsupportedModelError(
@@ -231,10 +230,15 @@ class Packed(Form):
         start, stop = pruning.blocks or (0, math.inf)
         if not start <= matrix.block < stop:
             return ()
-        factors = read_factors(self.checkpoint, matrix)
-        if not is_product(value.T if matrix.is_stored_transposed else value, factors):
+        left, right, *scales = read_factors(self.checkpoint, matrix, self._grid)
+        if not is_product(value.T if matrix.is_stored_transposed else value, (left, right)):
             raise CheckpointError(f"{self._path}: {key!r} is not the product of its factors any more; prune it again")
-        return _if_smaller(tuple(pack_matrix(factor) for factor in factors), value)
+        if self._grid is None:
+            return _if_smaller((pack_matrix(left), pack_matrix(right)), value)
+        packed = [self._on_grid(factor, each) for factor, each in zip((left, right), scales, strict=True)]
+        if not all(packed):
+            raise CheckpointError(f"{self._path}: {key!r} has factors that are not on {self._grid}; prune it again")
+        return _if_smaller(tuple(filter(None, packed)), value)
 
     def _packed(self, value: Tensor, matrices: list[Matrix]) -> tuple[PackedMatrix, ...]:
         """``value`` without its zeros; none if that is not smaller."""
@@ -250,8 +254,13 @@ class Packed(Form):
         grid = self._grid
         if grid is None or not all(scale_key(matrix) in self._scaled for matrix in matrices):
             return None  # also of a block that was left as it is
-        scales = torch.cat([read_scales(self.checkpoint, matrix, grid) for matrix in matrices]).float()
-        if len(scales) != len(W) or not groups_fit(W.shape[1], scales.shape[1]):
+        scales = torch.cat([read_scales(self.checkpoint, matrix, grid) for matrix in matrices])
+        return self._on_grid(W, scales)
+
+    def _on_grid(self, W: Tensor, scales: Tensor) -> PackedMatrix | None:
+        """The same with these ``scales``."""
+        grid, scales = self._grid, scales.float()
+        if grid is None or len(scales) != len(W) or not groups_fit(W.shape[1], scales.shape[1]):
             return None
         codes = grid.codes(W.float(), scales).to(torch.int8)  # which have no -0
         values = grid.values(codes.float(), scales, W.dtype).to(W.dtype)

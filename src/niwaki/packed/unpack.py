@@ -19,6 +19,7 @@ from niwaki.models.scales import FILE as SCALES
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, PackedCheckpoint
 from niwaki.packed.kernels import expand
+from niwaki.packed.matrix import PackedMatrix
 from niwaki.records.progress import Progress
 from niwaki.runs.conversion import Form, convert
 
@@ -76,25 +77,34 @@ class Unpacked(Form):
 
 
 def _write_factors(checkpoint: PackedCheckpoint, directory: Path) -> None:
-    """Writes the two factors of matrices beside them, where they have any."""
+    """Writes the two factors of matrices beside them, and the scales of both, where they have any."""
     places = {}
     for key, stored in checkpoint.index.tensors.items():
         if stored.inner:
             rows, columns = stored.untransposed
-            shapes = (rows, stored.inner), (stored.inner, columns)
-            for side, (name, shape) in enumerate(zip(factor_keys(key), shapes, strict=True)):
-                places[name] = key, side, torch.empty(shape, dtype=DTYPES[stored.dtype], device="meta")
+            shapes = [(rows, stored.inner), (stored.inner, columns)]
+            if stored.bits:
+                shapes += [(rows, stored.groups), (stored.inner, stored.groups_right)]
+            for part, (name, shape) in enumerate(zip(factor_keys(key, bool(stored.bits)), shapes, strict=True)):
+                places[name] = key, part, torch.empty(shape, dtype=DTYPES[stored.dtype], device="meta")
     if places:
         with output_errors(directory):
             (directory / FACTORS).parent.mkdir()
 
-        packed = functools.lru_cache(maxsize=1)(checkpoint.packed)  # one side of a matrix comes after the other
+        packed = functools.lru_cache(maxsize=1)(checkpoint.packed)  # one part of a matrix comes after the other
 
         def read(name: str) -> Tensor:
-            key, side, _ = places[name]
-            return expand(packed(key)[side])
+            key, part, _ = places[name]
+            factor = packed(key)[part % 2]
+            return expand(factor) if part < 2 else _scales(factor)
 
         write_file(directory / FACTORS, {name: like for name, (_, _, like) in places.items()}, read)
+
+
+def _scales(factor: PackedMatrix) -> Tensor:
+    """The scales of a factor on a grid, as they were read."""
+    assert factor.scales is not None
+    return factor.scales.to(factor.dtype)
 
 
 def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progress) -> None:

@@ -154,7 +154,7 @@ class Pruning:
         if request.makes_factors:
             check_own_tensors(model.matrices())
         if request.grid:
-            request.grid.check(matrix.shape[1] for matrix in model.matrices())
+            request.grid.check(width for matrix in model.matrices() for width in request.widths(matrix))
         self.pattern_of: PatternOf = patterns_of(request.wanted, request.mask_model, model)
         self._is_first = run.is_first
 
@@ -296,5 +296,5 @@ def _format(request: Request, checkpoint: Checkpoint) -> WeightFormat:
     if request.keep_format:
         return KeptFormat(checkpoint)
     if request.makes_factors:
-        return Factored()
+        return Factored(request.grid)
     return OnGrid(request.grid) if request.grid else WeightFormat()

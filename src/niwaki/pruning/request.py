@@ -1,7 +1,7 @@
 """What pruning is asked for, and the pattern of each matrix."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from niwaki.effort import Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import given_path
 from niwaki.layer.grid import Grid, parse_grid
-from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern, make_pattern
+from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern, TwoFactors, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describe, make_solver
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.locate import locate_model
@@ -64,8 +64,8 @@ class Request:
             raise UsageError("two factors have masks of their own; leave out where to take masks from")
         if self.revive:
             raise UsageError("a product of two factors keeps no zeros, with or without revive; leave that out")
-        if self.grid or self.keep_format:
-            raise UsageError("the values of two factors stay in the dtype of the model; leave out the grid or format")
+        if self.keep_format:
+            raise UsageError("two factors are in the dtype of the model or on a grid; leave out keep_format")
 
     @property
     def makes_factors(self) -> bool:
@@ -119,12 +119,25 @@ class Request:
     @cached_property
     def wanted(self) -> Pattern | None:
         """The pattern; None where only a mask was given."""
-        return None if self.pattern is None else make_pattern(self.pattern, self._updating.default_pattern)
+        if self.pattern is None:
+            return None
+        pattern = make_pattern(self.pattern, self._updating.default_pattern)
+        if not isinstance(pattern, TwoFactors):
+            return pattern
+        if pattern.grid and pattern.grid != self.grid:
+            raise UsageError(f"{pattern} counts values on the grid {pattern.grid}; give that grid too, or leave it out")
+        # On a grid values have fewer bits, and the same bytes more of them.
+        return replace(pattern, grid=self.grid)
 
     @property
     def grid(self) -> Grid | None:
         """The grid that weights are put on, if any."""
         return parse_grid(self.quantize) if isinstance(self.quantize, str) else self.quantize
+
+    def widths(self, matrix: Matrix) -> list[int]:
+        """The columns of what is made of ``matrix``: of itself, or of its two factors."""
+        columns = matrix.shape[1]
+        return [min(matrix.shape), columns] if self.makes_factors else [columns]
 
     @property
     def shares_zeros(self) -> bool:

@@ -180,6 +180,7 @@ class Walk:
             *(block, states, dense, self.effort.fit, run.world, run.progress.step),
             on_grid=store.on_grid,
             factors=store.factors,
+            project_factors=store.format.project_factors,
         )
         run.progress.stage(block.index, "fit", fit.batches)
         self.record.fits.append(fit.run())

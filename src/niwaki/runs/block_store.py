@@ -80,13 +80,13 @@ class WeightStore(BlockStore):
             self.format.write(self.writer, matrix, stored, self._parts.get(matrix.name, ()))
 
     def write_trained(self, block: DecoderBlock, factors: Mapping[str, Sequence[Tensor]] | None = None) -> None:
-        """Writes what training has made of the matrices of ``block``, and of their factors if they have any."""
+        """Writes what training has made of the matrices of ``block``, and of their parts where two are factors."""
         for matrix, stored in trained_weights(block):
             self.write(matrix, stored, (factors or {}).get(matrix.name, ()))
 
     @property
     def factors(self) -> Mapping[str, Sequence[Tensor]] | None:
-        """Those of the present block's matrices, by name; None where these are one matrix each."""
+        """The parts of the present block's matrices, by name, of which two are factors; None where none are."""
         return self._parts if self.format.has_factors else None
 
     def restore(self, block: DecoderBlock, matrices: Iterable[Matrix]) -> None:

@@ -9,13 +9,18 @@ from torch import Tensor
 
 from niwaki.choices import TWO_FACTORS
 from niwaki.errors import PatternError
+from niwaki.layer.grid import Grid
 from niwaki.layer.patterns._base import BySparsity, Slices, short_number
 
-#: The least rows and columns of a matrix: a row of a mask is whole words of 64 bits.
-_LEAST = 64
+#: A row of a mask is whole words of so many bits, and a scale is for all columns of some words.
+_WORD = 64
+#: The least rows and columns of a matrix.
+_LEAST = _WORD
+#: Of a value on a grid: with 4, and as many bytes, one matrix loses half of what two factors do, or less.
+_BITS_ON_GRID = 8
 #: The least weights of the square factor, for each of its columns.
 _LEAST_IN_COLUMN = 2
-#: Of a value, as models are stored; a weight that is kept takes them, and every place a bit of the mask.
+#: Of a value or a scale, as models are stored; a value takes them, or those of its grid, and every place of a mask one.
 _BITS = 16
 #: The share of the kept weights that the square factor has: where the matrix is square too, and elsewhere.
 _SHARES = 0.3, 0.2
@@ -26,12 +31,27 @@ class TwoFactors(BySparsity):
     """W is a product of two sparse factors, in the bytes of one matrix with this ``sparsity``.
 
     Of W (out, in) the left factor is (out, n) and the right one (n, in), n the lesser of ``out`` and ``in``: one of
-    them is square. Values of 16 bits and a bit of a mask for every place are counted, so that the masks of two factors
-    leave fewer weights than one matrix would have.
+    them is square. Values of 16 bits, or on a ``grid`` of fewer with scales of 16, and a bit of a mask for every place
+    are counted, so that what two factors have beside their values leaves fewer of these than one matrix would have.
     """
 
+    grid: Grid | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.grid and self.grid.bits != _BITS_ON_GRID:
+            raise PatternError(
+                f"the values of two factors have 8 bits on a grid, not {self.grid.bits}: with fewer one matrix loses "
+                "less in the same bytes; take int8, or a pattern of one matrix"
+            )
+        if self.grid and (self.grid.group or 0) % _WORD:
+            raise PatternError(
+                f"the scales of two factors are for rows or groups of a multiple of {_WORD} inputs, not of "
+                f"{self.grid.group}; take int8, or int8:{_WORD}"
+            )
+
     def __str__(self) -> str:
-        return f"{TWO_FACTORS}:{short_number(self.sparsity)}"
+        return f"{TWO_FACTORS}:{short_number(self.sparsity)}" + (f":{self.grid}" if self.grid else "")
 
     @property
     def has_factors(self) -> bool:
@@ -41,7 +61,7 @@ class TwoFactors(BySparsity):
         """See :meth:`Pattern.kept_in_factors`; PatternError where two factors cannot be made of such a matrix."""
         rows, columns = shape
         least = min(rows, columns)
-        total = rows * columns - self.zeros(rows * columns) - math.ceil(least**2 / _BITS)
+        total = rows * columns - self.zeros(rows * columns) - self._beside(least)
         square = min(int(_SHARES[rows != columns] * total), least**2)
         if least < _LEAST:
             raise PatternError(f"a matrix of {rows} x {columns} is too small for {self}: from {_LEAST} on")
@@ -53,10 +73,16 @@ class TwoFactors(BySparsity):
             )
         return (square, total - square) if rows < columns else (total - square, square)
 
+    def _beside(self, least: int) -> int:
+        """The weights that are given up for the mask and the scales of a square factor, which one matrix has not."""
+        if self.grid is None:
+            return math.ceil(least**2 / _BITS)
+        return math.ceil((least**2 + _BITS * least * self.grid.groups(least)) / self.grid.bits)
+
     def highest_sparsity(self, shape: Sequence[int]) -> float:
         rows, columns = shape
         least = min(rows, columns)
-        total = (_LEAST_IN_COLUMN * least + 1) / _SHARES[rows != columns] + math.ceil(least**2 / _BITS) + 1
+        total = (_LEAST_IN_COLUMN * least + 1) / _SHARES[rows != columns] + self._beside(least) + 1
         return max(0.0, 1 - total / (rows * columns))
 
     def check(self, shape: Sequence[int]) -> None:

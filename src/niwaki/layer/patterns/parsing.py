@@ -6,6 +6,7 @@ from numbers import Real
 
 from niwaki.choices import TWO_FACTORS
 from niwaki.errors import PatternError, shown
+from niwaki.layer.grid import parse_grid
 from niwaki.layer.patterns._base import Pattern
 from niwaki.layer.patterns.factors import TwoFactors
 from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota
@@ -16,7 +17,6 @@ from niwaki.quantities import fraction
 _SHARED: dict[str, Callable[[float], Pattern]] = {
     "unstructured": Unstructured,
     "per-row": PerRow,
-    TWO_FACTORS: TwoFactors,
 }
 
 
@@ -44,6 +44,9 @@ def parse_pattern(text: str) -> Pattern:
                 return Quota(nm, rest)
         elif match := re.fullmatch(r"(mixed-|)(\d+):(\d+)", within):
             return (MixedNM if match[1] else NM)(int(match[2]), int(match[3]))
+        elif kind == TWO_FACTORS:
+            number, _, grid = number.partition(":")
+            return TwoFactors(_share(number), parse_grid(grid) if grid else None)
         elif kind in _SHARED:
             return _SHARED[kind](_share(number))
     except ValueError as error:

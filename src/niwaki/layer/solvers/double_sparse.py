@@ -1,14 +1,13 @@
 """DoubleSparse: makes two sparse factors of each matrix, by ADMM for one and the other in turns; arXiv 2409.18850."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from niwaki.errors import PatternError
-from niwaki.layer.linalg import eigenvectors, inverse_of_damped
+from niwaki.layer.linalg import conjugate_gradients, eigenvectors, inverse_of_damped, with_unit_diagonal
 from niwaki.layer.patterns import Pattern, TwoFactors
 from niwaki.layer.patterns.selection import keep_highest, kth_smallest
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
@@ -167,7 +166,9 @@ class _Factors:
         ZP = self.BP * units
         residual = target.add_(ZP - self.UBP, alpha=rho)
         residual.sub_((K @ ZP).mul_(self.eigenvalues)).sub_(ZP, alpha=rho)
-        XP = _solved(lambda D: (K @ D).mul_(self.eigenvalues).add_(D, alpha=rho), residual, ZP, self.steps, dim=0)
+        XP = conjugate_gradients(
+            lambda D: (K @ D).mul_(self.eigenvalues).add_(D, alpha=rho), residual, ZP, self.steps, dim=0
+        )
         XP.mul_(2).sub_(ZP)
         V = torch.addmm(self.UB, XP, self.P.T)
         Z = _chosen(V, self.kept[1], hardness)
@@ -178,12 +179,12 @@ class _Factors:
 
     def _left(self) -> tuple[Tensor, Tensor, Tensor]:
         """(G, the units of A's columns in which its diagonal is 1, W0 H B^T in these)."""
-        G, units = _with_unit_diagonal((self.BP * self.eigenvalues) @ self.BP.T)
+        G, units = with_unit_diagonal((self.BP * self.eigenvalues) @ self.BP.T)
         return G, units, (self.WHP @ self.BP.T).div_(units)
 
     def _right(self) -> tuple[Tensor, Tensor, Tensor]:
         """(K, the units of B's rows in which its diagonal is 1, A^T W0 H P in these)."""
-        K, units = _with_unit_diagonal(self.A.T @ self.A)
+        K, units = with_unit_diagonal(self.A.T @ self.A)
         units = units.unsqueeze(1)
         return K, units, (self.A.T @ self.WHP).div_(units)
 
@@ -196,7 +197,7 @@ class _Factors:
         G, units, target = self._left()
         mask, Z = self.A != 0, self.A * units
         residual = target.sub_(Z @ G).mul_(mask)
-        self.A = _solved(lambda D: (D @ G).mul_(mask), residual, Z, steps).div_(units)
+        self.A = conjugate_gradients(lambda D: (D @ G).mul_(mask), residual, Z, steps).div_(units)
 
     def _refit_right(self, steps: int) -> None:
         K, units, target = self._right()
@@ -206,7 +207,7 @@ class _Factors:
         def apply(D: Tensor) -> Tensor:
             return ((K @ (D @ self.P)).mul_(self.eigenvalues) @ self.P.T).mul_(mask)
 
-        self.B = _solved(apply, residual, Z, steps).div_(units)
+        self.B = conjugate_gradients(apply, residual, Z, steps).div_(units)
         self.BP = self.B @ self.P
 
     def balanced(self, norm: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,13 +222,6 @@ class _Factors:
         return (self.A * units).add_(0.0), (B * inverse.unsqueeze(1)).add_(0.0)
 
 
-def _with_unit_diagonal(M: Tensor) -> tuple[Tensor, Tensor]:
-    """(M with 1 on its diagonal, or 0 where it has 0; the roots of that, with 1 for 0)."""
-    diagonal = M.diagonal().clamp(min=0)
-    units = torch.where(diagonal > _TINY, diagonal, 1.0).sqrt_()
-    return M.div_(units).div_(units.unsqueeze(1)), units
-
-
 def _chosen(V: Tensor, kept: int, hardness: float | None) -> Tensor:
     """P(|V|) * V; without ``hardness`` the weights with the ``kept`` highest magnitudes."""
     scores, zeros = V.abs(), V.numel() - kept
@@ -235,27 +229,3 @@ def _chosen(V: Tensor, kept: int, hardness: float | None) -> Tensor:
         return V.masked_fill(~keep_highest(scores, zeros), 0.0)
     theta = kth_smallest(scores.view(-1), zeros) if zeros > 0 else scores.new_zeros(1)
     return scores.log_().sub_(theta.clamp(min=_TINY).log()).mul_(hardness).sigmoid_().mul_(V)
-
-
-def _solved(
-    apply: Callable[[Tensor], Tensor], residual: Tensor, start: Tensor, steps: int, dim: int | None = None
-) -> Tensor:
-    """``start``, which leaves this ``residual``, after steps of conjugate gradients; changes the residual.
-
-    Where ``dim`` is given, what lies along it is a problem of its own.
-    """
-
-    def inner(X: Tensor, Y: Tensor) -> Tensor:
-        return (X * Y).sum() if dim is None else (X * Y).sum(dim, keepdim=True)
-
-    solved, D, rr = start.clone(), residual.clone(), inner(residual, residual)
-    for step in range(steps):
-        AD = apply(D)
-        curvature = inner(D, AD)
-        length = torch.where(curvature > 0, rr / curvature, 0.0)
-        solved.addcmul_(D, length)
-        if step + 1 < steps:
-            residual.addcmul_(AD, length, value=-1)
-            before, rr = rr, inner(residual, residual)
-            D.mul_(torch.where(before > 0, rr / before, 0.0)).add_(residual)
-    return solved
