@@ -112,7 +112,8 @@ def prune(
             solvers that refine masks (swaps, dsnot) start from it and stay within the pattern.
         quantize: A grid for the remaining weights, such as "int4:128": whole numbers of 4 bits, with a scale for each
             row and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros in addition to the
-            pattern's. Scales are in ``out/quantization/scales.safetensors``.
+            pattern's. Scales are in ``out/quantization/scales.safetensors``, those of two factors, which have 8 bits,
+            beside these.
         keep_format: Write the pruned matrices of a model in FP8 or MXFP4 in that format again, instead of bfloat16: all
             that was not pruned keeps its bytes, and zeros are those of the solver. Weights that would round to 0 become
             the smallest number. UsageError for other models, and together with ``quantize``.

@@ -255,7 +255,6 @@ def test_weights_that_are_no_product_any_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quantize": "int8"}, "the values of two factors stay in the dtype of the model"),
         ({"revive": True}, "a product of two factors keeps no zeros"),
         ({"effort": "fast:allocation=owl"}, "owl wants sparsities that two-factors:0.5 has not"),
         ({"mask_from": "wanda"}, "two factors have masks of their own"),

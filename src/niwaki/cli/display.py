@@ -70,7 +70,8 @@ class Display(Screen):
         self._close_block()
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
-        grid = f", {name}" if (name := record.quantization or record.kept_format) else ""
+        name = record.quantization or record.kept_format
+        grid = f", {name}" if name and not record.has_factors else ""  # whose pattern says it
         size = f"{counted(blocks, 'block')} with {counted(matrices, 'matrix', 'matrices')}"
         self.line(f"{record.model}: {size}, {record.pattern}{grid}")
         self.line(in_words(record.solver))

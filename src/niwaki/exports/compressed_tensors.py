@@ -38,6 +38,11 @@ class CompressedTensors(Form):
 
     def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
         super().__init__(checkpoint, progress)
+        if checkpoint.pruning.has_factors:
+            raise UsageError(
+                f"the matrices of {name} are products of two sparse factors, which this format has not, and these are "
+                "on no grid; niwaki pack writes the factors"
+            )
         grid, blocks = grid_of(checkpoint), checkpoint.pruning.blocks
         if grid is None:
             raise UsageError(
