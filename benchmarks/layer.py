@@ -22,9 +22,12 @@ from torch import Tensor
 from typer import Option
 
 from niwaki.errors import NumericalError
+from niwaki.layer.factor_rounding import factors_onto_grid
+from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.linalg import inverse_of_damped
-from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured, parse_pattern
-from niwaki.layer.problem import Gram, LayerProblem
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, TwoFactors, Unstructured, parse_pattern
+from niwaki.layer.problem import Gram, LayerProblem, Solution
+from niwaki.layer.rounding import onto_grid
 from niwaki.layer.solvers import Solver, make_solver
 
 Texts = Annotated[tuple[str, str], Option(help="The calibration and the held-out text.")]
@@ -66,13 +69,16 @@ def error(
     blocks: Blocks = "1,4",
     synthetic: Synthetic = "",
     known_tokens: Annotated[bool, Option(help="Damp for the number of tokens, as niwaki prune does.")] = False,
+    grid: Annotated[str, Option(help="Put the weights that are left on it, such as int8.")] = "",
     record: Record = None,
 ) -> None:
     """Relative errors on calibration tokens, in brackets on held-out ones, and seconds.
 
     Geometric means over the matrices of the chosen blocks, and the sum of the seconds, divided by the first solver's.
-    Two factors have the bytes of one matrix with the pattern's zeros, where that has a fraction of zeros.
+    Two factors have the bytes of one matrix with the pattern's zeros, where that has a fraction of zeros, and on a grid
+    with as many bits for a value.
     """
+    on = parse_grid(grid) if grid else None
     matrices = list(Layers(model, texts, samples, length, integers(blocks), names(synthetic))())
     base: dict[str, tuple[float, float, float]] = {}
     results = []
@@ -82,29 +88,43 @@ def error(
         for label, pattern in PATTERNS.items():
             if makes_factors and pattern.group > 1:
                 continue
-            chosen = solver.default_pattern(pattern.sparsity) if makes_factors else pattern
-            found, held, seconds = _errors(solver, chosen, matrices, known_tokens)
+            chosen = TwoFactors(pattern.sparsity, on) if makes_factors else pattern
+            found, held, seconds = _errors(solver, chosen, matrices, known_tokens, on)
             first = base.setdefault(label, (found, held, seconds))
             relative = {"relative_error": found / first[0], "relative_held_error": held / first[1]}
             times = {"seconds": seconds, "relative_seconds": seconds / first[2]}
             results.append({"solver": name, "pattern": label, "error": found, "held_error": held, **relative, **times})
             line.append(f"{label} {found / first[0]:.3f} ({held / first[1]:.3f}) {seconds / first[2]:.2f}x")
         print(f"{name:30s}", "   ".join(line), flush=True)
-    common.save(record, blocks=integers(blocks), results=results)
+    common.save(record, blocks=integers(blocks), grid=grid, results=results)
 
 
-def _errors(solver: Solver, pattern: Pattern, matrices: list[Layer], known_tokens: bool) -> tuple[float, float, float]:
+def _errors(
+    solver: Solver, pattern: Pattern, matrices: list[Layer], known_tokens: bool, grid: Grid | None
+) -> tuple[float, float, float]:
     """Geometric means over the matrices of the relative error, and of that on the held-out text; seconds."""
     errors, held, seconds = [], [], 0.0
     for layer in matrices:
         began = clock.perf_counter()
         gram = Gram(layer.H, shared=False, tokens=layer.tokens if known_tokens else None)
-        solution = solver(LayerProblem(layer.W, gram), pattern)
+        problem = LayerProblem(layer.W, gram)
+        solution = solver(problem, pattern)
+        if grid:
+            solution = _on_grid(problem, solution, grid)
         seconds += clock.perf_counter() - began
         errors.append(solution.error)
         # Synthetic layers have no held-out text.
         held.append(1.0 if layer.H_held is None else LayerProblem(layer.W, layer.H_held).error(solution.W))
     return statistics.geometric_mean(errors), statistics.geometric_mean(held), seconds
+
+
+def _on_grid(problem: LayerProblem, solution: Solution, grid: Grid) -> Solution:
+    """``solution`` with numbers of the grid, in bfloat16 as models have them."""
+    if solution.factors is None:
+        return onto_grid(problem, solution, grid, torch.bfloat16)[0]
+    damping = float(solution.stats["damping"])
+    (left, right), _ = factors_onto_grid(problem, solution.factors, grid, torch.bfloat16, damping)
+    return problem.solution(left @ right, solution.mask)
 
 
 def curves(

@@ -218,6 +218,20 @@ def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
     assert any("12.35 ± 0.68" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization": "int8"}, "3 matrices, 2:4, int8"),
+        ({"pattern": "two-factors:0.5:int8", "quantization": "int8"}, "3 matrices, two-factors:0.5:int8"),
+    ],
+)
+def test_a_grid_is_named_once(changes: dict[str, str], said: str, clock: Clock) -> None:
+    screen = console(False)
+    with Display("pruning", screen) as display:
+        display.begin(record(**changes), 3, 3)
+    assert any(line.endswith(said) for line in text(screen).splitlines())
+
+
 def test_a_file_gets_no_bar_and_no_colours(clock: Clock) -> None:
     where = console(False)
     with Display("pruning", where) as display:

@@ -232,3 +232,13 @@ def test_nothing_there(what: str) -> None:
 def test_flops_grow_with_the_matrix() -> None:
     assert 0 < flops(64, 64) < flops(128, 64) < flops(128, 128)
     assert math.isclose(flops(1280, 1280) / flops(640, 640), 8, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(("shape", "share"), [((576, 576), 0.4), ((1536, 576), 0.25), ((192, 576), 0.25)], ids=str)
+def test_the_share_of_the_square_factor(shape: tuple[int, int], share: float) -> None:
+    """Larger than beside values of 16 bits."""
+    kept = TwoFactors(0.5, INT8).kept_in_factors(shape)
+    square = kept[0] if shape[0] < shape[1] else kept[1]
+    assert square / sum(kept) == pytest.approx(share, rel=1e-4)
+    of_16_bits = TwoFactors(0.5).kept_in_factors(shape)
+    assert (of_16_bits[0] if shape[0] < shape[1] else of_16_bits[1]) / sum(of_16_bits) < share

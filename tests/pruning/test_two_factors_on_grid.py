@@ -26,6 +26,7 @@ from niwaki.packed import kernels
 from niwaki.packed.format import PackedCheckpoint, PackedTensor
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import pack
+from support.arguments import arguments
 from support.decoding import both, packed_model
 from support.models import is_pruned, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, run as run_small, tensors
@@ -504,3 +505,18 @@ def test_the_pattern_that_is_recorded_can_be_given(tmp_path: Path) -> None:
     assert record.pattern == "two-factors:0.4:int8"
     assert files(tmp_path / "out") == files(tmp_path / "again")
     assert TwoFactors(0.4, INT8) == niwaki.Prune("two-factors:0.4", quantize="int8").wanted
+
+
+def test_some_blocks_in_a_run_that_packs(tmp_path: Path) -> None:
+    """The others are packed as they are; it is what prune and pack do one after the other."""
+    model = save_model(tmp_path / "model", "llama grouped")
+    run(model, tmp_path / "pruned", blocks="1:2")
+    niwaki.pack(tmp_path / "pruned", tmp_path / "packed")
+    stored = PackedCheckpoint(tmp_path / "packed").index.tensors
+    assert {key.split(".")[2] for key, tensor in stored.items() if tensor.inner} == {"1"}
+    prune = niwaki.Prune("two-factors:0.4", "double-sparse:rounds=4", quantize="int8", blocks="1:2")
+    stages: list[Any] = [prune, niwaki.Pack()]
+    options = arguments(calibration=random_tokens(4, 24), text=random_tokens(2, 24, seed=1), device="cpu")
+    niwaki.run(model, tmp_path / "run", stages, **options)
+    for one, other in zip(*(sorted((tmp_path / name).glob("packed-*")) for name in ("packed", "run")), strict=True):
+        assert one.read_bytes() == other.read_bytes()

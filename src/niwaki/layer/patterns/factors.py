@@ -24,6 +24,8 @@ _LEAST_IN_COLUMN = 2
 _BITS = 16
 #: The share of the kept weights that the square factor has: where the matrix is square too, and elsewhere.
 _SHARES = 0.3, 0.2
+#: The same on a grid: of fewer values that factor needs more.
+_SHARES_ON_GRID = 0.4, 0.25
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class TwoFactors(BySparsity):
         rows, columns = shape
         least = min(rows, columns)
         total = rows * columns - self.zeros(rows * columns) - self._beside(least)
-        square = min(int(_SHARES[rows != columns] * total), least**2)
+        square = min(int(self._share(shape) * total), least**2)
         if least < _LEAST:
             raise PatternError(f"a matrix of {rows} x {columns} is too small for {self}: from {_LEAST} on")
         # A column of the left factor and its row of the right one count for nothing unless both have weights.
@@ -73,6 +75,11 @@ class TwoFactors(BySparsity):
             )
         return (square, total - square) if rows < columns else (total - square, square)
 
+    def _share(self, shape: Sequence[int]) -> float:
+        """That the square factor has of the weights that are kept."""
+        rows, columns = shape
+        return (_SHARES_ON_GRID if self.grid else _SHARES)[rows != columns]
+
     def _beside(self, least: int) -> int:
         """The weights that are given up for the mask and the scales of a square factor, which one matrix has not."""
         if self.grid is None:
@@ -82,7 +89,7 @@ class TwoFactors(BySparsity):
     def highest_sparsity(self, shape: Sequence[int]) -> float:
         rows, columns = shape
         least = min(rows, columns)
-        total = (_LEAST_IN_COLUMN * least + 1) / _SHARES[rows != columns] + self._beside(least) + 1
+        total = (_LEAST_IN_COLUMN * least + 1) / self._share(shape) + self._beside(least) + 1
         return max(0.0, 1 - total / (rows * columns))
 
     def check(self, shape: Sequence[int]) -> None:
