@@ -49,7 +49,7 @@ llama-cpp: .llama-cpp/.done
 # A few minutes of what tests/campaign does for as long as one likes: docs/reliability.md.
 campaign: setup
 	$(BIN)/python tests/campaign --cases 25
-	NIWAKI_FULL_TESTS=1 $(BIN)/pytest tests/packed/test_sanitizers.py
+	NIWAKI_FULL_TESTS=1 $(PYTEST) tests/packed/test_sanitizers.py
 
 quick: setup
 	$(PYTEST) -m 'not slow'

@@ -287,7 +287,7 @@ def test_scores_are_chosen_by_degrees() -> None:
 @pytest.mark.parametrize("shape", [(64, 1024), (1024, 64), (64, 2048)], ids=str)
 def test_long_matrices(shape: tuple[int, int]) -> None:
     """A square factor has no more weights than places, and the other one gets what is left."""
-    problem = make_problem(rows=shape[0], columns=shape[1], dtype=torch.float32)
+    problem = make_problem(rows=shape[0], columns=shape[1], dtype=torch.float32, tokens=2 * shape[1])
     counts = TwoFactors(0.5).kept_in_factors(shape)
     assert min(counts) == 64 * 64
     solution = DoubleSparse(rounds=4)(problem, TwoFactors(0.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -66,6 +67,12 @@ class TestFactorisations:
         assert relative_difference(U.T @ U, torch.linalg.inv(damped(H, damping))) < TOLERANCE[dtype]
 
 
+@functools.cache
+def correlated_gram(n: int) -> Tensor:
+    """Which takes longer than what is done with it."""
+    return gram(inputs("correlated", n, seed=0))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lapack", [True, False], ids=["lapack", "parts"])
 class TestLargeFactorisations:
@@ -79,7 +86,7 @@ class TestLargeFactorisations:
     @pytest.mark.parametrize("n", [193, 448, 1100])
     @pytest.mark.slow
     def test_against_float64(self, n: int, dtype: torch.dtype) -> None:
-        H = gram(inputs("correlated", n, seed=0)).to(dtype)
+        H = correlated_gram(n).to(dtype)
         reference = torch.linalg.inv(damped(H, 0.1))
         L, used = damped_cholesky(H.clone, 0.1)
         U, _ = inverse_upper_cholesky(H, 0.1)

@@ -128,6 +128,10 @@ def command(model: Path, out: Path, text: Path, *others: str) -> list[str]:
     ]
 
 
+#: Of runs in which something else than the solution is looked at: half of the time is the solver's.
+QUICK = ("--solver", "wanda")
+
+
 def prune(start: Team, size: int, arguments: list[str], hook: dict[str, Any] | None = None) -> Record:
     """What several processes with the same command come to, of which only the first one prints."""
     results = start(*[arguments] * size, hook=hook)
@@ -188,6 +192,14 @@ def alone(start: Team, model: Path, text: Path, tmp_path_factory: pytest.TempPat
     return out
 
 
+@pytest.fixture(scope="module")
+def quick(start: Team, model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process makes, by a quick solver."""
+    out = tmp_path_factory.mktemp("quick") / "out"
+    prune(start, 1, command(model, out, text, *QUICK))
+    return out
+
+
 def record_of(directory: Path) -> Record:
     return Record.from_json((directory / "niwaki.json").read_text())
 
@@ -239,10 +251,10 @@ def test_errors_are_printed_in_the_order_of_computation(start: Team, model: Path
     assert [m.name.split(".")[1] for m in record_of(tmp_path / "out").matrices] == expected[2:] * 3
 
 
-def test_only_some_blocks(start: Team, model: Path, text: Path, alone: Path, tmp_path: Path) -> None:
-    record = prune(start, 2, command(model, tmp_path / "out", text, "--blocks", "0:1"))
+def test_only_some_blocks(start: Team, model: Path, text: Path, quick: Path, tmp_path: Path) -> None:
+    record = prune(start, 2, command(model, tmp_path / "out", text, "--blocks", "0:1", *QUICK))
     assert [m.block for m in record.matrices] == [0] * 7
-    for one, other in zip(record.matrices, record_of(alone).matrices[:7], strict=True):
+    for one, other in zip(record.matrices, record_of(quick).matrices[:7], strict=True):
         assert one.error == pytest.approx(other.error, rel=1e-3), one.name
     source = load_file(model / "model.safetensors")
     for key, value in load_file(tmp_path / "out" / "model.safetensors").items():
@@ -550,9 +562,9 @@ def _of(record: Record, part: str) -> list[MatrixRecord]:
     ],
 )
 def test_a_process_that_ends_ends_the_run(
-    start: Team, model: Path, text: Path, alone: Path, tmp_path: Path, size: int, rank: int, how: str
+    start: Team, model: Path, text: Path, quick: Path, tmp_path: Path, size: int, rank: int, how: str
 ) -> None:
-    arguments = command(model, tmp_path / "out", text)
+    arguments = command(model, tmp_path / "out", text, *QUICK)
     results = start(*[arguments] * size, hook={"rank": rank, "block": 1, "how": how})
     assert not (tmp_path / "out").exists()
     assert names(tmp_path) == [".out.partial", ".out.partial.json"]
@@ -580,7 +592,7 @@ def test_a_process_that_ends_ends_the_run(
     record = prune(start, others, arguments)
     assert record.resumed == [1]
     assert record.device.startswith(f"{others} processes")
-    compare(record, record_of(alone), tmp_path / "out", alone)
+    compare(record, record_of(quick), tmp_path / "out", quick)
     assert names(tmp_path) == ["out"]
 
 
@@ -588,8 +600,8 @@ def test_a_process_that_ends_ends_the_run(
 def test_a_run_that_goes_on_gives_the_same_bytes(
     start: Team, model: Path, text: Path, tmp_path: Path, size: int
 ) -> None:
-    prune(start, size, command(model, tmp_path / "whole", text))
-    arguments = command(model, tmp_path / "out", text)
+    prune(start, size, command(model, tmp_path / "whole", text, *QUICK))
+    arguments = command(model, tmp_path / "out", text, *QUICK)
     for block in (1, 2):
         start(*[arguments] * size, hook={"rank": size - 1, "block": block, "how": "kill"})
     record = prune(start, size, arguments)
@@ -599,14 +611,14 @@ def test_a_run_that_goes_on_gives_the_same_bytes(
 
 
 def test_one_process_goes_on_with_what_several_have_done(
-    start: Team, model: Path, text: Path, alone: Path, tmp_path: Path
+    start: Team, model: Path, text: Path, quick: Path, tmp_path: Path
 ) -> None:
-    arguments = command(model, tmp_path / "out", text)
+    arguments = command(model, tmp_path / "out", text, *QUICK)
     start(*[arguments] * 2, hook={"rank": 1, "block": 2, "how": "fail"})
     record = prune(start, 1, arguments)
     assert record.resumed == [2]
     assert "processes" not in record.device
-    compare(record, record_of(alone), tmp_path / "out", alone)
+    compare(record, record_of(quick), tmp_path / "out", quick)
 
 
 def test_a_process_that_ends_before_a_block_is_done(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
@@ -801,8 +813,8 @@ def test_stages(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
 
 
 def test_torchrun(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
-    prune(start, 2, command(model, tmp_path / "forked", text))
-    ran = torchrun(2, "-m", "niwaki", *command(model, tmp_path / "out", text))
+    prune(start, 2, command(model, tmp_path / "forked", text, *QUICK))
+    ran = torchrun(2, "-m", "niwaki", *command(model, tmp_path / "out", text, *QUICK))
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("written to") == ran.stdout.count("calibration:") == 1
     assert files(tmp_path / "out") == files(tmp_path / "forked")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -12,7 +13,7 @@ import re
 import shutil
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,29 @@ from support.pages import Page
 
 EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>"
 BLOCKS, NAMES = 3, ("self_attn.q_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.down_proj")
+
+
+def once_each(draw: Callable[..., charts.Figure]) -> Callable[..., charts.Figure]:
+    """``draw``, which draws the same charts in many of these tests, and which gives the same each time."""
+    drawn: dict[str, charts.Figure] = {}
+
+    @functools.wraps(draw)
+    def figure(*args: Any, **named: Any) -> charts.Figure:
+        asked = repr((args, named))
+        if asked not in drawn:
+            drawn[asked] = draw(*args, **named)
+        return drawn[asked]
+
+    return figure
+
+
+DRAWN = {name: once_each(draw) for name, draw in vars(charts).items() if hasattr(draw, "__wrapped__")}
+
+
+@pytest.fixture(autouse=True)
+def _charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, draw in DRAWN.items():
+        monkeypatch.setattr(charts, name, draw)
 
 
 def record(model: str = "some/model", method: str = "wanda", pattern: str = "unstructured:0.6", **more: Any) -> Record:

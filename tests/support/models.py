@@ -351,13 +351,18 @@ def _write(path: Path, files: dict[str, bytes], seed: int) -> Path:
 
 def save_model_with_tokenizer(path: Path, *, blocks: int = 2, seed: int = 0) -> Path:
     """A tiny LLaMA with the embedded model's tokenizer, so that it can be given text."""
-    return add_tokenizer(_write(path, _saved_with_vocabulary(blocks, seed), seed))
+    return add_tokenizer(_write(path, _saved_with_vocabulary(blocks, seed, EMBEDDED_VOCABULARY), seed))
+
+
+def save_model_with_few_tokens(path: Path, *, blocks: int = 2, seed: int = 0) -> Path:
+    """The same with an eighth of the tokens, for what is written by it: each token of it is drawn from all."""
+    return add_small_tokenizer(_write(path, _saved_with_vocabulary(blocks, seed, FEW_TOKENS), seed))
 
 
 @functools.cache
-def _saved_with_vocabulary(blocks: int, seed: int) -> dict[str, bytes]:
+def _saved_with_vocabulary(blocks: int, seed: int, vocabulary: int) -> dict[str, bytes]:
     torch.manual_seed(seed)
-    config = _case("llama", blocks, 4, vocab_size=EMBEDDED_VOCABULARY, tie_word_embeddings=True)
+    config = _case("llama", blocks, 4, vocab_size=vocabulary, tie_word_embeddings=True)
     return _files(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 

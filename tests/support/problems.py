@@ -48,9 +48,10 @@ def make_problem(
     columns: int = 32,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
+    tokens: int | None = None,
 ) -> LayerProblem:
     """23 rows, because no sparsity of the tests gives a whole number of zeros for them."""
-    X = inputs(kind, columns, seed)
+    X = inputs(kind, columns, seed, tokens)
     H = Gram(gram(X).to(dtype), shared=False, mean=X.mean(dim=0).to(dtype))
     return LayerProblem(normal(rows, columns, seed=seed).to(dtype), H)
 
