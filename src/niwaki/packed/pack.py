@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,8 @@ from niwaki.checkpoints.shards import Shards
 from niwaki.checkpoints.tensors import DTYPES, Entry, header_bytes, raw_bytes, read_header, read_tensor
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import digest as file_digest, given_path, input_errors, write_json
-from niwaki.models.factors import is_product, read_factors
+from niwaki.models.factors import is_product
+from niwaki.models.formats import format_of
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.scales import FILE as SCALES, grid_of, read_scales, scale_key
@@ -223,14 +223,13 @@ class Packed(Form):
 
     def _factors(self, key: str, value: Tensor) -> tuple[PackedMatrix, ...]:
         """The two factors whose product ``value`` is; none if it is no product, or one that is not smaller so."""
-        pruning, matrices = self.checkpoint.pruning, self._matrices[key]
-        if not pruning.has_factors or not matrices:
+        weight_format, matrices = format_of(self.checkpoint), self._matrices[key]
+        if not weight_format.has_factors or not matrices:
             return ()
         matrix = matrices[0]
-        start, stop = pruning.blocks or (0, math.inf)
-        if not start <= matrix.block < stop:
+        if not (parts := weight_format.read_parts(self.checkpoint, matrix)):  # in a block that was left as it was
             return ()
-        left, right, *scales = read_factors(self.checkpoint, matrix, self._grid)
+        left, right, *scales = parts
         if not is_product(value.T if matrix.is_stored_transposed else value, (left, right)):
             raise CheckpointError(f"{self._path}: {key!r} is not the product of its factors any more; prune it again")
         if self._grid is None:
