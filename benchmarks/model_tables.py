@@ -1,6 +1,7 @@
 """Tables of real models, of quality and of speed, each from one or two records."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from math import exp
 from statistics import fmean
 from typing import Any
@@ -53,8 +54,23 @@ def real_at_half(made: Any) -> Lines:
     ]
 
 
-def _above_dense(made: Any) -> tuple[list[str], list[list[str]]]:
-    patterns = ["", "50 %", "60 %", "2:4"]
+def two_factors(made: Any) -> Lines:
+    """Two factors beside one matrix of the same bytes, for each effort."""
+    header, rows = _above_dense(made, lambda method: method.replace("double-sparse", "continuation"))
+    header = ["bytes of", *header[2:-1], "of one matrix's"]
+    return [
+        *markdown(header, [row[1:] for row in rows]),
+        "",
+        f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens of books, measured on "
+        f"{made['text_samples']} x {made['length']} of each text; in brackets nats a token above the dense model, with "
+        "the standard error of that difference; at the end their mean, relative to that of one matrix with the same "
+        "effort.",
+    ]
+
+
+def _above_dense(made: Any, beside: Callable[[str], str] = lambda _: "admm-grad") -> tuple[list[str], list[list[str]]]:
+    """The heads and rows of a table; in its last column a method is relative to the one ``beside`` it."""
+    patterns = ["", "50 %", "60 %", "70 %", "80 %", "2:4"]
 
     def place(cell: Cell) -> tuple[bool, str, int]:
         return cell["calibration"] != "books", cell["calibration"], patterns.index(cell["pattern"])
@@ -77,8 +93,8 @@ def _above_dense(made: Any) -> tuple[list[str], list[list[str]]]:
         gaps[calibration, pattern, method] = fmean(above)
         rows.append(row)
     for row in rows[1:]:
-        beside = gaps.get((row[0], row[1], "admm-grad"))
-        row.append(f"{gaps[row[0], row[1], row[2]] / beside:.2f}" if beside else "")
+        other = gaps.get((row[0], row[1], beside(row[2])))
+        row.append(f"{gaps[row[0], row[1], row[2]] / other:.2f}" if other else "")
     return ["calibrated on", "zeros", "method", *texts, "of ADMM-Grad's"], rows
 
 

@@ -46,6 +46,8 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/packed.md", "decode", tables.decode, ("decode",)),
     ("docs/packed.md", "llama_cpp", model_tables.llama_cpp, ("llama_cpp",)),
     ("docs/packed.md", "gpu_instructions", tables.gpu_instructions, ("gpu_instructions",)),
+    ("docs/two-factors.md", "two_factors", model_tables.two_factors, ("two_factors",)),
+    ("docs/two-factors.md", "two_factors_demo", model_tables.two_factors, ("two_factors_demo",)),
     ("docs/when-to-prune.md", "sizes", model_tables.sizes, ("sizes", "llama_cpp")),
     ("docs/when-to-prune.md", "sizes_demo", model_tables.sizes, ("sizes_demo",)),
 ]

@@ -130,19 +130,18 @@ def test_gradients(tmp_path: Path, case: str) -> None:
     with student.computing():
         student.states(TOKENS[:4]).square().sum().backward()
     leaves = {key: part.clone().requires_grad_() for key, part in parts.items()}
-    named, prefix = {}, f"{stream.path}."
+    prefix = f"{stream.path}."
     layout = {matrix.key: matrix for matrix in stream.matrices()}
     grouped: dict[str, Tensor] = {}
+    model = reference(pruned)
     for key, matrix in layout.items():
         name = f"{prefix}{matrix.block}.{matrix.parameter}"
-        whole = grouped.setdefault(name, torch.zeros_like(stream.model.get_parameter(name)))
+        whole = grouped.setdefault(name, torch.zeros_like(model.get_parameter(name)))
         slot = torch.zeros_like(whole)
         grouped[name] = whole + _placed(slot, matrix, leaves[f"{key}_left"] @ leaves[f"{key}_right"])
-    named = dict(grouped)
-    states = torch.func.functional_call(
-        stream.model, named, kwargs={"input_ids": TOKENS[:4], "output_hidden_states": True}
-    )
-    last = stream.decoder(input_ids=TOKENS[:4], use_cache=False).last_hidden_state
+    asked = {"input_ids": TOKENS[:4], "output_hidden_states": True}
+    states = torch.func.functional_call(model, grouped, kwargs=asked)
+    last = student.states(TOKENS[:4]).unflatten(0, TOKENS[:4].shape)
     assert torch.allclose(states.hidden_states[-1], last, rtol=1e-3, atol=1e-4)
     expected = torch.autograd.grad(states.hidden_states[-1].square().sum(), [*leaves.values()])
     for key, gradient in zip(leaves, expected, strict=True):

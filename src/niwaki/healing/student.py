@@ -2,8 +2,9 @@
 
 import contextlib
 import math
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,12 +148,16 @@ class Student:
 class FactoredStudent(Student):
     """The pruned model whose matrices are products of two sparse factors, each of which is trained on its mask.
 
-    It computes with the products, whose gradients give those of the factors. These have the names that they have in
-    files. Where they are on a grid, the products are of what they are there, and scales stay.
+    Linear layers multiply with one factor and then with the other: for few tokens that is less work than the product.
+    All else, such as experts in one parameter, computes with the products, whose gradients give those of the factors.
+    These have the names that they have in files. Where they are on a grid, the model computes with what they are there,
+    and scales stay.
     """
 
     def __init__(self, stream: StreamedModel, logits: Logits, length: int, half: bool = False) -> None:
-        self._products: dict[str, tuple[nn.Parameter, list[Matrix]]] = {}  # by name in the model
+        #: By name in the model, the parameters that are products of factors, and those of them that it computes with.
+        self._products: dict[str, tuple[nn.Parameter, list[Matrix]]] = {}
+        self._computed: list[tuple[nn.Parameter, list[Matrix]]] = []
         self._dtypes: dict[str, torch.dtype] = {}  # of factors
         self._scales: dict[str, tuple[Tensor, ...]] = {}  # of each factor, none if it is not on a grid
         super().__init__(stream, logits, length, half)
@@ -162,8 +167,13 @@ class FactoredStudent(Student):
         if not parts:  # of a block that was left as it was
             super()._train_matrix(name, value, matrices)
             return
-        value.requires_grad_(True)
         self._products[name] = value, matrices
+        if (layer := self._linear(name, matrices[0])) is not None:
+            multiply = _two_products(self, factor_keys(matrices[0].key), layer.bias)
+            layer.forward = multiply  # type: ignore[method-assign, assignment]
+        else:
+            value.requires_grad_(True)
+            self._computed.append((value, matrices))
         for matrix, (left, right, *scales) in parts:
             for at, (key, factor) in enumerate(zip(factor_keys(matrix.key), (left, right), strict=True)):
                 trained = factor.to(self.device, torch.float32, copy=True)
@@ -171,12 +181,18 @@ class FactoredStudent(Student):
                 self.sizes[key], self._dtypes[key] = root_mean_square(factor), factor.dtype
                 self._scales[key] = tuple(scales[at : at + 1])
 
+    def _linear(self, name: str, matrix: Matrix) -> nn.Linear | None:
+        """The layer whose weights ``matrix`` is, all of them; None where it is no linear layer of one block alone."""
+        layer = self._stream.model.get_submodule(name.rpartition(".")[0])
+        alone = matrix.is_module and not matrix.blocks
+        return layer if alone and type(layer) is nn.Linear else None
+
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """While gradients are computed; then the factors have theirs."""
         with self.holding({key: self._formatted(key, self.parameters[key]) for key in self._scales}):
             yield
-            for whole, matrices in self._products.values():
+            for whole, matrices in self._computed:
                 if whole.grad is None:  # as of experts that none of these tokens went to
                     continue
                 for matrix in matrices:
@@ -188,7 +204,7 @@ class FactoredStudent(Student):
     @contextlib.contextmanager
     def holding(self, stored: dict[str, Tensor]) -> Iterator[None]:
         with super().holding(stored):
-            for whole, matrices in self._products.values():
+            for whole, matrices in self._computed:
                 for matrix in matrices:
                     factors = [self.parameters[key].data for key in factor_keys(matrix.key)]
                     matrix.within(whole.data).copy_(product(factors))
@@ -215,6 +231,17 @@ class FactoredStudent(Student):
 
     def _dtype(self, name: str) -> torch.dtype:
         return self._dtypes.get(name) or super()._dtype(name)
+
+
+def _two_products(student: FactoredStudent, keys: Sequence[str], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The forward pass of a linear layer of two factors, which ``student`` has under these ``keys``."""
+    owner = weakref.proxy(student)  # so that the layer, which is there for longer, does not keep them
+
+    def forward(x: Tensor) -> Tensor:
+        left, right = (owner.parameters[key] for key in keys)
+        return nn.functional.linear(nn.functional.linear(x, right), left, bias)
+
+    return forward
 
 
 class LowRankStudent(Student):
