@@ -222,8 +222,6 @@ class _Costs(_Allocation):
     def _curve(self, W: Tensor, gram: Gram, matrix: Matrix) -> Curve:
         usual = self.pattern_of(matrix)
         most = min(self._most, usual.highest_sparsity(matrix.shape))
-        if usual.has_factors:  # which have no mask to choose at once
-            usual = Unstructured(usual.sparsity)
         least = _at(usual, 0.0).sparsity
         if not self.revive:
             least = max(least, 1 - int(W.count_nonzero()) / W.numel())
@@ -237,15 +235,15 @@ class _Costs(_Allocation):
         else:
             W.mul_(self.importance[matrix.place][rows].sqrt().unsqueeze(1).to(W.device))
             problem, scale = LayerProblem(W, gram), matrix.size / W.numel()
-        losses: dict[float, float] = {}
+        losses, power = dict[float, float](), problem.power * scale
         for density in _DENSITIES:
-            pattern = _at(usual, 1 - min(0.9, (1 - usual.sparsity) * density))
+            pattern = _at(usual, min(most, 1 - min(0.9, (1 - usual.sparsity) * density)))
             if pattern.sparsity not in losses and pattern.sparsity > 0:
-                losses[pattern.sparsity] = _SOLVER(problem, pattern).error * problem.power * scale
+                losses[pattern.sparsity] = _SOLVER(problem, _chosen_at_once(pattern, matrix)).error * power
         points = sorted(losses.items())
         if isinstance(usual, MixedNM):
             return Curve(matrix.size, ((0.0, 0.0), *points), divisible=False)
-        return smooth(matrix.size, points, problem.power * scale, least, most)
+        return smooth(matrix.size, points, power, least, most)
 
     def zeros(self) -> dict[Place, int]:
         places = [matrix.place for matrix in self.matrices]
@@ -257,6 +255,13 @@ def _at(pattern: Pattern, sparsity: float) -> Pattern:
     changed = pattern.at(min(sparsity, math.nextafter(1.0, 0.0)))
     assert changed is not None
     return changed
+
+
+def _chosen_at_once(pattern: Pattern, matrix: Matrix) -> Pattern:
+    """``pattern``, or in the place of two factors one matrix with as many weights, whose mask takes no iterations."""
+    if not pattern.has_factors:
+        return pattern
+    return Unstructured(1 - sum(pattern.kept_in_factors(matrix.shape)) / matrix.size)
 
 
 def _weights(importance: Tensor, power: float) -> Tensor:
