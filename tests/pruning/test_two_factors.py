@@ -14,7 +14,7 @@ from torch import Tensor
 import niwaki
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NiwakiError, UsageError
-from niwaki.layer.patterns import TwoFactors, factors as pattern_module
+from niwaki.layer.patterns import TwoFactors, Unstructured, factors as pattern_module
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import DoubleSparse
 from niwaki.models.factors import FILE, Factored, is_product
@@ -24,6 +24,7 @@ from niwaki.packed import kernels
 from niwaki.packed.format import PackedCheckpoint
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import pack
+from niwaki.pruning.plan import _chosen_at_once
 from support.decoding import both, packed_model
 from support.models import edit_json, is_pruned, message, random_tokens, reference, save_model, sparse_model
 from support.runs import StopAt, files, run as run_small, tensors
@@ -296,6 +297,20 @@ def test_zeros_of_the_model_are_not_kept(tmp_path: Path) -> None:
     """A product has none; the record says so."""
     record = run(sparse_model(tmp_path / "model", sparsity=0.3), tmp_path / "out")
     assert any("weights that were zero in the model are not any more" in note for note in record.notes)
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.7])
+def test_what_zeros_cost(sparsity: float, tmp_path: Path) -> None:
+    """As many weights in one matrix: square ones, whose second mask takes the most bytes, get fewer zeros for it."""
+    matrices = StreamedModel(Checkpoint(save_model(tmp_path / "model", "llama")), "cpu").matrices(0)
+    for matrix in matrices:
+        pattern = TwoFactors(sparsity)
+        chosen = _chosen_at_once(pattern, matrix)
+        rows, columns = matrix.shape
+        assert isinstance(chosen, Unstructured)
+        beside = min(rows, columns) ** 2 / 16 / (rows * columns)
+        assert chosen.sparsity == pytest.approx(sparsity + beside, abs=2 / matrix.size)
+        assert _chosen_at_once(Unstructured(sparsity), matrix) == Unstructured(sparsity)
 
 
 def test_times_a_power_of_two() -> None:
