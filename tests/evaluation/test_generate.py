@@ -234,7 +234,7 @@ def test_a_reader_that_goes_away() -> None:
         assert ran.stderr is not None
         assert ran.stdout.read(5) == b"The o"
         ran.stdout.close()
-        assert ran.stderr.read() == b"loading demo\n"
+        assert set(ran.stderr.read().splitlines()) == {b"loading demo"}  # again where that takes half a minute
         assert ran.wait(60) == 1
 
 
