@@ -48,6 +48,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/packed.md", "gpu_instructions", tables.gpu_instructions, ("gpu_instructions",)),
     ("docs/two-factors.md", "two_factors", model_tables.two_factors, ("two_factors",)),
     ("docs/two-factors.md", "two_factors_demo", model_tables.two_factors, ("two_factors_demo",)),
+    ("docs/two-factors.md", "heal_two_factors", model_tables.heal, ("heal_two_factors",)),
     ("docs/when-to-prune.md", "sizes", model_tables.sizes, ("sizes", "llama_cpp")),
     ("docs/when-to-prune.md", "sizes_demo", model_tables.sizes, ("sizes_demo",)),
 ]
