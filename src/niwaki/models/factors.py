@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.reading import Checkpoint, Pruning
 from niwaki.checkpoints.tensors import Entry, new_shard, read_beside
 from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
@@ -121,8 +121,7 @@ class Factored(WeightFormat):
     files = (FILE,)
 
     def _is_product(self, matrix: Matrix) -> bool:
-        start, stop = self.blocks or (0, math.inf)
-        return start <= matrix.block < stop
+        return Pruning(blocks=self.blocks).includes(matrix.block)
 
     def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
         return _like(matrix, stored, self.grid) if self._is_product(matrix) else []

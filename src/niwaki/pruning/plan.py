@@ -221,7 +221,8 @@ class _Costs(_Allocation):
 
     def _curve(self, W: Tensor, gram: Gram, matrix: Matrix) -> Curve:
         usual = self.pattern_of(matrix)
-        most = min(self._most, usual.highest_sparsity(matrix.shape))
+        highest = usual.highest_sparsity(matrix.shape)
+        most = min(self._most, highest)
         least = _at(usual, 0.0).sparsity
         if not self.revive:
             least = max(least, 1 - int(W.count_nonzero()) / W.numel())
@@ -237,7 +238,7 @@ class _Costs(_Allocation):
             problem, scale = LayerProblem(W, gram), matrix.size / W.numel()
         losses, power = dict[float, float](), problem.power * scale
         for density in _DENSITIES:
-            pattern = _at(usual, min(most, 1 - min(0.9, (1 - usual.sparsity) * density)))
+            pattern = _at(usual, min(highest, 1 - min(0.9, (1 - usual.sparsity) * density)))
             if pattern.sparsity not in losses and pattern.sparsity > 0:
                 losses[pattern.sparsity] = _SOLVER(problem, _chosen_at_once(pattern, matrix)).error * power
         points = sorted(losses.items())
