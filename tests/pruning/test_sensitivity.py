@@ -22,8 +22,8 @@ from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.weights import Weights
-from niwaki.pruning import sensitivity
-from niwaki.pruning.sensitivity import sensitivities
+from niwaki.models import sensitivity
+from niwaki.models.sensitivity import sensitivities
 from support.models import decoder_blocks, each_family, message, random_model, random_tokens, reference, save_model
 from support.streams import assert_clean, save_starved, stream_of
 from support.threads import in_threads

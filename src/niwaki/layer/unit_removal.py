@@ -13,7 +13,7 @@ DAMPING = 0.01
 _STEPS = 128
 
 
-def remove_units(problem: LayerProblem, size: int, count: int) -> Solution:
+def remove_units(problem: LayerProblem, size: int, count: int, weights: Tensor | None = None) -> Solution:
     """Removes ``count`` units of ``size`` neighbouring columns each, and fits the other columns.
 
     In coordinates where H has unit diagonal, with R = H + 0.01 I, S the columns that are removed and K the others, the
@@ -25,7 +25,8 @@ def remove_units(problem: LayerProblem, size: int, count: int) -> Solution:
     Units go one after the other (in at most 128 steps), each time those that add least to this error. With A = R^-1
     unit u adds tr(V_u (A_uu)^-1 V_u^T), and then V becomes V - V_u (A_uu)^-1 A_u: and A becomes
     A - A_:u (A_uu)^-1 A_u:. In the end V_K is solved for anew, because each of these steps rounds. Inputs that are
-    always 0 go first; those of them that stay keep their weights.
+    always 0 go first; those of them that stay keep their weights. The choice multiplies the rows of W by ``weights``
+    (out,) if these are given: the errors of some outputs count for more. The last solution does not depend on that.
 
     UsageError if ``size`` does not divide the columns, or nothing would be removed or stay; NumericalError if H cannot
     be factorised, or the result is not finite.
@@ -42,7 +43,8 @@ def remove_units(problem: LayerProblem, size: int, count: int) -> Solution:
         raise UsageError(f"of {units} units 1 to {units - 1} can be removed, not {count}")
     scaled = Normalised(problem)
     A, used = inverse_of_damped(problem.gram.live, DAMPING)
-    kept = _greedy(scaled.W.clone(), A, size, count).repeat_interleave(size)
+    V = scaled.W.clone() if weights is None else scaled.W * weights.to(scaled.W.device).unsqueeze(1)
+    kept = _greedy(V, A, size, count).repeat_interleave(size)
     del A
     V = scaled.W.masked_fill(~kept, 0.0)
     V[:, kept] += _taken_over(problem.gram.live(), scaled.W, kept, used)

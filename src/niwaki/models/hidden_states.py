@@ -140,6 +140,13 @@ class BlockArguments:
         """Adds what is known of other numbers of samples from ``others``, of sequences of the same length."""
         self._calls = {**others._calls, **self._calls}
 
+    def branch(self) -> "BlockArguments":
+        """The same for a copy of the token sequences, to which blocks can hand on other values from now on."""
+        copy = BlockArguments(self._budget)
+        copy._calls, copy._own, copy._kept, copy._where = self._calls, self._own, self._kept, self._where
+        copy._handed, copy._makers = dict(self._handed), dict(self._makers)
+        return copy
+
     def handed(self, block: int, i: int, rows: slice = slice(None)) -> Handed:
         """What the blocks before ``block`` have handed on for ``rows`` of batch ``i``; a copy to add to."""
         earlier = {name: values for name, values in self._handed.items() if self._makers[name] < block}
@@ -163,6 +170,10 @@ class HiddenStates:
     #: What blocks receive besides these.
     arguments: BlockArguments = field(default_factory=lambda: BlockArguments(MemoryBudget()))
     leading: int = 0  # dimensions that blocks have before the samples, for streams
+
+    def branch(self, hidden: SpillList) -> "HiddenStates":
+        """The same token sequences with other hidden states, which go their own way from here on."""
+        return HiddenStates(self.tokens, hidden, self.arguments.branch(), self.leading)
 
     def minibatches(self, tokens: int) -> list[tuple[int, slice]]:
         """Pieces of batches with ``tokens`` tokens, at least one sample: the index of the batch, and which samples."""

@@ -21,11 +21,11 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
+from niwaki.models.sensitivity import row_weights, sensitivities
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.pruning.allocation import Curve, allocate, ceiling, outlier_ratios, rounded, smooth
 from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.request import PatternOf
-from niwaki.pruning.sensitivity import sensitivities
 from niwaki.records.progress import Progress
 from niwaki.runs.kept import load_tensors, save_tensors
 from niwaki.texts.conversations import Samples
@@ -34,8 +34,6 @@ from niwaki.texts.conversations import Samples
 _DENSITIES = (2.2, 1.5, 1.0, 0.65, 0.35)
 #: About how many rows of a matrix are pruned for that.
 _ROWS = 256
-#: The least importance of an output, relative to the mean: without any influence its weights still count.
-_LEAST = 1e-4
 #: What prunes them. Only the shape of the curves counts, not their height: those of solvers that take many times as
 #: long give no better models (docs/effort.md).
 _SOLVER = Wanda()
@@ -96,8 +94,8 @@ def plan(
 
     ``allocation="loss"``: zeros go where the model's loss is expected to grow least. Some rows of each matrix are
     pruned to several sparsities; through their squared errors, weighted by how sensitive the loss is to these outputs
-    (:mod:`.sensitivity`), goes a curve of what the next zero costs. "error" uses errors relative to the squared outputs
-    instead, "owl" the share of outliers in each block (Yin et al. 2024). Only matrices whose pattern can have another
+    (:mod:`niwaki.models.sensitivity`), goes a curve of what the next zero costs. "error" uses errors relative to the
+    squared outputs instead, "owl" the share of outliers in each block (Yin et al. 2024). Only matrices whose pattern can have another
     sparsity (:meth:`Pattern.at`) take part. Each has at least the zeros that it has already, unless it may ``revive``
     them.
     """
@@ -130,7 +128,7 @@ def plan(
                     block.advance(states)
         zeros = allocation.zeros()
     power = planning.importance
-    weights = {place: _weights(value, power) for place, value in importance.items() if power}
+    weights = {place: row_weights(value, power) for place, value in importance.items() if power}
     return Plan(zeros, weights)
 
 
@@ -263,12 +261,3 @@ def _chosen_at_once(pattern: Pattern, matrix: Matrix) -> Pattern:
     if not pattern.has_factors:
         return pattern
     return Unstructured(1 - sum(pattern.kept_in_factors(matrix.shape)) / matrix.size)
-
-
-def _weights(importance: Tensor, power: float) -> Tensor:
-    """What to multiply rows by: the root of a power of their importance, with a mean square of 1."""
-    mean = importance.mean()
-    if not mean > 0:
-        return torch.ones_like(importance)
-    relative = (importance / mean).clamp(min=_LEAST).pow(power)
-    return (relative / relative.mean()).sqrt()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from niwaki.effort import Effort
-from niwaki.errors import UnsupportedModelError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import peak_memory
 from niwaki.models.fit import Fit, samples_to_fit
@@ -27,9 +26,9 @@ from niwaki.records.record import Record
 from niwaki.runs.begin import FEW_ZEROS
 from niwaki.runs.block_store import WeightStore
 from niwaki.runs.kept import kept_once
+from niwaki.runs.own_text import written
 from niwaki.runs.stage import Run
 from niwaki.texts.conversations import Samples
-from niwaki.texts.synthesis import synthesize
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
@@ -125,23 +124,9 @@ class Walk:
         effort, revive, tf32, run = self.effort, self.request.revive, self.record.tf32, self.run
         made = plan(self.model, effort.plan, self.pattern_of, samples, tf32, run.world, run.progress, revive)
         if effort.synthetic and isinstance(samples, Tensor):
-            made = dataclasses.replace(made, synthetic=self._written(samples, texts.windows.bos))
+            own = written(run, self.model, self.record, effort.synthetic, samples, texts.windows.bos)
+            made = dataclasses.replace(made, synthetic=own if len(own) else None)
         return made
-
-    def _written(self, samples: Tensor, bos: int | None) -> Tensor | None:
-        """Text of the dense model, for all processes; None, with a note, where it cannot write."""
-        world, progress, budget = self.run.world, self.run.progress, self.run.compute.budget
-        count = max(world.size, round(self.effort.synthetic * sum(world.collected(len(samples)))))
-        self.record.calibration["synthetic"] = count
-        try:
-            return synthesize(self.model, count, samples.shape[1], budget, world, progress, bos=bos)
-        except UnsupportedModelError as error:
-            self.record.calibration["synthetic"] = 0
-            self.run.note(
-                self.record,
-                f"the dense model wrote no text to calibrate on: {error}; more --samples of real text do as well",
-            )
-            return None
 
     def _later_inputs(self, samples: Samples) -> LaterInputs:
         """The inputs of matrices that blocks share, unless an earlier run has pruned all of these."""

@@ -15,7 +15,8 @@ class StructureRecord:
     Attributes:
         parameters: Numbers in all tensors of the files, "before" and "after".
         removed: Fraction of the blocks' parameters that is gone.
-        influence: Of each block, where blocks were to go: 1 - the mean cosine of its input and output.
+        influence: Of each block, where blocks were to go: what the model without it alone loses, in nats a token, see
+            :func:`niwaki.shrinking.depth.costs_of_runs`.
         blocks: Numbers of the blocks that went, from 0, as are all that follow.
         heads: For each block that stayed, the heads that went; of heads that share keys and values, the groups.
         neurons: Likewise.

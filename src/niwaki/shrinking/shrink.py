@@ -66,8 +66,12 @@ class Shrink:
     @property
     def settled_effort(self) -> Effort:
         """The effort, with the epochs that it has where all matrices are treated alike."""
+        return self.effort_for(predicts=True)
+
+    def effort_for(self, predicts: bool) -> Effort:
+        """The same for a model that predicts tokens of its text, or does not."""
         given = make_effort(self.effort) if isinstance(self.effort, str) else self.effort
-        return given.settled(shares_zeros=False)
+        return given.settled(shares_zeros=False, predicts=predicts)
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if before:
@@ -91,7 +95,8 @@ class Shrinking:
         checkpoint, compute, shares = Checkpoint(run.reading), run.compute, stage.shares
         check_one_matrix(checkpoint, "shrinking")
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
-        depth, self._blocks, self._effort = len(model.blocks), stage.blocks, stage.settled_effort
+        depth, self._blocks = len(model.blocks), stage.blocks
+        self._effort = stage.effort_for(predicts=model.has_head and not model.sees_ahead)
         if any(matrix.blocks for matrix in model.matrices()):
             raise UnsupportedModelError(
                 f"{checkpoint.path} has blocks that share weights, of which nothing can be removed; prune it"
@@ -137,7 +142,7 @@ class Shrinking:
         """The record, as far as it is known before the work."""
         depth, shares = len(self.model.blocks), stage.shares
         parts = [f"{100 * each.count / each.units:.3g} % of the {each.kind} of each block" for each in removals]
-        effort = describe_effort(self._effort) if self._effort.fit.epochs else {}
+        effort = describe_effort(self._effort) if self._effort != Effort() else {}
         record = begin_record(
             run.model,
             self.model,
@@ -177,7 +182,7 @@ class Shrinking:
 
     def work(self, run: Run) -> Record:
         record = run.resumed(self.record, len(self.model.blocks))
-        removal = Removing(self.model, self.columns, self.mixtures, self.tensors, self._effort.fit, record, run)
+        removal = Removing(self.model, self.columns, self.mixtures, self.tensors, self._effort, record, run)
         with products(tf32=False):
             removal.write(self.texts.shared(run.world), run.measurement.before, self._blocks, self.carried)
         return record

@@ -1,6 +1,6 @@
 """Attention heads and MLP neurons: how many to remove from each block, and which parameters have entries for each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,17 +155,23 @@ def _separate(blocks: list[_Fitted]) -> tuple[list[list[UnitParameter]], list[Ma
 def _mlp(model: StreamedModel, index: int) -> _Fitted:
     if any(matrix.expert is not None for matrix in model.matrices(index)):
         raise refused(model, "neurons", f"block {index} has experts")
-    mlps = []
-    matrices = {matrix.name: matrix for matrix in model.matrices(index) if matrix.is_module}
-    for name, down in matrices.items():
+    found = mlps(model.matrices(index))
+    if len(found) != 1:
+        raise refused(model, "neurons", f"block {index} has {len(found)} MLPs of a known kind")
+    down, ups = found[0]
+    return down, [_columns(down, 1), *(row for up in ups for row in _rows(model, up, 1, up.shape[0] // down.shape[1]))]
+
+
+def mlps(matrices: Iterable[Matrix]) -> list[tuple[Matrix, list[Matrix]]]:
+    """Of each MLP among the ``matrices`` of a block: the matrix that neurons go into, and those that they come from."""
+    by_name = {matrix.name: matrix for matrix in matrices if matrix.is_module}
+    found = []
+    for name, down in by_name.items():
         path, dot, last = name.rpartition(".")
-        ups = [matrices[path + dot + up] for up in _UP.get(last, ()) if path + dot + up in matrices]
+        ups = [by_name[path + dot + up] for up in _UP.get(last, ()) if path + dot + up in by_name]
         if ups:
-            rows = [row for up in ups for row in _rows(model, up, 1, up.shape[0] // down.shape[1])]
-            mlps.append((down, [_columns(down, 1), *rows]))
-    if len(mlps) != 1:
-        raise refused(model, "neurons", f"block {index} has {len(mlps)} MLPs of a known kind")
-    return mlps[0]
+            found.append((down, ups))
+    return found
 
 
 def _attention(model: StreamedModel, index: int, heads: int, groups: int) -> _Fitted:

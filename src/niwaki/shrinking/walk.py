@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.shards import Shards
-from niwaki.effort import Fitting
+from niwaki.effort import Effort
 from niwaki.errors import named
 from niwaki.files import output_errors
 from niwaki.layer.problem import LayerProblem
@@ -21,7 +21,7 @@ from niwaki.models.device import peak_memory
 from niwaki.models.extra import generation_without_drafts
 from niwaki.models.fit import Fit, samples_to_fit
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
+from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import trained_matrices, trained_weights
 from niwaki.records.record import MatrixRecord, Record
 from niwaki.records.structure import StructureRecord
@@ -29,13 +29,14 @@ from niwaki.runs.begin import FEW_ZEROS
 from niwaki.runs.block_store import BlockStore
 from niwaki.runs.card import write_config
 from niwaki.runs.carried import CarriedFiles
-from niwaki.runs.kept import load_tensors, save_tensors
+from niwaki.runs.kept import kept_once, load_tensors, save_tensors
 from niwaki.runs.stage import Run
 from niwaki.shrinking.block_tensors import BlockTensors, free
+from niwaki.shrinking.bridge import bridge, last_matrix
 from niwaki.shrinking.configuration import Tensors, check_outputs, configuration, smaller_blocks
 from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, fit_expert_neurons
 from niwaki.shrinking.experts import ExpertRemoval, choose_experts, fit_experts
-from niwaki.shrinking.influence import influences, lowest
+from niwaki.shrinking.plan import ShrinkPlan, joined, planned
 from niwaki.shrinking.units import ColumnRemoval, Removal
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
@@ -79,13 +80,14 @@ class Removing:
     columns: list[ColumnRemoval]
     mixtures: list[ExpertRemoval | ExpertNeuronRemoval]
     tensors: Tensors
-    fitting: Fitting
+    effort: Effort
     record: Record
     run: Run
     #: By kind, for each block that stays, the units that were removed.
     removed: dict[str, list[list[int]]] = field(default_factory=lambda: {"heads": [], "neurons": [], "experts": []})
     #: Of all blocks, those of :class:`BlockTensors`.
     counts: Counter[str] = field(default_factory=Counter)
+    _importance: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._store = BlockStore(self.run)
@@ -103,8 +105,9 @@ class Removing:
         run.progress.begin(record, depth, (depth - count) * len(self.columns) + mixed)
         if heldout and measure_before and "before" not in record.perplexity:
             self._measure("before", model, heldout)
-        influence, dropped = self._chosen(windows, count)
-        kept = [index for index in range(depth) if index not in dropped]
+        plan = self._planned(windows, count)
+        self._importance = plan.importance
+        kept = [index for index in range(depth) if index not in plan.dropped]
         left, outside = self.tensors.left, self.tensors.outside
         shards = None
         if place and carried:
@@ -120,7 +123,8 @@ class Removing:
         if shards:
             shards.write(_shard(0, kept), {key: model.checkpoint.like(key) for key in outside}, model.checkpoint.read)
         run.clock.lap("write")
-        states = self._walk(windows, dict(zip(kept, smaller_modules, strict=True)), shards)
+        samples = joined(windows.tokens, plan.synthetic, run)
+        states = self._walk(samples, dict(zip(kept, smaller_modules, strict=True)), shards)
         if shards:
             shards.finish()
             self._note_zeros()
@@ -135,7 +139,7 @@ class Removing:
         others = _size(model.checkpoint, outside)
         removed = 1 - (after - others) / (before - others)
         parameters = {"before": before, "after": after}
-        record.structure = StructureRecord(parameters, removed, influence, dropped, **self.removed)
+        record.structure = StructureRecord(parameters, removed, plan.influence, plan.dropped, **self.removed)
         record.peak_memory = peak_memory(model.device)
 
     def _note_zeros(self) -> None:
@@ -148,35 +152,40 @@ class Removing:
             )
             self.run.note(self.record, said)
 
-    def _chosen(self, windows: Windows, count: int) -> tuple[list[float], list[int]]:
-        """The influence of each block, and the ``count`` blocks to remove; a resumed run has chosen them."""
-        if earlier := self.record.structure:
-            return earlier.influence, earlier.blocks
-        world, influence = self.run.world, list[float]()
-        if count:
-            influence = influences(self.model, self.model.embed(windows.tokens), self.run.progress, world)
-        self.run.clock.lap("influence")
-        dropped, size = lowest(influence, count), _size(self.model.checkpoint, self.model.checkpoint.entries)
-        self.record.structure = StructureRecord({"before": size, "after": size}, 0.0, influence, dropped)
-        return influence, dropped
+    def _planned(self, windows: Windows, count: int) -> ShrinkPlan:
+        """The plan for all processes; a resumed run has the one it began with."""
+        model, effort, columns, record, run = self.model, self.effort, self.columns, self.record, self.run
+        return kept_once(
+            run,
+            ShrinkPlan.load,
+            lambda: planned(model, effort, windows.tokens, windows.bos, columns, count, record, run),
+            ShrinkPlan.save,
+        )
 
-    def _walk(self, windows: Windows, smaller: dict[int, nn.Module], shards: Shards | None) -> HiddenStates:
+    def _walk(self, samples: Tensor, smaller: dict[int, nn.Module], shards: Shards | None) -> HiddenStates:
         """Removes and writes; the outputs after the last block, with zeros for neurons and heads that were removed.
 
-        ``smaller`` are the blocks to be, by the numbers that they had.
+        ``smaller`` are the blocks to be, by the numbers that they had. What follows a block and is not among them has
+        to be known to the dense model first, so that block comes again behind them.
         """
-        run, kept, fits = self.run, list(smaller), self.fitting.epochs > 0
-        states, dense = self._embedded(windows.tokens, fits)
-        for block in self.model.stream():
-            if dense:  # the block is still as it was
+        run, kept, depth = self.run, list(smaller), len(self.model.blocks)
+        has_gaps = len(kept) < depth
+        states, dense = self._embedded(samples, has_gaps)
+        following = dict(zip(kept, [*kept[1:], depth], strict=True))
+        order = [index for at in range(depth) for index in _turns(at, kept, following)]
+        seen = -1  # the last block that the dense model has run
+        for block in self.model.stream(order=order if dense else kept):
+            if dense and block.index > seen:  # the block is still as it was
                 run.progress.stage(block.index, "advance", len(dense.hidden))
                 block.advance(dense, run.progress.step)
+                seen = block.index
                 run.clock.lap("advance")
-            if block.index not in kept:
+            if block.index not in kept or (dense and seen + 1 < following[block.index]):
                 continue
             number = kept.index(block.index)
             tensors = BlockTensors(self.model, block.index, self.tensors.blocks[block.index])
-            block = self._changed(block, smaller[block.index], states, dense, tensors)
+            is_bridge = following[block.index] > block.index + 1
+            block = self._changed(block, smaller[block.index], states, dense, tensors, is_bridge)
             if shards:
                 tensors.write(number, _shard(1 + number, kept), shards)
                 self.counts += tensors.counts
@@ -185,21 +194,17 @@ class Removing:
             block.advance(states, run.progress.step)
             run.clock.lap("advance")
             free(smaller[block.index])
-            if block.index == kept[-1]:
-                break
         return states
 
-    def _embedded(self, tokens: Tensor, fits: bool) -> tuple[HiddenStates, HiddenStates | None]:
-        """The inputs of the first block, and where blocks are fitted those of the dense model."""
-        embed = self.model.embed
-        if not self.removals and not fits:  # some samples are enough to know what the outputs should be
-            tokens = tokens[: max(1, TOKENS_PER_BATCH // tokens.shape[1])]
-        if not fits:
-            return embed(tokens), None
-        part = self.fitting.tokens_per_part(self.run.world.size)
-        order, count = samples_to_fit(len(tokens), self.fitting.epochs)
+    def _embedded(self, tokens: Tensor, has_gaps: bool) -> tuple[HiddenStates, HiddenStates | None]:
+        """The inputs of the first block, and where anything is fitted to the dense model those of that."""
+        embed, epochs = self.model.embed, self.effort.fit.epochs
+        if not epochs:
+            return embed(tokens), embed(tokens) if has_gaps else None
+        part = self.effort.fit.tokens_per_part(self.run.world.size)
+        order, count = samples_to_fit(len(tokens), epochs)
         tokens = tokens[order]
-        return embed(tokens, part), embed(tokens[:count], part)
+        return embed(tokens, part), embed(tokens if has_gaps else tokens[:count], part)
 
     def _changed(
         self,
@@ -208,6 +213,7 @@ class Removing:
         states: HiddenStates,
         dense: HiddenStates | None,
         tensors: BlockTensors,
+        is_bridge: bool,
     ) -> DecoderBlock:
         """Removes units from ``tensors`` and ``block``, or does again what an earlier run did; the block to go on with.
 
@@ -225,7 +231,9 @@ class Removing:
             if mixture.paths[block.index]:
                 block = self._remove_experts(block, mixture, smaller, states, tensors, changes)
                 self._leave_out(mixture, changes, tensors)
-        if dense and trained_matrices(block):
+        if dense and is_bridge:
+            self._bridge(block, states, dense, changes)
+        if dense and self.effort.fit.epochs and trained_matrices(block):
             self._fit(block, states, dense, changes)
         self._replace(changes, tensors, block.index)
         self._store.save(block.index, self.record, lambda: changes.save(self._file(block)))
@@ -274,9 +282,9 @@ class Removing:
         run.progress.stage(block.index, "solve", 1)
         began = time.perf_counter()
         with named(matrix.label):
-            solution = remove_units(
-                LayerProblem(block.weight(matrix), inputs.gram(shared=False)), removal.size, removal.count
-            )
+            problem = LayerProblem(block.weight(matrix), inputs.gram(shared=False))
+            weights = self._importance.get(matrix.place)
+            solution = remove_units(problem, removal.size, removal.count, weights)
             stored = block.stored(matrix, solution.W)
         stored, mask = run.world.received((stored, solution.mask[0, :: removal.size].cpu()))
         block.put(matrix, stored)
@@ -286,6 +294,30 @@ class Removing:
         self._record(
             MatrixRecord(block.index, matrix.name, shape, 0.0, solution.error, seconds, tokens, solution.stats)
         )
+
+    def _bridge(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates, changes: _Changes) -> None:
+        """Puts what the blocks behind ``block`` did, which are gone, into its last matrix."""
+        run = self.run
+        if (matrix := last_matrix(block, states)) is None:
+            note = (
+                f"what followed block {block.index} is not made up for: it has no matrix whose products are its outputs"
+            )
+            run.note(self.record, note)
+            return
+        run.progress.stage(block.index, "fit", len(states.hidden))
+        began = time.perf_counter()
+        with named(matrix.label):
+            stored, before, after, tokens = bridge(block, matrix, states, dense.hidden, run.world, run.progress.step)
+        changes.weights[matrix.name] = stored
+        seconds, stats = time.perf_counter() - began, {"gap_before": before, "gap_after": after}
+        earlier = next((each for each in self.record.matrices if (each.block, each.name) == matrix.place), None)
+        if earlier:
+            earlier.stats.update(stats)
+        else:
+            self.record.matrices.append(
+                MatrixRecord(block.index, matrix.name, matrix.shape, 0.0, after, seconds, tokens, dict(stats))
+            )
+        run.clock.lap("solve")
 
     def _remove_experts(
         self,
@@ -322,7 +354,7 @@ class Removing:
     def _fit(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates, changes: _Changes) -> None:
         """Fits what is left of ``block`` to the outputs of the dense one."""
         run = self.run
-        fit = Fit(block, states, dense, self.fitting, run.world, run.progress.step)
+        fit = Fit(block, states, dense, self.effort.fit, run.world, run.progress.step)
         run.progress.stage(block.index, "fit", fit.batches)
         self.record.fits.append(fit.run())
         has_moved = any(isinstance(each, ExpertRemoval) and each.kind in changes.kept for each in self.mixtures)
@@ -341,6 +373,12 @@ class Removing:
         measured = model.perplexity(heldout, lambda i, _: run.progress.stage(i - 1, "perplexity", 1), run.world)
         self.record.perplexity[name] = measured
         run.clock.lap("perplexity")
+
+
+def _turns(at: int, kept: Sequence[int], following: dict[int, int]) -> list[int]:
+    """The blocks that have a turn when ``at`` has its first one: that one, and one before that waited for it."""
+    waited = [index for index in kept if following[index] == at + 1 and index < at]
+    return [at, *waited]
 
 
 def _put(block: DecoderBlock, weights: dict[str, Tensor]) -> None:

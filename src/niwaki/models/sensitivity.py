@@ -18,6 +18,8 @@ from niwaki.models.training import HandedGradients, input_gradient
 #: Path of a parameter, and which expert's part of it; None outside experts.
 _Weights = tuple[str, int | None]
 
+#: The least importance of an output, relative to the mean: without any influence its weights still count.
+_LEAST = 1e-4
 #: Rows of gradients that are squared at a time, in float64.
 _ROWS = 512
 #: Logits, probabilities, their sums, and gradients, which are in memory at once.
@@ -182,3 +184,15 @@ def _check(values: Tensor, where: str) -> None:
         raise NumericalError(
             f"{where}: gradients are NaN or infinite on the calibration text; try dtype float32, or another text"
         )
+
+
+def row_weights(importance: Tensor, power: float) -> Tensor:
+    """(out,): what to multiply the rows of a matrix by, so that the errors of important outputs count for more.
+
+    That is the root of a ``power`` of their ``importance`` (out,), as of :func:`sensitivities`; its mean square is 1.
+    """
+    mean = importance.mean()
+    if not mean > 0:
+        return torch.ones_like(importance)
+    relative = (importance / mean).clamp(min=_LEAST).pow(power)
+    return (relative / relative.mean()).sqrt()

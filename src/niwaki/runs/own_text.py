@@ -1,0 +1,27 @@
+"""Text that the dense model writes for a stage to calibrate on, beside the text that was given."""
+
+from torch import Tensor
+
+from niwaki.errors import UnsupportedModelError
+from niwaki.models.streamed import StreamedModel
+from niwaki.records.record import Record
+from niwaki.runs.stage import Run
+from niwaki.texts.synthesis import synthesize
+
+
+def written(run: Run, model: StreamedModel, record: Record, share: float, samples: Tensor, bos: int | None) -> Tensor:
+    """(count, length) int64, the same in all processes: a ``share`` of as many windows as ``samples`` of all of them.
+
+    Each window begins with ``bos`` if there is one. Where the model cannot write there are none, and ``record`` has a
+    note that says so; see :func:`niwaki.texts.synthesis.synthesize`.
+    """
+    world = run.world
+    count = max(world.size, round(share * sum(world.collected(len(samples)))))
+    record.calibration["synthetic"] = count
+    try:
+        return synthesize(model, count, samples.shape[1], run.compute.budget, world, run.progress, bos=bos)
+    except UnsupportedModelError as error:
+        record.calibration["synthetic"] = 0
+        reason = f"the dense model wrote no text to calibrate on: {error}; more --samples of real text do as well"
+        run.note(record, reason)
+        return samples.new_empty(0, samples.shape[1])

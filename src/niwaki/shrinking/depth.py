@@ -1,0 +1,190 @@
+"""Which blocks go: those without which, after the repair, the model's predictions change least."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import NumericalError
+from niwaki.models.block import DecoderBlock
+from niwaki.models.hidden_states import HiddenStates, pieces
+from niwaki.models.layout import Matrix
+from niwaki.models.processes import World
+from niwaki.models.spill import MemoryBudget, SpillList
+from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
+from niwaki.records.progress import Progress
+from niwaki.shrinking.bridge import Moments, last_matrix, run_with_inputs
+
+#: A run of neighbouring blocks: the first one, and the first one behind it.
+Blocks = tuple[int, int]
+
+#: Tokens that repairs are fitted to, and others on which predictions are compared, of all processes.
+_FITTED, _COMPARED = 16_384, 2_048
+#: Logits, probabilities and their differences, which are in memory at once.
+_COPIES = 4
+
+
+@dataclass
+class _Before:
+    """The dense model up to a block behind which others may be removed."""
+
+    block: int  # -1 for the embeddings
+    matrix: Matrix | None  # what repairs; None where nothing does
+    fitted: SpillList  # its outputs
+    compared: SpillList
+    fitted_inputs: list[Tensor] = field(default_factory=list)  # of the matrix
+    compared_inputs: list[Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def costs_of_runs(
+    model: StreamedModel, samples: Tensor, longest: int, world: World, progress: Progress
+) -> dict[Blocks, float]:
+    """What the removal of each run of up to ``longest`` neighbouring blocks costs, in nats a token.
+
+    That is the KL divergence of the model without them from the dense one, on about 2,048 tokens of ``samples``
+    (samples, length) int64, of which this is the process's share. The block before them is repaired (see
+    :func:`.bridge.bridge`), fitted to about 16,384 other tokens: without that, runs would seem to cost more than single
+    blocks here and there, which in the end cost more. Of a model without a head it is the squared error of the last
+    hidden states, relative to them.
+
+    Cost: one pass over the model's weights, in which all runs are under way: about half of ``longest`` times its depth
+    forward passes for the tokens that are compared, and ``longest`` regressions for each block.
+
+    Raises NumericalError where predictions are NaN or infinite.
+    """
+    fitted, compared = _parts(samples, world.size)
+    with model.budget.lent() as budget:
+        return _Search(model, model.embed(fitted), model.embed(compared), longest, world, progress, budget).costs()
+
+
+def _parts(samples: Tensor, processes: int) -> tuple[Tensor, Tensor]:
+    """(samples to fit to, samples to compare predictions on): different ones, where there is more than one."""
+    length = samples.shape[1] * processes
+    count = max(1, min(math.ceil(_COMPARED / length), len(samples) // 4))
+    chosen = torch.zeros(len(samples), dtype=torch.bool)
+    chosen[torch.arange(count).mul(len(samples)).div(count, rounding_mode="floor").long()] = True
+    rest = samples[~chosen] if len(samples) > 1 else samples
+    most = math.ceil(_FITTED / length)
+    return rest[:: max(1, math.ceil(len(rest) / most))], samples[chosen]
+
+
+@dataclass
+class _Search:
+    model: StreamedModel
+    fitted: HiddenStates
+    compared: HiddenStates
+    longest: int
+    world: World
+    progress: Progress
+    budget: MemoryBudget
+
+    def costs(self) -> dict[Blocks, float]:
+        """What all runs cost."""
+        runs: dict[Blocks, HiddenStates] = {}
+        before = deque([_Before(-1, None, SpillList(self.budget), self._copy(self.compared))], self.longest)
+        for block in self.model.stream():
+            self.progress.stage(block.index, "influence", 1 + len(runs))
+            for states in runs.values():
+                block.advance(states)
+                self.progress.step()
+            present = self._advanced(block)
+            for each in before:
+                blocks = (each.block + 1, block.index + 1)
+                if blocks != (0, len(self.model.blocks)):
+                    runs[blocks] = self._without(each)
+            before.append(present)
+            self.progress.step()
+        return dict(zip(runs, self._divergences(list(runs.values())), strict=True))
+
+    def _copy(self, states: HiddenStates) -> SpillList:
+        copy = SpillList(self.budget)
+        for hidden in states.hidden:
+            copy.append(hidden)
+        return copy
+
+    def _advanced(self, block: DecoderBlock) -> _Before:
+        """Runs ``block``, and keeps what a repair there needs."""
+        matrix, inputs = last_matrix(block, self.fitted), list[list[Tensor]]()
+        for states in (self.fitted, self.compared):
+            inputs.append(self._seen(block, matrix, states) if matrix else [])
+            if not matrix:
+                block.advance(states)
+        return _Before(block.index, matrix, self._copy(self.fitted), self._copy(self.compared), *inputs)
+
+    def _seen(self, block: DecoderBlock, matrix: Matrix, states: HiddenStates) -> list[Tensor]:
+        """Runs ``block``; the inputs of ``matrix`` in each batch."""
+        seen = []
+        for i in range(len(states.hidden)):
+            handed = states.arguments.handed(block.index, i)
+            found = run_with_inputs(block, matrix, states, i, handed)
+            assert found  # as in last_matrix
+            states.hidden[i] = found[0].to(states.hidden[i].dtype)
+            states.arguments.hand_on(block.index, i, handed)
+            seen.append(found[1])
+        return seen
+
+    def _without(self, before: _Before) -> HiddenStates:
+        """What is compared, without the blocks from ``before`` to the present one."""
+        hidden = SpillList(self.budget)
+        change = None
+        if before.matrix:
+            sums = Moments.of(before.matrix, self.model.device)
+            for i, inputs in enumerate(before.fitted_inputs):
+                sums.add(inputs, before.fitted[i], self.fitted.hidden[i])
+            change, _, _ = sums.change(self.world)
+        for i, states in enumerate(before.compared):
+            if change is not None:
+                states = (states.float() + (before.compared_inputs[i] @ change.T).view(states.shape)).to(states.dtype)
+            hidden.append(states)
+        return self.compared.branch(hidden)
+
+    def _divergences(self, runs: list[HiddenStates]) -> list[float]:
+        """How far the predictions of each are from those of the dense model."""
+        sums, count = torch.zeros(len(runs), dtype=torch.float64), 0.0
+        if self.model.has_head:
+            rows = max(1, LOGITS_PER_BATCH // (_COPIES * self.model.config.vocab_size))
+            with self.model.head(torch.float32) as head:
+                for i, dense in enumerate(self.compared.hidden):
+                    others = [states.hidden[i] for states in runs]
+                    for hidden, tokens, *some in pieces(rows, dense, self.compared.tokens[i], *others):
+                        count += tokens.numel()
+                        p = head(hidden, tokens).log_softmax(-1)
+                        for k, each in enumerate(some):
+                            q = head(each, tokens).log_softmax(-1)
+                            sums[k] += float((p.exp() * (p - q)).sum(dtype=torch.float64))
+        else:
+            for i, dense in enumerate(self.compared.hidden):
+                count += float(dense.double().square().sum())
+                for k, states in enumerate(runs):
+                    sums[k] += float((states.hidden[i].double() - dense.double()).square().sum())
+        self.world.sum([sums])
+        costs = (sums / sum(self.world.collected(count))).tolist()
+        if not all(map(math.isfinite, costs)):
+            raise NumericalError("predictions are NaN or infinite on the calibration text; try dtype float32")
+        return [max(0.0, cost) for cost in costs]
+
+
+def cheapest(costs: Mapping[Blocks, float], depth: int, count: int) -> list[int]:
+    """The ``count`` of ``depth`` blocks to remove, in ascending order: the runs whose ``costs`` sum to least.
+
+    Runs do not touch, or they would be one. Of equal sums the one with the first blocks.
+    """
+    # By the number of blocks so far, of which the last one stays, and of those removed: the cost and what was removed.
+    best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [])}
+    for at in range(depth + 1):
+        for removed in range(count + 1):
+            if (at, removed) not in best or at == depth:
+                continue
+            cost, gone = best[at, removed]
+            for stop in range(at, min(depth, at + count - removed) + 1):
+                if stop > at and (at, stop) not in costs:
+                    continue
+                total = cost + (costs[at, stop] if stop > at else 0.0)
+                place = (min(stop + 1, depth), removed + stop - at)
+                if place not in best or total < best[place][0]:
+                    best[place] = total, [*gone, *range(at, stop)]
+    return best[depth, count][1]
