@@ -14,9 +14,9 @@ from niwaki.effort import Planning
 from niwaki.errors import OutputError
 from niwaki.layer.patterns import parse_pattern
 from niwaki.models.processes import World
+from niwaki.models.sensitivity import sensitivities
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.plan import Plan, plan
-from niwaki.models.sensitivity import sensitivities
 from niwaki.recipes import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record

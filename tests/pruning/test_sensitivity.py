@@ -16,14 +16,13 @@ from transformers.pytorch_utils import Conv1D
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import NumericalError, UnsupportedModelError
-from niwaki.models import streamed as blocks
+from niwaki.models import sensitivity, streamed as blocks
 from niwaki.models.families import choice
 from niwaki.models.processes import World
+from niwaki.models.sensitivity import sensitivities
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.weights import Weights
-from niwaki.models import sensitivity
-from niwaki.models.sensitivity import sensitivities
 from support.models import decoder_blocks, each_family, message, random_model, random_tokens, reference, save_model
 from support.streams import assert_clean, save_starved, stream_of
 from support.threads import in_threads

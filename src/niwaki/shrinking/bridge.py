@@ -85,22 +85,24 @@ class Moments:
         rows, columns = matrix.shape
         return cls(torch.zeros(columns, columns, device=device), torch.zeros(rows, columns, device=device))
 
-    def add(self, inputs: Tensor, outputs: Tensor, wanted: Tensor) -> None:
-        """Adds tokens: ``inputs`` (tokens, in), ``outputs`` and what these should be (samples, length, width)."""
-        outputs = outputs.float().flatten(0, -2)
-        residuals = wanted.float().flatten(0, -2) - outputs
-        weights = 1 / outputs.square().sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        weighted = inputs * weights
-        self.H.addmm_(weighted.T, inputs)
-        self.C.addmm_(residuals.T, weighted)
-        self.error += float((residuals.square() * weights).sum(dtype=torch.float64))
+    def add_inputs(self, inputs: Tensor, outputs: Tensor) -> None:
+        """Adds tokens to H: ``inputs`` (tokens, in) and ``outputs`` (samples, length, width)."""
+        self.H.addmm_((inputs * _weights(outputs)).T, inputs)
+
+    def add_residuals(self, inputs: Tensor, outputs: Tensor, wanted: Tensor) -> None:
+        """Adds tokens to C and the error: also what the outputs should be, ``wanted`` (samples, length, width)."""
+        weights = _weights(outputs)
+        residuals = (wanted.float() - outputs.float()).flatten(0, -2)
+        weighted = residuals * weights
+        self.C.addmm_(weighted.T, inputs)
+        self.error += float((residuals * weighted).sum(dtype=torch.float64))
 
     def change(self, world: World, columns: Tensor | None = None) -> tuple[Tensor, float, float]:
         """(D (width, in) to add to the matrix, error before, error after), the same in all processes.
 
-        Only ``columns`` (in,) bool change, by default all. NumericalError where states are NaN or infinite.
+        H is that of all processes already. Only ``columns`` (in,) bool change, by default all. NumericalError where states are NaN or infinite.
         """
-        world.sum([self.H, self.C])
+        world.sum([self.C])
         before = sum(world.collected(self.error))
         if not is_finite(self.H) or not is_finite(self.C):
             raise NumericalError("hidden states are NaN or infinite on the calibration text; try dtype float32")
@@ -109,6 +111,12 @@ class Moments:
         D = ridge(self.H, self.C, DAMPING)
         after = before - 2 * float((D * self.C).sum(dtype=torch.float64)) + float(((D @ self.H) * D).sum())
         return D, before, max(after, 0.0)
+
+
+def _weights(outputs: Tensor) -> Tensor:
+    """(tokens, 1): the inverse squared lengths of ``outputs`` (samples, length, width)."""
+    squares = outputs.float().flatten(0, -2).square().sum(1, keepdim=True)
+    return 1 / squares.clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def bridge(
@@ -138,10 +146,12 @@ def bridge(
     for i in range(len(states.hidden)):
         found = run_with_inputs(block, matrix, states, i)
         assert found  # as in last_matrix
-        sums.add(found[1], found[0], wanted[i])
+        sums.add_inputs(found[1], found[0])
+        sums.add_residuals(found[1], found[0], wanted[i])
         tokens += len(found[1])
         done()
     tokens = sum(world.collected(tokens))
+    world.sum([sums.H])
     W = matrix.within(block.module.get_parameter(matrix.parameter)).detach().float()
     D, before, after = sums.change(world, (W != 0).any(dim=0))
     stored = world.send(block.stored(matrix, W + D), 0)

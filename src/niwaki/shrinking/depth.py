@@ -23,6 +23,8 @@ Blocks = tuple[int, int]
 
 #: Tokens that repairs are fitted to, and others on which predictions are compared, of all processes.
 _FITTED, _COMPARED = 16_384, 2_048
+#: Predictions of one in so many of these are: neighbours are alike, and the head takes as long as many blocks.
+_EVERY = 4
 #: Logits, probabilities and their differences, which are in memory at once.
 _COPIES = 4
 
@@ -33,6 +35,7 @@ class _Before:
 
     block: int  # -1 for the embeddings
     matrix: Matrix | None  # what repairs; None where nothing does
+    H: Tensor | None  # the moments of its inputs
     fitted: SpillList  # its outputs
     compared: SpillList
     fitted_inputs: list[Tensor] = field(default_factory=list)  # of the matrix
@@ -45,8 +48,8 @@ def costs_of_runs(
 ) -> dict[Blocks, float]:
     """What the removal of each run of up to ``longest`` neighbouring blocks costs, in nats a token.
 
-    That is the KL divergence of the model without them from the dense one, on about 2,048 tokens of ``samples``
-    (samples, length) int64, of which this is the process's share. The block before them is repaired (see
+    That is the KL divergence of the model without them from the dense one, on every fourth of about 2,048 tokens
+    of ``samples`` (samples, length) int64, of which this is the process's share. The block before them is repaired (see
     :func:`.bridge.bridge`), fitted to about 16,384 other tokens: without that, runs would seem to cost more than single
     blocks here and there, which in the end cost more. Of a model without a head it is the squared error of the last
     hidden states, relative to them.
@@ -85,7 +88,7 @@ class _Search:
     def costs(self) -> dict[Blocks, float]:
         """What all runs cost."""
         runs: dict[Blocks, HiddenStates] = {}
-        before = deque([_Before(-1, None, SpillList(self.budget), self._copy(self.compared))], self.longest)
+        before = deque([_Before(-1, None, None, SpillList(self.budget), self._copy(self.compared))], self.longest)
         for block in self.model.stream():
             self.progress.stage(block.index, "influence", 1 + len(runs))
             for states in runs.values():
@@ -113,7 +116,13 @@ class _Search:
             inputs.append(self._seen(block, matrix, states) if matrix else [])
             if not matrix:
                 block.advance(states)
-        return _Before(block.index, matrix, self._copy(self.fitted), self._copy(self.compared), *inputs)
+        sums = Moments.of(matrix, self.model.device) if matrix else None
+        if sums:
+            for inputs_, outputs in zip(inputs[0], self.fitted.hidden, strict=True):
+                sums.add_inputs(inputs_, outputs)
+            self.world.sum([sums.H])
+        own = self._copy(self.fitted), self._copy(self.compared)
+        return _Before(block.index, matrix, sums.H if sums else None, *own, *inputs)
 
     def _seen(self, block: DecoderBlock, matrix: Matrix, states: HiddenStates) -> list[Tensor]:
         """Runs ``block``; the inputs of ``matrix`` in each batch."""
@@ -131,10 +140,10 @@ class _Search:
         """What is compared, without the blocks from ``before`` to the present one."""
         hidden = SpillList(self.budget)
         change = None
-        if before.matrix:
-            sums = Moments.of(before.matrix, self.model.device)
+        if before.matrix and before.H is not None:
+            sums = Moments(before.H, torch.zeros(before.matrix.shape, device=self.model.device))
             for i, inputs in enumerate(before.fitted_inputs):
-                sums.add(inputs, before.fitted[i], self.fitted.hidden[i])
+                sums.add_residuals(inputs, before.fitted[i], self.fitted.hidden[i])
             change, _, _ = sums.change(self.world)
         for i, states in enumerate(before.compared):
             if change is not None:
@@ -151,10 +160,11 @@ class _Search:
                 for i, dense in enumerate(self.compared.hidden):
                     others = [states.hidden[i] for states in runs]
                     for hidden, tokens, *some in pieces(rows, dense, self.compared.tokens[i], *others):
-                        count += tokens.numel()
-                        p = head(hidden, tokens).log_softmax(-1)
+                        chosen = tokens[:, ::_EVERY]
+                        count += chosen.numel()
+                        p = head(hidden[:, ::_EVERY], chosen).log_softmax(-1)
                         for k, each in enumerate(some):
-                            q = head(each, tokens).log_softmax(-1)
+                            q = head(each[:, ::_EVERY], chosen).log_softmax(-1)
                             sums[k] += float((p.exp() * (p - q)).sum(dtype=torch.float64))
         else:
             for i, dense in enumerate(self.compared.hidden):
