@@ -53,10 +53,10 @@ def run(
     Args:
         model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
-        stages: :class:`~niwaki.ShrinkVocabulary`, which has to be the first, :class:`~niwaki.Shrink`, before which
-            nothing else comes, :class:`~niwaki.Prune`, :class:`~niwaki.Quantize`, :class:`~niwaki.Heal`, which trains towards ``model`` and so is not the first, and :class:`~niwaki.Export`,
-            of which :class:`~niwaki.Pack` is one, which has to be the last; or text such as "shrink neurons=0.25" and
-            "export gguf-q8_0".
+        stages: :class:`~niwaki.ShrinkVocabulary`, which has to be the first, and :class:`~niwaki.Shrink`, before which
+            nothing else comes; :class:`~niwaki.Prune`, :class:`~niwaki.Quantize`, :class:`~niwaki.Heal`, which trains
+            towards ``model`` and so is not the first, and :class:`~niwaki.Export`, of which :class:`~niwaki.Pack` is
+            one, which has to be the last; or text such as "shrink neurons=0.25" and "export gguf-q8_0".
         calibration: The text that all stages calibrate and train on, alone or as a
             :class:`~niwaki.options.Calibration`. Healing, which takes more, reads on where the others stop.
         measurement: The text that perplexity is measured on after each stage, alone or as a
@@ -199,7 +199,11 @@ def shrink(
     """
     Compute.of(compute).only("shrink", "device", "dtype")
     stages: list[Stage] = [] if vocabulary is None else [ShrinkVocabulary(vocabulary)]
-    if not stages or effort != "fast" or any((blocks, *map(parse_share, SHARES, (neurons, heads, experts, expert_neurons)))):
+    if (
+        not stages
+        or effort != "fast"
+        or any((blocks, *map(parse_share, SHARES, (neurons, heads, experts, expert_neurons))))
+    ):
         stages.append(Shrink(blocks, neurons, heads, experts, expert_neurons, effort))
     return _execute("shrink", model, out, stages, calibration, measurement, compute, restart, progress)
 

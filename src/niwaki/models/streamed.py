@@ -237,9 +237,7 @@ class StreamedModel:
             losses, counts = losses * predicted, tuple(predicted.sum(dim=1).tolist())
         shares = world.collected((losses, counts, windows.bytes))
         every, counted, lengths = zip(*shares, strict=True)
-        return Perplexity.of(
-            torch.cat(every), windows.source, windows.origin, sum(counted, ()), sum(lengths, ())
-        )
+        return Perplexity.of(torch.cat(every), windows.source, windows.origin, sum(counted, ()), sum(lengths, ()))
 
     def perplexity(
         self, windows: Windows, done: Callable[[int, int], None] = lambda *_: None, world: World = _ALONE

@@ -72,7 +72,9 @@ class Shrink:
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if others := [stage.name for stage in before if stage.name != "vocabulary"]:
-            raise UsageError(f"shrink comes first, not after {others[-1]}: it fits what is left without regard to zeros")
+            raise UsageError(
+                f"shrink comes first, not after {others[-1]}: it fits what is left without regard to zeros"
+            )
 
     def open(self, run: Run) -> "Shrinking":
         return Shrinking(self, run)

@@ -32,16 +32,19 @@ class Size:
         """24576, "24576", 0.5, "50 %", "used" or "used:0.9995"; UsageError for all else."""
         text = str(given).strip()
         if match := _USED.fullmatch(text):
-            share = fraction(match[1]) if match[1] else 1
-            if share is None or not 0 < share <= 1:
+            used = fraction(match[1] or "1")
+            if used is None or not 0 < used <= 1:
                 raise UsageError(
-                    f"used is of a share of the text's tokens, from above 0 to 1, such as used:0.9995; got {shown(given)}"
+                    "used is of a share of the text's tokens, from above 0 to 1, such as used:0.9995; got "
+                    f"{shown(given)}"
                 )
-            return cls(used=float(share))
-        number = fraction(text)
-        if number is not None and number < 1:
+            return cls(used=float(used))
+        asked = fraction(text)
+        if asked is not None and asked < 1:
             if not (share := parse_share("vocabulary", given)):
-                raise UsageError("vocabulary 0 removes no tokens; give how many stay, such as 24576, or a share to remove")
+                raise UsageError(
+                    "vocabulary 0 removes no tokens; give how many stay, such as 24576, or a share to remove"
+                )
             return cls(share=share)
         try:
             count = parse_number(text.removesuffix(".0"))
@@ -83,8 +86,8 @@ def choose(file: TokenizerFile, counts: Tensor, size: Size, always: Collection[i
         wanted = size.number or _rounded(round((1 - (size.share or 0)) * whole), whole)
     if wanted < least:
         raise UsageError(
-            f"a vocabulary of {wanted:,} is less than the {least:,} tokens that have to stay: bytes, special tokens and "
-            "what these need; give more"
+            f"a vocabulary of {wanted:,} is less than the {least:,} tokens that have to stay: bytes, special tokens "
+            "and what these need; give more"
         )
     if wanted >= whole:
         raise UsageError(f"a vocabulary of {wanted:,} tokens would remove none of the {whole:,} that the tokenizer has")

@@ -20,7 +20,7 @@ _NUMBERS = re.compile(r"(.*_)?token_(id|ids|index)|(begin_)?suppress_tokens|(bad
 #: Names of entries that have to do with tokens in a way that is not known here.
 _UNKNOWN = re.compile(r".*vocab.*|forced_decoder_ids|sequence_bias|no_timestamps_token.*|token_healing|.*token_map.*")
 #: What these have where they do nothing.
-_NOTHING = (None, False, [], {})
+_NOTHING: tuple[Any, ...] = (None, False, [], {})
 
 
 def named(values: Mapping[str, Any], where: Path) -> Iterator[int]:

@@ -7,6 +7,7 @@ among fewer.
 """
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -124,7 +125,7 @@ class TokenizerFile:
         if "" in symbols:  # no merge makes it: a text has it where it is added, or is the word as a whole
             return [number]
         while len(symbols) > 1:
-            pairs = [self._ranks.get((one, other)) for one, other in zip(symbols, symbols[1:], strict=False)]
+            pairs = [self._ranks.get((one, other)) for one, other in itertools.pairwise(symbols)]
             rank, place = min((pair[0] if pair else math.inf, i) for i, pair in enumerate(pairs))
             if (pair := pairs[place]) is None:
                 return [number]

@@ -15,7 +15,15 @@ from niwaki.models.tokens import load_tokenizer
 from niwaki.shrinking.tokenizer_file import NAME, TokenizerFile
 
 #: Files of the same tokens in other forms, which the output is without.
-_OTHERS = ("tokenizer.model*", "spiece.model", "sentencepiece*.model", "tekken.json", "*.tiktoken", "vocab.bpe", "encoder.json")
+_OTHERS = (
+    "tokenizer.model*",
+    "spiece.model",
+    "sentencepiece*.model",
+    "tekken.json",
+    "*.tiktoken",
+    "vocab.bpe",
+    "encoder.json",
+)
 #: What a tokenizer is loaded from beside tokenizer.json.
 _BESIDE = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _CONFIG, _ADDED, _VOCABULARY, _MERGES = "tokenizer_config.json", "added_tokens.json", "vocab.json", "merges.txt"

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.shards import Shards
 from niwaki.checkpoints.tensors import read_json
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
-from niwaki.files import output_errors, write_json
+from niwaki.files import write_json
 from niwaki.models.device import peak_memory
 from niwaki.models.extra import notes_of
 from niwaki.models.formats import format_of
@@ -30,8 +30,8 @@ from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 from niwaki.shrinking.token_choice import PRIOR, Size, choose, renumbered
 from niwaki.shrinking.token_ids import FILES, mapped, named
-from niwaki.shrinking.tokenizer_files import left_out, load_smaller, write_tokenizer
 from niwaki.shrinking.tokenizer_file import TokenizerFile
+from niwaki.shrinking.tokenizer_files import left_out, load_smaller, write_tokenizer
 from niwaki.texts.answers import with_answers
 from niwaki.texts.chat_templates import TemplateError, rendered
 from niwaki.texts.counting import count_tokens
@@ -261,9 +261,11 @@ class ShrinkingVocabulary:
                 f"the written tokenizer does not make of text what that of {self.model.checkpoint.path} does; please "
                 "report this model"
             )
-        run_size = smaller.config.vocab_size
-        if run_size != self._size:
-            raise OutputError(f"the written model has {run_size:,} tokens and not {self._size:,}; please report this model")
+        written = smaller.config.vocab_size
+        if written != self._size:
+            raise OutputError(
+                f"the written model has {written:,} tokens and not {self._size:,}; please report this model"
+            )
 
     def _measure(self, run: Run, name: str, model: StreamedModel, windows: Windows) -> None:
         """Measures the perplexity of ``model`` on this process's share of ``windows``, for the record of all."""

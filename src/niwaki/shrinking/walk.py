@@ -135,7 +135,8 @@ class Removing:
         others = _size(model.checkpoint, outside)
         removed = 1 - (after - others) / (before - others)
         parameters = {"before": before, "after": after}
-        record.structure = StructureRecord(parameters, removed, influence, dropped, **self.removed)
+        lists = (self.removed[kind] for kind in ("heads", "neurons", "experts"))
+        record.structure = StructureRecord(parameters, removed, influence, dropped, *lists)
         record.peak_memory = peak_memory(model.device)
 
     def _note_zeros(self) -> None:

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def count_tokens(model: StreamedModel, calibration: Calibration, without: Tensor
             if is_cut:
                 notes.append(f"counted were the first {length:,} characters of {text}, which has more")
         else:
-            tokens = text.tokens if isinstance(text, Windows) else text
+            tokens: Any = text.tokens if isinstance(text, Windows) else text
             counts = torch.bincount(tokens.flatten(), minlength=size)
         found.append(counts.double())
     total = int(sum(float(each.sum()) for each in found))

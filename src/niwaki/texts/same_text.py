@@ -21,7 +21,8 @@ _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     """The text of ``tokens``, without the bytes of characters that are cut at its ends."""
-    text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
     return text.strip(_NO_CHARACTER)
 
 
@@ -79,6 +80,4 @@ def _windows(encoded: Sequence[_Encoded], like: Windows, bos: int | None) -> Win
     longest = max(len(each.ids) for each in encoded)
     tokens = torch.tensor([each.ids + each.ids[-1:] * (longest - len(each.ids)) for each in encoded])
     spans: Tensor = torch.tensor([[each.given, len(each.ids)] for each in encoded])
-    return dataclasses.replace(
-        like, tokens=tokens, bos=bos, spans=spans, bytes=tuple(each.bytes for each in encoded)
-    )
+    return dataclasses.replace(like, tokens=tokens, bos=bos, spans=spans, bytes=tuple(each.bytes for each in encoded))
