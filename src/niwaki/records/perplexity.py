@@ -105,7 +105,8 @@ class Perplexity:
         """Bits that a byte of the text takes, which compares between all models; None where bytes were not counted."""
         return self.nats * self.tokens / math.log(2) / sum(self.bytes) if self.bytes else None
 
-    def _bits_of_windows(self) -> list[float]:
+    def bits_of_windows(self) -> list[float]:
+        """Bits that a byte takes in each window, where losses and bytes of these are known."""
         counts = self.counts or (self.context - 1,) * len(self.bytes)
         each = zip(self.losses, counts, self.bytes, strict=True)
         return [loss * count / math.log(2) / length for loss, count, length in each]
@@ -116,7 +117,7 @@ class Perplexity:
         Where that is other tokens for the two, by how many more bits a byte takes.
         """
         if self.counts != other.counts and self.bits is not None and other.bits is not None:
-            pairs = zip(self._bits_of_windows(), other._bits_of_windows(), strict=True)
+            pairs = zip(self.bits_of_windows(), other.bits_of_windows(), strict=True)
             bits = [mine - theirs for mine, theirs in pairs]
             error = statistics.stdev(bits) / math.sqrt(len(bits)) if len(bits) > 1 else None
             return Difference(self.bits - other.bits, error, "bits a byte")

@@ -87,6 +87,8 @@ def _removed_tiles(record: Record) -> list[Tile]:
     shown = list[Tile]()
     if structure := record.structure:
         stay = "{after:,} of {before:,} stay".format(**structure.parameters)
+        if words := structure.vocabulary:
+            shown.append(("fewer tokens", f"{words['after']:,}", f"of {words['before']:,} stay"))
         what = f": {record.pattern}" if record.only_shrinks else ""
         shown.append(("fewer parameters", structure.share, stay))
         shown.append(("removed", f"{100 * structure.removed:.1f} %", f"of the blocks' parameters{what}"))

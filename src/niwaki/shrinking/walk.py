@@ -135,8 +135,8 @@ class Removing:
         others = _size(model.checkpoint, outside)
         removed = 1 - (after - others) / (before - others)
         parameters = {"before": before, "after": after}
-        lists = (self.removed[kind] for kind in ("heads", "neurons", "experts"))
-        record.structure = StructureRecord(parameters, removed, influence, dropped, *lists)
+        heads, neurons, experts = (self.removed[kind] for kind in ("heads", "neurons", "experts"))
+        record.structure = StructureRecord(parameters, removed, influence, dropped, heads, neurons, experts)
         record.peak_memory = peak_memory(model.device)
 
     def _note_zeros(self) -> None:

@@ -26,6 +26,12 @@ def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     return text.strip(_NO_CHARACTER)
 
 
+def with_bytes(windows: Windows, tokenizer: PreTrainedTokenizerBase) -> Windows:
+    """``windows`` with the bytes of what is predicted in each, all but the first token, where they have text."""
+    sizes = tuple(len(decoded(tokenizer, window[1:]).encode()) for window in windows.tokens.tolist())
+    return dataclasses.replace(windows, bytes=sizes) if all(sizes) else windows
+
+
 def same_text(
     windows: Windows, one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, bos: int | None, most: int | None
 ) -> tuple[Windows, Windows]:
