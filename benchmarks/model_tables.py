@@ -173,8 +173,8 @@ def vocabulary(made: Any) -> Lines:
         *markdown(["tokens", "counted in", *texts, "MiB in bfloat16", "MiB in Q8_0"], rows),
         "",
         "Bits a byte, and how many more of them in %, with the standard error over windows, on "
-        f"{made['text_samples']} x {made['length']} tokens of each text (WikiText-2's test text, books by other authors, Python's standard "
-        "library from n to z), the same bytes for all.",
+        f"{made['text_samples']} x {made['length']} tokens of each text (WikiText-2's test text, books by other "
+        "authors, Python's standard library from n to z), the same bytes for all.",
     ]
 
 

@@ -81,6 +81,22 @@ def test_every_token_that_stays(kind: str) -> None:
     assert same > 100
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_few_as_possible(kind: str) -> None:
+    """Bytes alone are enough for any text, with what stands for a space."""
+    whole, cut, _ = _cut(kind, 1.0)
+    for text in (TEXT, "a b  c\n\td", "東京 🌳 مرحبا"):
+        ids = cut.encode(text, add_special_tokens=False).ids
+        assert cut.decode(ids) == whole.decode(whole.encode(text, add_special_tokens=False).ids) == text
+
+
+def test_unknown_characters_cost_the_same(tmp_path: Path) -> None:
+    """Which is more than the rarest token, so that one stays."""
+    file = TokenizerFile(write_tokenizer(tmp_path / "model", "unigram"))
+    pairs = json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"]["vocab"]
+    assert min(range(len(pairs)), key=lambda number: pairs[number][1]) in file.always
+
+
 def work(model: Path, out: Path, vocabulary: Any = 300, **options: Any) -> Record:
     text = model.parent / "text.txt"
     text.write_text(TEXT * 20)

@@ -52,7 +52,7 @@ def _content(kind: str) -> str:
     content: dict[str, Any] = json.loads(_trained(kind).to_str())
     model = content["model"]
     if kind == "unigram":
-        model["vocab"] += [[token, -9.0] for token in BYTES]
+        model["vocab"] += [[token, 0.0] for token in BYTES]
         model["byte_fallback"] = True
         count = len(model["vocab"])
     else:
