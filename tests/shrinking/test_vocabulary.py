@@ -183,6 +183,16 @@ def test_numbers_in_all_files(tmp_path: Path) -> None:
     assert any("tokenizer.model" in note for note in record.notes)
 
 
+def test_tokens_without_a_row(tmp_path: Path) -> None:
+    """The tokenizer may have more tokens than the model: those stay behind all others."""
+    model = save_with_tokenizer(tmp_path / "model", "bytes", rows=-1, tie_word_embeddings=True)
+    (model / "generation_config.json").unlink()
+    record = work(model, tmp_path / "out", 300)
+    assert record.structure
+    assert record.structure.vocabulary == {"before": size("bytes") - 1, "after": 299}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").convert_tokens_to_ids("<image>") == 299
+
+
 def test_bits_per_byte(tmp_path: Path) -> None:
     """Of the same bytes before and after, as summed up by transformers."""
     model = save_with_tokenizer(tmp_path / "model", "bytes")

@@ -106,11 +106,11 @@ def _with_biases(**changes: Any) -> PreTrainedModel:
     return model
 
 
-def save_with_tokenizer(path: Path, kind: str, case: str = "llama", **changes: Any) -> Path:
-    """A random model of a family with a tokenizer of a kind; some rows more than that has tokens, as often."""
+def save_with_tokenizer(path: Path, kind: str, case: str = "llama", rows: int = 5, **changes: Any) -> Path:
+    """A random model of a family with a tokenizer of a kind; so many rows more than that has tokens, as often."""
     count = size(kind)
     first = count - len(SPECIAL)
-    changes |= {"vocab_size": count + 5, "bos_token_id": first, "eos_token_id": first + 1}
+    changes |= {"vocab_size": count + rows, "bos_token_id": first, "eos_token_id": first + 1}
     model = _with_biases(**changes) if case == "phi" else random_model(case, **changes)
     model.generation_config.eos_token_id = [first + 1, first + 2]
     model.save_pretrained(path)

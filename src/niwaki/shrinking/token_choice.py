@@ -74,11 +74,12 @@ def choose(file: TokenizerFile, counts: Tensor, size: Size, always: Collection[i
     ``size`` is less than what has to stay, or all there is.
     """
     values = score(file, counts).tolist()
-    order = sorted(file.tokens.values(), key=lambda number: (-values[number], number))
+    known = (number for number in file.tokens.values() if number < len(values))  # by the model too
+    order = sorted(known, key=lambda number: (-values[number], number))
     kept = set[int]()
     for number in sorted({*file.always, *always}):
         kept |= {*file.needs(number)}
-    least, whole = len(kept), len({*file.tokens.values(), *kept})
+    least, whole = len(kept), len({*order, *kept})
     if size.used is not None:
         kept |= _of_text(file, counts, size.used)
         wanted = _rounded(len(kept), whole)

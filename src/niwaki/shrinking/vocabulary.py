@@ -99,7 +99,9 @@ class ShrinkingVocabulary:
         run.progress.status("reading the text to count tokens in")
         calibration = with_answers(model, run.calibration, compute.budget, run.world, run.progress)
         self.texts = Texts.read(model, calibration, run.measurement, USUAL_WINDOWS)
-        follows = run.measurement.texts[0] is None or run.measurement.texts[0] in calibration.texts
+        (measured,) = run.measurement.texts
+        names = [text for text in calibration.texts if isinstance(text, str)]
+        follows = measured is None or (isinstance(measured, str) and measured in names)
         held = self.texts.only.tokens if self.texts.only and follows else None
         self._counts = count_tokens(model, calibration, held)
         kept = choose(self._file, self._counts.shares, Size.of(stage.size), self._always())
@@ -113,7 +115,6 @@ class ShrinkingVocabulary:
         carried = run.carried(checkpoint, size, self.format.files)
         self.carried = carried and carried.only(lambda name: name.as_posix() not in self._left)
         self._measured = "both" if run.measurement.before else "after"
-        self._is_same = dict[str, tuple[Windows, Windows]]()
         self.record = self._begun(run, stage)
         run.foreseen["pruning_config"] = pruning_config(self.record)
 
