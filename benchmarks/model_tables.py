@@ -147,6 +147,42 @@ def heal(made: Any) -> Lines:
     ]
 
 
+def vocabulary(made: Any) -> Lines:
+    """Bits a byte above the whole model, and sizes, by the number of tokens and the text that these are counted in."""
+    (whole,) = [cell for cell in made["cells"] if not cell["counted"]]
+    texts = list(whole["bits"])
+    counted = {"books": "books", "three": "books, WikiText-2 and code"}
+    rows = [
+        [
+            f"{whole['tokens']:,}",
+            "",
+            *(f"{fmean(whole['bits'][text]['cut']):.4f}" for text in texts),
+            *_mebibytes(whole),
+        ]
+    ]
+    for cell in made["cells"]:
+        if not cell["counted"]:
+            continue
+        shown = []
+        for text in texts:
+            dense, cut = (cell["bits"][text][which] for which in ("dense", "cut"))
+            difference, error = paired(cut, dense)
+            shown.append(f"{100 * difference / fmean(dense):+.2f} ±{100 * error / fmean(dense):.2f} %")
+        rows.append([f"{cell['tokens']:,}", counted[cell["counted"]], *shown, *_mebibytes(cell)])
+    return [
+        *markdown(["tokens", "counted in", *texts, "MiB in bfloat16", "MiB in Q8_0"], rows),
+        "",
+        "Bits a byte, and how many more of them in %, with the standard error over windows, on "
+        f"{made['text_samples']} x {made['length']} tokens of each text (WikiText-2's test text, books by other "
+        "authors, Python's standard library from n to z), the same bytes for all.",
+    ]
+
+
+def _mebibytes(cell: Any) -> list[str]:
+    """Of the weights, and of the file for llama.cpp."""
+    return [f"{cell[name] / 2**20:.1f}" for name in ("size", "q8")]
+
+
 def sizes(made: Any, timed: Any = None) -> Lines:
     """What is lost at each size: perplexity, nats above the dense model, and their mean; and tokens a second."""
     dense = made["cells"][0]["losses"]

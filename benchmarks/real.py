@@ -5,6 +5,7 @@
     python benchmarks/real.py sizes MODEL CORPUS --record benchmarks/results/sizes.json
     python benchmarks/real.py own-answers MODEL CORPUS WORK --record benchmarks/results/own_answers.json
     python benchmarks/real.py experts MOE CORPUS --record benchmarks/results/experts.json
+    python benchmarks/real.py vocabulary MODEL CORPUS WORK --record benchmarks/results/vocabulary.json
 
 The texts are those of corpus.py.
 """
@@ -39,12 +40,15 @@ from niwaki.layer import expert_fit
 from niwaki.layer.grid import parse_grid
 from niwaki.models.generation import continued
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.tokens import load_tokenizer
+from niwaki.models.tokens import find_bos, load_tokenizer
 from niwaki.options import OWN_ANSWERS
 from niwaki.records.comparison import Cell as ComparedCell
 from niwaki.shrinking import experts as shrinking
 from niwaki.texts.answers import USUAL_SAMPLING
+from niwaki.texts.same_text import same_text
 from niwaki.texts.sources import read_prompts
+from niwaki.texts.texts import read_heldout
+from niwaki.windows import Windows
 
 PLAIN = ("wikitext2", "books", "code")
 #: Sparsity and grid, in the order of their worth.
@@ -57,6 +61,9 @@ FORMS = (
 FRACTIONS = (0.25, 0.5)
 EXPERT_CALIBRATIONS = {"books": "train.txt.xz", "wikitext2": "wikitext2.valid.txt"}
 EXPERT_TEXTS = {"books": "held.txt.xz", "wikitext2": "wikitext2.test.txt"}
+#: Tokens that stay, and the texts that these are counted in.
+VOCABULARIES = (32768, 24576, 16384, 8192)
+COUNTED = ("books", "three")
 #: An answer says the same for ever that ends with so many tokens of a cycle of at most LONGEST, twice or more.
 REPEATED, LONGEST = 48, 64
 
@@ -150,6 +157,81 @@ def sizes(
                 out = Path(place) / "out"
                 made = niwaki.prune(model, out, sparsity, quantize=grid or None, calibration=books, measurement=None)
                 add(out, sparsity, grid, _bits_of(out, sparsity, grid, Path(place)), made.seconds["total"])
+
+
+def vocabulary(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    record: Annotated[Path, Option(help="Write JSON there after each size, and resume from it.")],
+    text_samples: TextSamples = 16,
+    length: Length = 512,
+) -> None:
+    """Fewer tokens: bits a byte of the same text before and after, for texts that tokens are counted in.
+
+    "books" are the first 2^25 characters of books; "three" are these, WikiText-2's validation text and code, alike.
+    """
+    sheet = common.Sheet(record, {"text_samples": text_samples, "length": length, "model": model.name})
+    texts = Texts(model, corpus, work, text_samples, length)
+    books = str(corpus / EXPERT_CALIBRATIONS["books"])
+    counted = {
+        "books": [books],
+        "three": [books, str(corpus / EXPERT_CALIBRATIONS["wikitext2"]), *texts.to_calibrate("code")],
+    }
+    dense = StreamedModel(Checkpoint(model), "cpu")
+    asked = Measurement(samples=text_samples, length=length)
+    held = {name: read_heldout(dense, texts.to_measure(name, text_samples), asked) for name in PLAIN}
+    known: dict[str, Tensor] = {}  # losses of the dense model, by the name of a text
+
+    def add(made: StreamedModel, **cell: Any) -> None:
+        bits = dict[str, dict[str, list[float]]]()
+        for name, windows in held.items():
+            bos = None if windows.bos is None else find_bos(made.tokenizer)
+            before, after = same_text(windows, dense.tokenizer, made.tokenizer, bos, made.positions)
+            if name not in known:
+                known[name] = _losses(dense, before)
+            losses = known[name] if made is dense else _losses(made, after)
+            bits[name] = {"dense": _bits(known[name], before), "cut": _bits(losses, after)}
+        size = sum(made.checkpoint.like(key).nbytes for key in made.checkpoint.entries)
+        print(f"{cell}: { ({name: [round(fmean(one), 4) for one in each.values()] for name, each in bits.items()}) }")
+        sheet.add(**cell, bits=bits, size=size, q8=_q8_of(made.checkpoint.path))
+
+    if not sheet.has(counted="", tokens=dense.config.vocab_size):
+        add(dense, counted="", tokens=dense.config.vocab_size)
+    for name, count in itertools.product(counted, VOCABULARIES):
+        if sheet.has(counted=name, tokens=count):
+            continue
+        with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+            out = Path(scratch) / "out"
+            text = Calibration(counted[name], samples=len(counted[name]), length=length)
+            niwaki.shrink(model, out, vocabulary=count, calibration=text, measurement=Measurement(samples=0))
+            add(StreamedModel(Checkpoint(out), "cpu"), counted=name, tokens=count)
+
+
+def _losses(model: StreamedModel, windows: Windows) -> Tensor:
+    """(windows, length - 1) nats."""
+    states = model.embed(windows.tokens)
+    for block in model.stream():
+        block.advance(states)
+    return model.losses(states)
+
+
+def _bits(losses: Tensor, windows: Windows) -> list[float]:
+    """Bits that a byte takes, of each window."""
+    assert windows.spans is not None
+    spans = windows.spans.tolist()
+    return [
+        loss[first - 1 : end - 1].double().sum().item() / math.log(2) / length
+        for loss, (first, end), length in zip(losses, spans, windows.bytes, strict=True)
+    ]
+
+
+def _q8_of(model: Path) -> int:
+    """Bytes of its file for llama.cpp."""
+    with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+        file = Path(scratch) / "model.gguf"
+        niwaki.export(model, file, "gguf-q8_0")
+        return file.stat().st_size
 
 
 def _bits_of(out: Path, sparsity: float, grid: str, scratch: Path) -> float:
@@ -334,4 +416,4 @@ def _is_endless(answer: list[int], end: int) -> bool:
 
 
 if __name__ == "__main__":
-    common.main(compare, sizes, experts, own_answers, about=__doc__)
+    common.main(compare, sizes, experts, own_answers, vocabulary, about=__doc__)

@@ -13,6 +13,7 @@ _PUBLIC = {
     "niwaki.healing.heal": ("Heal",),
     "niwaki.pruning.prune": ("Prune", "Quantize"),
     "niwaki.shrinking.shrink": ("Shrink",),
+    "niwaki.shrinking.vocabulary": ("ShrinkVocabulary",),
     "niwaki.evaluation.bench": ("bench",),
     "niwaki.evaluation.compare": ("compare",),
     "niwaki.evaluation.evaluate": ("evaluate",),
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
     from niwaki.records.record import Record as Record
     from niwaki.reports.page import report as report
     from niwaki.shrinking.shrink import Shrink as Shrink
+    from niwaki.shrinking.vocabulary import ShrinkVocabulary as ShrinkVocabulary
     from niwaki.windows import Windows as Windows
 
 

@@ -19,12 +19,14 @@ from niwaki.layer.solvers import Solver
 from niwaki.models.locate import locate_model
 from niwaki.options import HEALING_BATCH, HEALING_TOKENS, OWN_TEXT, Calibration, Compute, Measurement, Text
 from niwaki.pruning.prune import Prune, Quantize
+from niwaki.quantities import parse_share
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.execute import check_order, execute
 from niwaki.runs.session import current_session
 from niwaki.runs.stage import Stage, label
-from niwaki.shrinking.shrink import Shrink
+from niwaki.shrinking.shrink import SHARES, Shrink
+from niwaki.shrinking.vocabulary import ShrinkVocabulary
 from niwaki.stages import make_stages
 from niwaki.texts.conversations import has_images
 from niwaki.windows import Windows
@@ -51,10 +53,10 @@ def run(
     Args:
         model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
-        stages: :class:`~niwaki.Shrink`, which has to be the first, :class:`~niwaki.Prune`, :class:`~niwaki.Quantize`,
-            :class:`~niwaki.Heal`, which trains towards ``model`` and so is not the first, and :class:`~niwaki.Export`,
-            of which :class:`~niwaki.Pack` is one, which has to be the last; or text such as "shrink neurons=0.25" and
-            "export gguf-q8_0".
+        stages: :class:`~niwaki.ShrinkVocabulary`, which has to be the first, and :class:`~niwaki.Shrink`, before which
+            nothing else comes; :class:`~niwaki.Prune`, :class:`~niwaki.Quantize`, :class:`~niwaki.Heal`, which trains
+            towards ``model`` and so is not the first, and :class:`~niwaki.Export`, of which :class:`~niwaki.Pack` is
+            one, which has to be the last; or text such as "shrink neurons=0.25" and "export gguf-q8_0".
         calibration: The text that all stages calibrate and train on, alone or as a
             :class:`~niwaki.options.Calibration`. Healing, which takes more, reads on where the others stop.
         measurement: The text that perplexity is measured on after each stage, alone or as a
@@ -143,6 +145,7 @@ def shrink(
     model: str | Path,
     out: str | Path,
     *,
+    vocabulary: int | float | str | None = None,
     blocks: int = 0,
     neurons: float | str = 0.0,
     heads: float | str = 0.0,
@@ -163,9 +166,15 @@ def shrink(
     (:func:`niwaki.layer.unit_removal.remove_units`), and the experts that contribute least, for which the others are
     fitted (:func:`niwaki.shrinking.experts.fit_experts`). All else stays, unless ``effort`` fits it too.
 
+    Before all that, tokens are removed, as a stage of its own (:mod:`niwaki.shrinking.vocabulary`).
+
     Args:
         model: A directory with config.json and safetensors, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
+        vocabulary: How many tokens stay, such as 24576; or the share of them to remove, such as 0.5 or "50 %"; or
+            "used", for all that the calibration text uses, and "used:0.9995" for the most common ones that make up so
+            much of it. Counted is all of the text, and not only its windows. Bytes, special tokens and what others are
+            merged from stay, so that all text can be encoded. For byte-level BPE, BPE with byte fallback, and Unigram.
         blocks: How many decoder blocks to remove.
         neurons: Fraction of the MLP neurons of each block to remove, such as 0.25 or "25 %". Where a block has a
             multiple of 32, the nearest multiple of 32 stays.
@@ -189,8 +198,14 @@ def shrink(
             resumes after the last block that is done.
     """
     Compute.of(compute).only("shrink", "device", "dtype")
-    stage = Shrink(blocks, neurons, heads, experts, expert_neurons, effort)
-    return _execute("shrink", model, out, [stage], calibration, measurement, compute, restart, progress)
+    stages: list[Stage] = [] if vocabulary is None else [ShrinkVocabulary(vocabulary)]
+    if (
+        not stages
+        or effort != "fast"
+        or any((blocks, *map(parse_share, SHARES, (neurons, heads, experts, expert_neurons))))
+    ):
+        stages.append(Shrink(blocks, neurons, heads, experts, expert_neurons, effort))
+    return _execute("shrink", model, out, stages, calibration, measurement, compute, restart, progress)
 
 
 @checked

@@ -15,9 +15,11 @@ from niwaki.named import find
 from niwaki.pruning.prune import Prune, Quantize
 from niwaki.runs.stage import Stage, label
 from niwaki.shrinking.shrink import Shrink
+from niwaki.shrinking.vocabulary import ShrinkVocabulary
 
 #: By name in recipes and on the command line.
 STAGES: dict[str, Callable[..., Stage]] = {
+    "vocabulary": ShrinkVocabulary,
     "shrink": Shrink,
     "prune": Prune,
     "quantize": Quantize,
@@ -26,7 +28,7 @@ STAGES: dict[str, Callable[..., Stage]] = {
     "export": Export,
 }
 #: The parameter that may stand without its name.
-_FIRST = {"prune": "pattern", "quantize": "grid", "export": "format"}
+_FIRST = {"vocabulary": "size", "prune": "pattern", "quantize": "grid", "export": "format"}
 #: For words without a name.
 _EXAMPLES = {"shrink": "neurons=0.25", "prune": "pattern=0.5", "quantize": "grid=int4:128", "heal": "max_time=30m"}
 #: What a recipe has beside its stages.

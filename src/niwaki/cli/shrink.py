@@ -12,6 +12,9 @@ class Removal:
     """What is removed: arguments of :func:`niwaki.shrink`.
 
     Options:
+        vocabulary: Tokens that stay, such as 24576; or a fraction of them to remove, such as 0.5 or 50%; or those that
+            the calibration text uses: used, or used:0.9995 for the most common ones that make up so much of it. All of
+            the text is counted. Any text can still be encoded.
         blocks: Decoder blocks to remove: those that change their inputs least.
         neurons: Fraction of the MLP neurons of each block to remove, such as 0.25 or 25%. Rounded so that a multiple of
             32 stays, if there was one before: block formats such as Q8_0 need it.
@@ -22,6 +25,7 @@ class Removal:
             then heals. With parameters as in best:healing=0.
     """
 
+    vocabulary: Annotated[str | None, "SIZE"] = None
     blocks: Annotated[int, "N"] = 0
     neurons: Annotated[str, "FRACTION"] = "0"
     heads: Annotated[str, "FRACTION"] = "0"
@@ -32,7 +36,7 @@ class Removal:
 
 @options(without=("tf32", "max_memory"))
 def shrink(model: Model, output: Output, removal: Removal = Removal(), work: Work = Work()) -> None:
-    """Remove blocks, attention heads, neurons or experts of MODEL; write a smaller dense model to OUT.
+    """Remove tokens, blocks, attention heads, neurons or experts of MODEL; write a smaller dense model to OUT.
 
     An interrupted run resumes when the command is repeated.
     """

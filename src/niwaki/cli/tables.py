@@ -66,9 +66,9 @@ def summary(record: Record) -> Table:
         table.add_row(f"perplexity {when}", Text(str(measured)))  # Text: no markup in paths
     for when, measured in record.perplexity.items():
         if when != "after" and "after" in record.perplexity:
-            table.add_row(f"above {when}", f"{record.perplexity['after'].above(measured)} nats a token")
+            table.add_row(f"above {when}", record.perplexity["after"].above(measured).words)
     for stage, cost in record.costs():
-        table.add_row(stage.name, Text(f"{f'{cost} nats a token, ' if cost else ''}{duration(stage.seconds)}"))
+        table.add_row(stage.name, Text(f"{f'{cost.words}, ' if cost else ''}{duration(stage.seconds)}"))
     stages = {name: seconds for name, seconds in record.seconds.items() if name != "total" and seconds >= 0.05}
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items())
     table.add_row("seconds", f"{record.seconds['total']:.1f} ({parts})")

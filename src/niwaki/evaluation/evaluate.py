@@ -13,6 +13,7 @@ from niwaki.options import USUAL_TEXT, Compute, Measurement, Text
 from niwaki.packed.format import open_checkpoint
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
+from niwaki.texts.same_text import with_bytes
 from niwaki.texts.sources import check_field
 from niwaki.texts.texts import read_heldout
 
@@ -28,7 +29,8 @@ def evaluate(
     """The perplexity of the model in a directory (or hub id), dense, pruned or packed, on a text.
 
     By default that is all of WikiText-2's test text, in windows of 2,048 tokens, or the model's positions if fewer. One
-    decoder block is in memory at a time. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
+    decoder block is in memory at a time. Of a text that is named also the bits of a byte are known, which compare
+    between models with other tokens; perplexities do not. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
     measurement, compute, progress = Measurement.of(measurement), Compute.of(compute), progress or Progress()
     measurement.only("evaluate", "text", "samples", "length", "bos", "field")
@@ -41,6 +43,8 @@ def evaluate(
         text = USUAL_TEXT if text is None else text
         check_field(measurement.field, [text])
         windows = read_heldout(streamed, text, measurement)
+        if isinstance(text, str):  # so that models with other tokens compare
+            windows = with_bytes(windows, streamed.tokenizer)
         if compute.budget is not None:
             # In addition to a block's weights the same number again for its activations.
             budget.left = max(0, compute.budget - resident() - 2 * streamed.block_size)

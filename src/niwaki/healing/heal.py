@@ -110,6 +110,11 @@ class Heal:
             raise UsageError(
                 "the method blocks trains each block towards the dense one, and shrink leaves fewer of them"
             )
+        if any(getattr(stage, "changes_tokens", False) for stage in before):
+            raise UsageError(
+                "the dense model has other tokens after vocabulary, and cannot teach: remove tokens in a run of their "
+                "own, and heal what is made of its output, with that as the teacher"
+            )
         if self.method == "lora" and any(getattr(stage, "makes_factors", False) for stage in before):
             raise UsageError("products of low rank would make dense matrices of two sparse factors: try full or norms")
 

@@ -230,7 +230,14 @@ class StreamedModel:
 
     def measured(self, states: HiddenStates, windows: Windows, world: World = _ALONE) -> Perplexity:
         """The perplexity, by ``states`` after the last block, of each process's share of ``windows``."""
-        return Perplexity.of(torch.cat(world.collected(self.losses(states))), windows.source, windows.origin)
+        losses, counts = self.losses(states), tuple[int, ...]()
+        if windows.spans is not None:
+            places = torch.arange(1, losses.shape[1] + 1)
+            predicted = (places >= windows.spans[:, :1]) & (places < windows.spans[:, 1:])
+            losses, counts = losses * predicted, tuple(predicted.sum(dim=1).tolist())
+        shares = world.collected((losses, counts, windows.bytes))
+        every, counted, lengths = zip(*shares, strict=True)
+        return Perplexity.of(torch.cat(every), windows.source, windows.origin, sum(counted, ()), sum(lengths, ()))
 
     def perplexity(
         self, windows: Windows, done: Callable[[int, int], None] = lambda *_: None, world: World = _ALONE

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 class Difference(NamedTuple):
     """Of two models' mean losses on the same windows, in nats a token.
 
+    Where the two have other tokens for the same text it is in bits a byte, as ``unit`` says.
+
     The standard error is that of the windows' own differences ("paired"), which is much less than that of either loss,
     because what makes a window hard for one model makes it hard for the other. None where windows were not kept.
     """
 
     nats: float
     standard_error: float | None
+    unit: str = "nats a token"
 
     @property
     def clear(self) -> bool:
@@ -34,6 +37,11 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         error = "" if self.standard_error is None else f" ±{self.standard_error:.4f}"
         return f"{self.nats:.4f}{error}"
+
+    @property
+    def words(self) -> str:
+        """``"0.1156 ±0.0062 nats a token"``."""
+        return f"{self} {self.unit}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,9 @@ class Perplexity:
             differ. Two models on the same text compare more tightly, see :meth:`above`. None where there is one window.
         origin: Where ``text`` is from and how it became windows, in words; "" where that is not known.
         losses: The mean cross-entropy of each window in nats; none in records of earlier versions.
+        counts: How many tokens of each window are predicted, where that is not ``context`` - 1: models with other
+            vocabularies see the same text as other tokens, and their perplexities do not compare.
+        bytes: UTF-8 bytes of what is predicted in each window; none where they were not counted.
     """
 
     value: Annotated[float, msgspec.Meta(ge=0.5, le=1e305)]  # 1 or more, but for rounding
@@ -59,23 +70,57 @@ class Perplexity:
     text: Name
     origin: str = ""
     losses: Annotated[tuple[Finite, ...], msgspec.Meta(max_length=1_000_000)] = ()
+    counts: Annotated[tuple[Positive, ...], msgspec.Meta(max_length=1_000_000)] = ()
+    bytes: Annotated[tuple[Positive, ...], msgspec.Meta(max_length=1_000_000)] = ()
 
     @classmethod
-    def of(cls, losses: Tensor, text: str, origin: str = "") -> Perplexity:
-        """From (windows, context - 1) cross-entropies in nats."""
-        means = losses.double().mean(dim=1)
-        value = math.exp(min(means.mean().item(), 700.0))  # soon beyond it there is no float
+    def of(
+        cls,
+        losses: Tensor,
+        text: str,
+        origin: str = "",
+        counts: tuple[int, ...] = (),
+        bytes: tuple[int, ...] = (),  # noqa: A002 - it is the word for it
+    ) -> Perplexity:
+        """From (windows, context - 1) cross-entropies in nats, 0 where nothing is predicted, as ``counts`` tells."""
+        tokens, exact = sum(counts) or losses.numel(), losses.double()
+        if counts:
+            means = exact.sum(dim=1) / exact.new_tensor(counts)
+            mean = exact.sum().item() / tokens
+        else:
+            means = exact.mean(dim=1)
+            mean = means.mean().item()
+        value = math.exp(min(mean, 700.0))  # soon beyond it there is no float
         error = min(1e304, value * means.std().item() / math.sqrt(len(means))) if len(means) > 1 else None
         kept = tuple(round(mean, 7) for mean in means.tolist())
-        return cls(value, error, losses.numel(), losses.shape[1] + 1, len(means), text, origin, kept)
+        return cls(value, error, tokens, losses.shape[1] + 1, len(means), text, origin, kept, counts, bytes)
 
     @property
     def nats(self) -> float:
         """The mean cross-entropy of a token."""
         return math.log(self.value)
 
+    @property
+    def bits(self) -> float | None:
+        """Bits that a byte of the text takes, which compares between all models; None where bytes were not counted."""
+        return self.nats * self.tokens / math.log(2) / sum(self.bytes) if self.bytes else None
+
+    def bits_of_windows(self) -> list[float]:
+        """Bits that a byte takes in each window, where losses and bytes of these are known."""
+        counts = self.counts or (self.context - 1,) * len(self.bytes)
+        each = zip(self.losses, counts, self.bytes, strict=True)
+        return [loss * count / math.log(2) / length for loss, count, length in each]
+
     def above(self, other: Perplexity) -> Difference:
-        """By how much the mean loss of a token is greater than ``other``, which is of the same windows."""
+        """By how much the mean loss of a token is greater than ``other``, which is of the same text.
+
+        Where that is other tokens for the two, by how many more bits a byte takes.
+        """
+        if self.counts != other.counts and self.bits is not None and other.bits is not None:
+            pairs = zip(self.bits_of_windows(), other.bits_of_windows(), strict=True)
+            bits = [mine - theirs for mine, theirs in pairs]
+            error = statistics.stdev(bits) / math.sqrt(len(bits)) if len(bits) > 1 else None
+            return Difference(self.bits - other.bits, error, "bits a byte")
         nats = self.nats - other.nats
         if len(self.losses) != len(other.losses) or len(self.losses) < 2:
             return Difference(nats, None)
@@ -100,5 +145,10 @@ class Perplexity:
             "" if self.standard_error is None else f" ± {self.standard_error:{of_error}}"
         )
 
+    @property
+    def by_bytes(self) -> str:
+        """``", 1.234 bits a byte"``, for after the perplexity; "" where bytes were not counted."""
+        return "" if self.bits is None else f", {self.bits:.4f} bits a byte"
+
     def __str__(self) -> str:
-        return f"{self.figure} ({self.tokens:,} tokens of {self.text}, context {self.context:,})"
+        return f"{self.figure} ({self.tokens:,} tokens of {self.text}, context {self.context:,}){self.by_bytes}"

@@ -229,6 +229,10 @@ class Record(JsonFile):
         elif only_rounds and earlier.method != "shrink":
             same = {name: getattr(earlier, name) for name in ("method", "solver", "effort", "pattern", "mask_from")}
             whole = dataclasses.replace(self, **same)
+        structure = earlier.structure or self.structure
+        if earlier.structure and earlier.structure.vocabulary and self.structure:  # of what is left of it
+            structure = self.structure.after(earlier.structure)
+            whole = dataclasses.replace(whole, pattern=f"{earlier.pattern}, {self.pattern}")
         before = earlier.perplexity
         perplexity = {name: before[name] for name in ("before",) if name in before}
         if self.only_heals and "after" in before:
@@ -237,7 +241,7 @@ class Record(JsonFile):
         return dataclasses.replace(
             whole,
             model=earlier.model,
-            structure=earlier.structure or self.structure,
+            structure=structure,
             healing=self.healing or earlier.healing,
             perplexity={**perplexity, **self.perplexity},
             peak_memory={name: max(of.peak_memory.get(name, 0) for of in (earlier, self)) for name in peaks},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from niwaki.errors import UsageError
 from niwaki.records.data import Count, Finite, Fraction, Positive
@@ -21,6 +21,7 @@ class StructureRecord:
         heads: For each block that stayed, the heads that went; of heads that share keys and values, the groups.
         neurons: Likewise.
         experts: Likewise, of blocks that have some.
+        vocabulary: How many tokens the model has, "before" and "after"; nothing where none were removed.
     """
 
     parameters: dict[str, Positive]
@@ -30,10 +31,16 @@ class StructureRecord:
     heads: list[list[Count]] = field(default_factory=list)
     neurons: list[list[Count]] = field(default_factory=list)
     experts: list[list[Count]] = field(default_factory=list)
+    vocabulary: dict[str, Positive] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.parameters.keys() >= {"before", "after"}:
             raise UsageError(f"parameters are those before and after; got {self.parameters}")
+
+    def after(self, earlier: StructureRecord) -> StructureRecord:
+        """What this stage and the ``earlier`` one, which removed tokens, removed together."""
+        parameters = {**self.parameters, "before": earlier.parameters["before"]}
+        return replace(self, parameters=parameters, vocabulary=earlier.vocabulary)
 
     @property
     def share(self) -> str:
@@ -42,4 +49,5 @@ class StructureRecord:
 
     def __str__(self) -> str:
         numbers = "{after:,} of {before:,}".format(**self.parameters)
-        return f"{numbers} ({self.share} fewer, of those in blocks {100 * self.removed:.1f} %)"
+        words = "{after:,} of {before:,} tokens, ".format(**self.vocabulary) if self.vocabulary else ""
+        return f"{words}{numbers} ({self.share} fewer, of those in blocks {100 * self.removed:.1f} %)"

@@ -53,6 +53,10 @@ def tiles(material: Material) -> list[Tile]:
         where = measured_on(text, after)
         if before := material.dense.get(text):
             gain = f"{100 * (after.value / before.value - 1):+.1f} % against dense"
+            if after.counts != before.counts and before.bits and after.bits:  # perplexities do not compare
+                gain = "of other tokens, which does not compare with the dense model's"
+                change = f"{100 * (after.bits / before.bits - 1):+.2f} % against dense, {before.bits:.4f}"
+                shown.append(("bits a byte", f"{after.bits:.4f}", change))
             shown.append(("perplexity dense", with_error(before), where))
             if pruned := record.perplexity.get("pruned"):
                 shown.append(("perplexity pruned", with_error(pruned), "before healing"))
@@ -83,6 +87,8 @@ def _removed_tiles(record: Record) -> list[Tile]:
     shown = list[Tile]()
     if structure := record.structure:
         stay = "{after:,} of {before:,} stay".format(**structure.parameters)
+        if words := structure.vocabulary:
+            shown.append(("fewer tokens", f"{words['after']:,}", f"of {words['before']:,} stay"))
         what = f": {record.pattern}" if record.only_shrinks else ""
         shown.append(("fewer parameters", structure.share, stay))
         shown.append(("removed", f"{100 * structure.removed:.1f} %", f"of the blocks' parameters{what}"))

@@ -49,8 +49,8 @@ def stages(material: Material) -> Section | None:
     rows = []
     for stage, cost in material.record.costs():
         measured = with_error(stage.perplexity) if stage.perplexity else "not measured"
-        rows.append([stage.name, stage.asked, duration(stage.seconds), measured, str(cost) if cost else ""])
-    table = Table.of(["stage", "asked for", "time", "perplexity after it", "cost in nats a token"], rows)
+        rows.append([stage.name, stage.asked, duration(stage.seconds), measured, cost.words if cost else ""])
+    table = Table.of(["stage", "asked for", "time", "perplexity after it", "cost"], rows)
     why = "What was done to the model, one after the other: by how much each stage raised the loss on the same text."
     return Section("stages", "Stages", why, [Exhibit([], table, open=True)])
 

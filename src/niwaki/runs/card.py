@@ -122,10 +122,11 @@ def _rows(record: Record) -> dict[str, object]:
         error: f"{record.mean_error:.4g}" if record.matrices else None,
     }
     for stage, cost in record.costs():
-        rows[f"stage {stage.name}"] = ", ".join(filter(None, [stage.asked, cost and f"{cost} nats a token"])) or "done"
+        rows[f"stage {stage.name}"] = ", ".join(filter(None, [stage.asked, cost and cost.words])) or "done"
     for when, measured in record.perplexity.items():
         rows[f"perplexity {when}"] = (
             f"{measured.figure} ({measured.tokens:,} tokens, context {measured.context:,}, {Path(measured.text).name})"
+            f"{measured.by_bytes}"
         )
     return rows if record.perplexity else {**rows, "perplexity": "not measured"}
 

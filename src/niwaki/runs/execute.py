@@ -17,7 +17,7 @@ from niwaki.runs import card
 from niwaki.runs.clock import Clock
 from niwaki.runs.journal import Journal
 from niwaki.runs.session import current_session
-from niwaki.runs.stage import Run, Stage, Task
+from niwaki.runs.stage import ChangesTokens, Run, Stage, Task
 from niwaki.runs.workplace import check_output, workplace
 
 
@@ -79,7 +79,7 @@ def execute(
                 progress.turn(
                     number + 1, len(asked), ", ".join(filter(None, [stages[number].name, str(stages[number])]))
                 )
-            record = _done(run, tasks[number])
+            record = _done(run, _reread(run, tasks))
         assert record
         if place:
             place.move()
@@ -117,6 +117,17 @@ def _opened(run: Run, labels: Sequence[str]) -> list[Task]:
                 task.measure_on(most.heldout)
     run.number = 0
     return tasks
+
+
+def _reread(run: Run, tasks: Sequence[Task]) -> Task:
+    """The task that it is the turn of; opened again where stages before it have left other tokens of the same text."""
+    task = tasks[run.number]
+    changed = [one for one in tasks[: run.number] if isinstance(one, ChangesTokens)]
+    if not changed or not task.texts:
+        return task
+    again = run.stages[run.number].open(run)
+    again.measure_on(changed[-1].heldout_after())
+    return again
 
 
 def _done(run: Run, task: Task) -> Record:

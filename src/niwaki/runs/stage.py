@@ -148,3 +148,11 @@ class Task(Protocol):
 
     def extent(self, run: Run) -> tuple[int, int]:
         """How many blocks are done and kept, of how many; 0 of 0 where that is not counted in blocks."""
+
+
+@runtime_checkable
+class ChangesTokens(Protocol):
+    """A task after which the model reads other tokens: those after it are opened again to read their texts as such."""
+
+    def heldout_after(self) -> dict[str, Windows]:
+        """By name, the same text as this task measures on, as the tokens that are left."""

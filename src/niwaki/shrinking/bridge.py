@@ -100,7 +100,8 @@ class Moments:
     def change(self, world: World, columns: Tensor | None = None) -> tuple[Tensor, float, float]:
         """(D (width, in) to add to the matrix, error before, error after), the same in all processes.
 
-        H is that of all processes already. Only ``columns`` (in,) bool change, by default all. NumericalError where states are NaN or infinite.
+        H is that of all processes already. Only ``columns`` (in,) bool change, by default all. NumericalError where
+        states are NaN or infinite.
         """
         world.sum([self.C])
         before = sum(world.collected(self.error))

@@ -29,7 +29,8 @@ from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
-_SHARES = ("neurons", "heads", "experts", "expert_neurons")
+#: What is removed from each block by shares.
+SHARES = ("neurons", "heads", "experts", "expert_neurons")
 
 
 @checked_names
@@ -61,7 +62,7 @@ class Shrink:
     @property
     def shares(self) -> dict[str, float]:
         """By kind, the fraction of the units to remove."""
-        return {name: parse_share(name, getattr(self, name)) for name in _SHARES}
+        return {name: parse_share(name, getattr(self, name)) for name in SHARES}
 
     @property
     def settled_effort(self) -> Effort:
@@ -74,9 +75,9 @@ class Shrink:
         return given.settled(shares_zeros=False, predicts=predicts)
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
-        if before:
+        if others := [stage.name for stage in before if stage.name != "vocabulary"]:
             raise UsageError(
-                f"shrink comes first, not after {before[-1].name}: it fits what is left without regard to zeros"
+                f"shrink comes first, not after {others[-1]}: it fits what is left without regard to zeros"
             )
 
     def open(self, run: Run) -> "Shrinking":
@@ -184,5 +185,5 @@ class Shrinking:
         record = run.resumed(self.record, len(self.model.blocks))
         removal = Removing(self.model, self.columns, self.mixtures, self.tensors, self._effort, record, run)
         with products(tf32=False):
-            removal.write(self.texts.shared(run.world), run.measurement.before, self._blocks, self.carried)
-        return record
+            removal.write(self.texts.shared(run.world), run.measured.before, self._blocks, self.carried)
+        return record.after(run.earlier) if run.earlier else record

@@ -139,7 +139,9 @@ class Removing:
         others = _size(model.checkpoint, outside)
         removed = 1 - (after - others) / (before - others)
         parameters = {"before": before, "after": after}
-        record.structure = StructureRecord(parameters, removed, plan.influence, plan.dropped, **self.removed)
+        heads, neurons, experts = (self.removed[kind] for kind in ("heads", "neurons", "experts"))
+        gone = plan.influence, plan.dropped, heads, neurons, experts
+        record.structure = StructureRecord(parameters, removed, *gone)
         record.peak_memory = peak_memory(model.device)
 
     def _note_zeros(self) -> None:

@@ -78,7 +78,7 @@ class Texts:
                 raise UsageError(f"{self.calibration.source} has images, on which only one process calibrates")
             return self
         every = (self.calibration, *self.heldout.values())
-        first, *others = (dataclasses.replace(each, tokens=world.share(each.tokens)) for each in every)
+        first, *others = (each.of(world.share(torch.arange(len(each.tokens)))) for each in every)
         return Texts(first, dict(zip(self.heldout, others, strict=True)), self.notes)
 
     @property

@@ -1,0 +1,322 @@
+"""The stage that removes words: fewer tokens in the tokenizer, and their rows in the embeddings and the head."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from niwaki.arguments import check_fields, checked_names
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.shards import Shards
+from niwaki.checkpoints.tensors import read_json
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
+from niwaki.files import write_json
+from niwaki.models.device import peak_memory
+from niwaki.models.extra import notes_of
+from niwaki.models.formats import format_of
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.tokens import encode, find_bos
+from niwaki.records.record import Record
+from niwaki.records.structure import StructureRecord
+from niwaki.runs.begin import begin_record
+from niwaki.runs.card import pruning_config, write_config
+from niwaki.runs.carried import CarriedFiles
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
+from niwaki.shrinking.token_choice import PRIOR, Size, choose, renumbered
+from niwaki.shrinking.token_ids import FILES, mapped, named
+from niwaki.shrinking.tokenizer_file import TokenizerFile
+from niwaki.shrinking.tokenizer_files import left_out, load_smaller, write_tokenizer
+from niwaki.texts.answers import with_answers
+from niwaki.texts.chat_templates import TemplateError, rendered
+from niwaki.texts.counting import count_tokens
+from niwaki.texts.rows import ChatTemplate
+from niwaki.texts.same_text import decoded, same_text
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
+
+#: Conversations that show which tokens a chat template needs; some take no system message, or begin with a question.
+_CONVERSATION = [
+    {"role": "system", "content": "a"},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "a"},
+    {"role": "user", "content": "a"},
+]
+
+
+@checked_names
+@dataclass(frozen=True)
+class ShrinkVocabulary:
+    """Removes the tokens that are least needed: see ``vocabulary`` of :func:`niwaki.shrink`.
+
+    Attributes:
+        size: How many tokens stay, such as 24576; or the share to remove, such as 0.5 or "50 %"; or "used" for all that
+            the text uses, and "used:0.9995" for the most common ones that make up so much of it.
+    """
+
+    size: int | float | str
+
+    name: ClassVar[str] = "vocabulary"
+    is_format: ClassVar[bool] = False
+    keeps_factors: ClassVar[bool] = True
+    #: Whether stages after it read other tokens than those before.
+    changes_tokens: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        Size.of(self.size)
+
+    def check_order(self, before: tuple[Stage, ...]) -> None:
+        if before:
+            raise UsageError(
+                f"tokens are removed first, not after {before[-1].name}: what follows is fitted to text as these tokens"
+            )
+
+    def open(self, run: Run) -> "ShrinkingVocabulary":
+        return ShrinkingVocabulary(self, run)
+
+    def __str__(self) -> str:
+        return str(self.size)
+
+
+class ShrinkingVocabulary:
+    """:class:`ShrinkVocabulary`, opened for a run: the model, the tokens that stay, and the texts."""
+
+    def __init__(self, stage: ShrinkVocabulary, run: Run) -> None:
+        checkpoint, compute = Checkpoint(run.reading), run.compute
+        self.format = format_of(checkpoint)
+        self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
+        model.check_head()
+        self._rows = model.config.vocab_size
+        self._keys = _keys_of_rows(model)
+        self._file = TokenizerFile(checkpoint.path)
+        self._named = _named_tokens(checkpoint.path)
+        run.progress.status("reading the text to count tokens in")
+        calibration = with_answers(model, run.calibration, compute.budget, run.world, run.progress)
+        self.texts = Texts.read(model, calibration, run.measurement, USUAL_WINDOWS)
+        (measured,) = run.measurement.texts
+        names = [text for text in calibration.texts if isinstance(text, str)]
+        follows = measured is None or (isinstance(measured, str) and measured in names)
+        held = self.texts.only.tokens if self.texts.only and follows else None
+        self._counts = count_tokens(model, calibration, held)
+        kept = choose(self._file, self._counts.shares, Size.of(stage.size), self._always())
+        self._new = renumbered(kept)
+        self._size = sum(number < self._rows for number in kept)
+        self.tokenizer = load_smaller(checkpoint.path, self._file, self._new)
+        size = checkpoint.size - (self._rows - self._size) * sum(
+            checkpoint.like(key).nbytes // self._rows for key in self._keys
+        )
+        self._left = left_out(checkpoint.path)
+        carried = run.carried(checkpoint, size, self.format.files)
+        self.carried = carried and carried.only(lambda name: name.as_posix() not in self._left)
+        self._measured = "both" if run.measurement.before else "after"
+        self.record = self._begun(run, stage)
+        run.foreseen["pruning_config"] = pruning_config(self.record)
+
+    def _always(self) -> set[int]:
+        """Tokens that stay beside those that the tokenizer cannot do without: named in files, and of chat templates."""
+        tokenizer = self.model.tokenizer
+        tokens = {*self._file.tokens.values(), *self._file.added.values()}
+        for number, where in self._named.items():
+            if number >= self._rows and number not in tokens:
+                raise CheckpointError(
+                    f"{where} names the token {number:,}, and the model has {self._rows:,}; correct or remove that"
+                )
+        special = {number for number in tokenizer.all_special_ids if number in tokens}
+        return {*self._named, *special, *_of_template(tokenizer)}
+
+    def _begun(self, run: Run, stage: ShrinkVocabulary) -> Record:
+        """The record, as far as it is known before the work."""
+        removed, counts, model = self._rows - self._size, self._counts, self.model
+        stay = float(counts.shares[[number for number in self._new if number < self._rows]].sum())
+        record = begin_record(
+            run.model,
+            model,
+            self.texts,
+            run.calibration,
+            method="shrink",
+            solver={"name": "vocabulary", "size": str(stage.size), "prior": PRIOR},
+            pattern=f"{removed:,} of {self._rows:,} tokens",
+            mask_from=None,
+        )
+        of = " + ".join(Path(each).name for each in record.calibration["source"].split(" + "))
+        record.notes += [
+            f"{counts.tokens:,} tokens of {of} were counted; the {self._size:,} that stay make up "
+            f"{100 * stay:.2f} % of them",
+            *counts.notes,
+            *notes_of(model),
+        ]
+        if self._left:
+            record.notes.append(f"left out, because they have all tokens: {', '.join(sorted(self._left))}")
+        if self.texts.only and run.measurement.before:
+            record.notes.append(
+                "perplexities before and after tokens were removed do not compare, because they are of other tokens of "
+                "the same text; bits a byte do"
+            )
+        return record
+
+    def measure_on(self, heldout: dict[str, Windows]) -> None:
+        self.texts = dataclasses.replace(self.texts, heldout=heldout)
+
+    def heldout_after(self) -> dict[str, Windows]:
+        """The same text as is measured on here, for stages that read the tokens that are left."""
+        return {name: self._both(name)[1] for name in self.texts.heldout}
+
+    def _both(self, name: str) -> tuple[Windows, Windows]:
+        """The text that is called ``name`` as tokens of the model, and as those that are left."""
+        windows = self.texts.heldout[name]
+        bos = None if windows.bos is None else self._new[windows.bos]
+        return same_text(windows, self.model.tokenizer, self.tokenizer, bos, self.model.positions)
+
+    def asked(self) -> dict[str, Any]:
+        return {
+            "model": self.model.checkpoint.fingerprint(),
+            "solver": self.record.solver,
+            "tokens": self._tokens(),
+            "calibration": self.texts.windows.fingerprint(),
+            "text": self.texts.only and self.texts.only.fingerprint(),
+            "measure": self._measured,
+            "device": self.model.device.type,
+            "dtype": self.record.dtype,
+            "versions": self.record.versions,
+        }
+
+    def _tokens(self) -> str:
+        """Which tokens stay, as a number that tells two choices apart."""
+        kept = torch.tensor([*self._new])
+        return Windows(kept[None], "tokens").fingerprint()
+
+    def extent(self, run: Run) -> tuple[int, int]:
+        return 0, 0
+
+    def work(self, run: Run) -> Record:
+        record, model, place = self.record, self.model, run.place
+        run.progress.begin(record, len(model.blocks), 0)
+        name = next(iter(self.texts.heldout), None)
+        both = None if name is None else self._both(name)
+        if both and run.measurement.before:
+            self._measure(run, "before", model, both[0])
+        before = _numbers(model.checkpoint)
+        fewer = (self._rows - self._size) * sum(
+            math.prod(model.checkpoint.entries[key].shape[1:]) for key in self._keys
+        )
+        record.structure = StructureRecord(
+            {"before": before, "after": before - fewer}, 0.0, vocabulary={"before": self._rows, "after": self._size}
+        )
+        if place and self.carried:
+            place.clear([])
+            self._write(place.directory, self.carried, record)
+        directory = run.world.received(place.directory if place else None) or Path()
+        run.clock.lap("write")
+        smaller = StreamedModel(Checkpoint(directory), str(model.device), record.dtype)
+        self._check(smaller)
+        run.clock.lap("check")
+        if both:
+            self._measure(run, "after", smaller, both[1])
+        record.peak_memory = peak_memory(model.device)
+        return record
+
+    def _write(self, directory: Path, carried: CarriedFiles, record: Record) -> None:
+        """Writes all files, the weights with one tensor in memory at a time."""
+        checkpoint = self.model.checkpoint.stored
+        carried.copy(directory)
+        record.notes += [note for note in carried.notes if note not in record.notes]
+        write_tokenizer(directory, self._file, self._new)
+        for name in FILES[1:]:
+            if (file := directory / name).is_file():
+                write_json(file, json.dumps(self._mapped(read_json(file), file), indent=2) + "\n")
+        write_config(directory, self._mapped(checkpoint.config, checkpoint.path / FILES[0]), record)
+        rows = torch.tensor([number for number in self._new if number < self._rows])
+        shards = Shards(directory)
+        for shard in checkpoint.shards:
+            like = {key: checkpoint.like(key) for key, entry in checkpoint.entries.items() if entry.shard == shard}
+            like |= {
+                key: torch.empty((self._size, *like[key].shape[1:]), dtype=like[key].dtype, device="meta")
+                for key in self._keys & like.keys()
+            }
+            shards.write(shard, like, lambda key: self._read(checkpoint, key, rows))
+        shards.finish()
+
+    def _read(self, checkpoint: Checkpoint, key: str, rows: Tensor) -> Tensor:
+        value = checkpoint.read(key)
+        return value[rows] if key in self._keys else value
+
+    def _mapped(self, values: Mapping[str, Any], where: Path) -> dict[str, Any]:
+        return mapped(values, self._new.__getitem__, self._size, where)
+
+    def _check(self, smaller: StreamedModel) -> None:
+        """Raises OutputError unless the tokenizer that was written makes what was meant of the calibration text."""
+        old, new = self.model.tokenizer, smaller.tokenizer
+        text = "\n".join(decoded(old, window) for window in self.texts.windows.tokens[:16].tolist())
+        tokens, fewer = encode(old, text), encode(new, text)
+        is_text = decoded(old, tokens) == decoded(new, fewer)
+        is_meant = fewer == encode(self.tokenizer, text)
+        known = all(number in self._new for number in tokens)
+        if not is_text or not is_meant or (known and [self._new[number] for number in tokens] != fewer):
+            raise OutputError(
+                f"the written tokenizer does not make of text what that of {self.model.checkpoint.path} does; please "
+                "report this model"
+            )
+        written = smaller.config.vocab_size
+        if written != self._size:
+            raise OutputError(
+                f"the written model has {written:,} tokens and not {self._size:,}; please report this model"
+            )
+
+    def _measure(self, run: Run, name: str, model: StreamedModel, windows: Windows) -> None:
+        """Measures the perplexity of ``model`` on this process's share of ``windows``, for the record of all."""
+        own = windows.of(run.world.share(torch.arange(len(windows.tokens))))
+        self.record.perplexity[name] = model.perplexity(
+            own, lambda i, _: run.progress.stage(i - 1, "perplexity", 1), run.world
+        )
+        run.clock.lap("perplexity")
+
+
+def _named_tokens(directory: Path) -> dict[int, Path]:
+    """The numbers of tokens that configurations of a model name, each with a file that does."""
+    files = [directory / name for name in FILES if (directory / name).is_file()]
+    return {number: file for file in files for number in named(read_json(file), file)}
+
+
+def _of_template(tokenizer: Any) -> set[int]:
+    """The tokens that the chat template puts around what is said, if there is one and it can be rendered."""
+    if (template := ChatTemplate.of(tokenizer, find_bos(tokenizer))) is None:
+        return set()
+    for first in range(2):
+        try:
+            (text,) = rendered(template.template, [_CONVERSATION[first:]], template.special, ask=True)
+            return {*encode(tokenizer, text)}
+        except TemplateError:
+            continue
+    return set()
+
+
+def _keys_of_rows(model: StreamedModel) -> set[str]:
+    """The keys of all tensors with a row for each token; UnsupportedModelError where one is not known to have them."""
+    checkpoint, rows = model.checkpoint.stored, model.config.vocab_size
+    parts = [model.model.get_input_embeddings(), model.model.get_output_embeddings()]
+    names = [
+        f"{path}.{own}"
+        for path, module in model.model.named_modules(remove_duplicate=False)
+        if any(module is part for part in parts)
+        for own, _ in module.named_parameters(recurse=False)
+    ]
+    known = {key for name in names for key in [*model.layout.keys(name), name] if key in checkpoint.entries}
+    found = {key for key, entry in checkpoint.entries.items() if rows in entry.shape}
+    wrong = sorted(found - known) or sorted(key for key in known if checkpoint.entries[key].shape[:1] != (rows,))
+    if wrong:
+        entry = checkpoint.entries[wrong[0]]
+        raise UnsupportedModelError(
+            f"{checkpoint.path} has {wrong[0]!r} of the shape {entry.shape}, and whether it has a row for each of the "
+            f"{rows:,} tokens is not known; no tokens of this model can be removed"
+        )
+    return known
+
+
+def _numbers(checkpoint: Checkpoint) -> int:
+    return sum(math.prod(entry.shape) for entry in checkpoint.entries.values())

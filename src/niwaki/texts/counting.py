@@ -1,0 +1,77 @@
+"""How often each token is in a text, all of it and not only its windows."""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import CalibrationError
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.tokens import encode, find_bos
+from niwaki.options import Calibration
+from niwaki.texts.rows import ChatTemplate
+from niwaki.texts.sources import read_text
+from niwaki.windows import Windows
+
+#: Characters that are counted of a text, which takes half a minute; and how many become tokens at a time.
+MOST, _AT_ONCE = 1 << 25, 1 << 18
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of several texts the ``shares`` (tokens,) float64 of each token, texts alike; and how many were counted."""
+
+    shares: Tensor
+    tokens: int
+    characters: int
+    notes: tuple[str, ...]
+
+
+def count_tokens(model: StreamedModel, calibration: Calibration, without: Tensor | None = None) -> Counts:
+    """Counts all tokens of the texts of ``calibration``, of each the first 2^25 characters.
+
+    Those of windows ``without`` (windows, length), which are measured on, are taken off again. CalibrationError where
+    nothing is there to count.
+    """
+    size, characters, found, notes = model.config.vocab_size, 0, list[Tensor](), list[str]()
+    for text in calibration.texts:
+        if isinstance(text, str):
+            counts, length, is_cut = _of_text(model, text, calibration)
+            characters += length
+            if is_cut:
+                notes.append(f"counted were the first {length:,} characters of {text}, which has more")
+        else:
+            tokens: Any = text.tokens if isinstance(text, Windows) else text
+            counts = torch.bincount(tokens.flatten(), minlength=size)
+        found.append(counts.double())
+    total = int(sum(float(each.sum()) for each in found))
+    if without is not None:
+        held = torch.bincount(without.flatten(), minlength=size).double() / len(found)
+        found = [(each - held).clamp(min=0) for each in found]
+    if not all(float(each.sum()) for each in found):
+        raise CalibrationError("the text to count tokens in has none but those that are measured on; give more text")
+    shares = torch.stack([each / each.sum() for each in found]).mean(dim=0)
+    return Counts(shares, total, characters, tuple(notes))
+
+
+def _of_text(model: StreamedModel, name: str, calibration: Calibration) -> tuple[Tensor, int, bool]:
+    """(counts (tokens,), characters that were counted, whether there are more)."""
+    template = ChatTemplate.of(model.tokenizer, find_bos(model.tokenizer))
+    pieces, counts = read_text(name, calibration.field, template).pieces, Counter[int]()
+    left, characters = "", 0
+    for piece in itertools.chain(pieces, [None]):
+        left += piece or ""
+        characters += len(piece or "")
+        if len(left) >= _AT_ONCE or piece is None or characters >= MOST:
+            counts.update(encode(model.tokenizer, left))
+            left = ""
+        if characters >= MOST:
+            break
+    made = torch.zeros(model.config.vocab_size, dtype=torch.int64)
+    for number, count in counts.items():
+        if number < len(made):
+            made[number] = count
+    return made, characters, next(pieces, None) is not None

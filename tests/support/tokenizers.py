@@ -1,0 +1,117 @@
+"""Tiny tokenizers of the kinds that tokens can be removed of, and models with them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from support.models import random_model
+
+TEXT = """The old man sat by the river in 1984, and didn't say a word about the other men or the river.
+def the_other(word: str) -> int:
+    return len(word) + 1984  # the words of the other men
+Größe, naïve, 東京 and 東京都 are words too; so are the others, and the rivers that the men sat by.
+"""
+SPECIAL = ("<s>", "</s>", "<image>")
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+KINDS = ("bytes", "whole words", "fallback", "unigram")
+
+
+def _trained(kind: str) -> Tokenizer:
+    lines = TEXT.splitlines(keepends=True) * 4
+    if kind in ("bytes", "whole words"):
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        made.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet))
+        return made
+    made = Tokenizer(models.BPE() if kind == "fallback" else models.Unigram())
+    made.normalizer = normalizers.Replace(" ", "▁")
+    if kind == "unigram":
+        made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    trainer: Any = (
+        trainers.BpeTrainer(vocab_size=160, limit_alphabet=50)
+        if kind == "fallback"
+        else trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"])
+    )
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.train_from_iterator(lines, trainer)
+    return made
+
+
+@functools.cache
+def _content(kind: str) -> str:
+    """tokenizer.json; special tokens are the last ones, so that all numbers change."""
+    content: dict[str, Any] = json.loads(_trained(kind).to_str())
+    model = content["model"]
+    if kind == "unigram":
+        model["vocab"] += [[token, 0.0] for token in BYTES]
+        model["byte_fallback"] = True
+        count = len(model["vocab"])
+    else:
+        if kind == "fallback":
+            texts = ["<unk>", *BYTES, *model["vocab"]]
+            model |= {"vocab": {token: i for i, token in enumerate(texts)}, "byte_fallback": True}
+            model |= {"unk_token": "<unk>", "fuse_unk": True}
+        model["ignore_merges"] = kind == "whole words"
+        count = len(model["vocab"])
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] = [
+        {"id": count + i, "content": token, **flags, "special": True} for i, token in enumerate(SPECIAL)
+    ]
+    parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"<s>": {"id": "<s>", "ids": [count], "tokens": ["<s>"]}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": parts,
+        "pair": [*parts, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": special,
+    }
+    return json.dumps(content)
+
+
+def size(kind: str) -> int:
+    """How many tokens a tokenizer has."""
+    return Tokenizer.from_str(_content(kind)).get_vocab_size()
+
+
+def write_tokenizer(path: Path, kind: str) -> Path:
+    """Writes the files of a tokenizer."""
+    path.mkdir(exist_ok=True)
+    first = size(kind) - len(SPECIAL)
+    (path / "tokenizer.json").write_text(_content(kind))
+    added = {str(first + i): {"content": token, "special": True} for i, token in enumerate(SPECIAL)}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "added_tokens_decoder": added,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def _with_biases(**changes: Any) -> PreTrainedModel:
+    """A model whose head has biases, which none of the families' cases has."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi", **sizes, **changes))
+    torch.nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+def save_with_tokenizer(path: Path, kind: str, case: str = "llama", rows: int = 5, **changes: Any) -> Path:
+    """A random model of a family with a tokenizer of a kind; so many rows more than that has tokens, as often."""
+    count = size(kind)
+    first = count - len(SPECIAL)
+    changes |= {"vocab_size": count + rows, "bos_token_id": first, "eos_token_id": first + 1}
+    model = _with_biases(**changes) if case == "phi" else random_model(case, **changes)
+    model.generation_config.eos_token_id = [first + 1, first + 2]
+    model.save_pretrained(path)
+    return write_tokenizer(path, kind)
