@@ -9,7 +9,7 @@ from torch import Tensor
 from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
-from niwaki.effort import Effort
+from niwaki.effort import SHRINK_EFFORT, Effort
 from niwaki.errors import named
 from niwaki.files import given_path
 from niwaki.healing.heal import Heal, refusal
@@ -151,7 +151,7 @@ def shrink(
     heads: float | str = 0.0,
     experts: float | str = 0.0,
     expert_neurons: float | str = 0.0,
-    effort: str | Effort = "fast",
+    effort: str | Effort = SHRINK_EFFORT,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
     compute: Compute | str = Compute(),
@@ -160,13 +160,13 @@ def shrink(
 ) -> Record:
     """Writes a smaller dense model to directory ``out``, which transformers loads as any other.
 
-    First the blocks of lowest influence (:func:`niwaki.shrinking.influence.influences`) are removed. Then, block
-    by block with the inputs from the smaller blocks before it, those heads and neurons whose absence costs the outputs
-    of o_proj and down_proj least, and these two are fitted without them
-    (:func:`niwaki.layer.unit_removal.remove_units`), and the experts that contribute least, for which the others are
-    fitted (:func:`niwaki.shrinking.experts.fit_experts`). All else stays, unless ``effort`` fits it too.
-
-    Before all that, tokens are removed, as a stage of its own (:mod:`niwaki.shrinking.vocabulary`).
+    First the blocks are removed without which the model's predictions change least
+    (:func:`niwaki.shrinking.depth.costs_of_runs`); what they did goes into the last matrix of the block before them, as
+    far as a linear map can do it (:func:`niwaki.shrinking.bridge.bridge`). Then, block by block with the inputs from
+    the smaller blocks before it, those heads and neurons go whose absence costs the outputs of o_proj and down_proj
+    least, and these two are fitted without them (:func:`niwaki.layer.unit_removal.remove_units`), and the experts that
+    contribute least, for which the others are fitted (:func:`niwaki.shrinking.experts.fit_experts`). By default all
+    that is left of each block is then fitted to the outputs of the dense model, see ``effort``.
 
     Args:
         model: A directory with config.json and safetensors, or a Hugging Face hub id.
@@ -181,9 +181,10 @@ def shrink(
         heads: Fraction of the attention heads of each block to remove, those that share keys and values together.
         experts: Fraction of the experts of each block to remove, of a mixture of experts.
         expert_neurons: Fraction of the neurons of each of them to remove, not at the same time; rounded likewise.
-        effort: A name of ``EFFORTS``, with parameters as in "balanced:epochs=0.5", or an effort, of which the passes
-            over the text count in which what is left of a block is fitted to the outputs of the dense block, and the
-            healing. "fast" fits only the matrices that lose columns.
+        effort: A name of ``EFFORTS``, with parameters as in "balanced:epochs=0.5", or an effort: how much text the
+            dense model writes beside the given one, how outputs are weighted when heads and neurons are chosen, how
+            what is left of each block is fitted, and healing. "fast" is the given text alone, and fits only the
+            matrices that lose columns or stand before a gap.
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
         measurement: What to measure perplexity on.
         compute: Where blocks run; ``tf32`` and ``max_memory`` are not used.
@@ -201,7 +202,7 @@ def shrink(
     stages: list[Stage] = [] if vocabulary is None else [ShrinkVocabulary(vocabulary)]
     if (
         not stages
-        or effort != "fast"
+        or effort != SHRINK_EFFORT
         or any((blocks, *map(parse_share, SHARES, (neurons, heads, experts, expert_neurons))))
     ):
         stages.append(Shrink(blocks, neurons, heads, experts, expert_neurons, effort))

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from niwaki.options import Measurement
 from niwaki.records.record import MatrixRecord, Record
 from niwaki.runs.carried import MARGIN
 from niwaki.runs.workplace import Workplace
-from niwaki.shrinking import walk as shrinking
+from niwaki.shrinking import depth, plan, walk as shrinking
 from niwaki.shrinking.units import UnitParameter
 from support.arguments import arguments
 from support.command import without_sign_of_life
@@ -59,6 +59,7 @@ def run(model: Path, out: Path, **changes: Any) -> Record:
         "calibration": CALIBRATION,
         "text": random_tokens(3, 24, seed=1),
         "device": "cpu",
+        "effort": "fast",
     }
     return niwaki.shrink(model, out, **arguments(**{**options, **changes}))
 
@@ -294,29 +295,14 @@ def test_what_is_dropped_is_what_costs_least(tmp_path: Path) -> None:
 # Blocks
 
 
-def influences(model: PreTrainedModel) -> list[float]:
-    """1 - mean cosine, from the hidden states of transformers; of the last block by a hook."""
-    ends: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def keep(index: int) -> Callable[..., None]:
-        def hook(_: Any, args: Any, kwargs: Any, answer: Any) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            ends[index] = hidden, answer[0] if isinstance(answer, tuple) else answer
-
-        return hook
-
-    handles = [
-        block.register_forward_hook(keep(index), with_kwargs=True) for index, block in enumerate(decoder_blocks(model))
-    ]
-    with torch.no_grad():
-        model(CALIBRATION, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    found = []
-    for index in range(len(ends)):
-        a, b = (end.double() for end in ends[index])
-        found.append(1 - ((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).mean().item())
-    return found
+@torch.no_grad()
+def divergence(dense: PreTrainedModel, other: PreTrainedModel) -> float:
+    """The KL divergence of ``other`` from ``dense`` on what blocks are compared on, or of what there is instead."""
+    _, samples = depth._parts(CALIBRATION, 1)
+    p, q = (
+        model(samples, use_cache=False).logits[:, :: depth._EVERY].double().log_softmax(-1) for model in (dense, other)
+    )
+    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def let_through(model: PreTrainedModel, dropped: list[int]) -> PreTrainedModel:
@@ -360,8 +346,8 @@ BLOCKS: list[tuple[str, dict[str, Any], int]] = [
 
 
 def drop_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their influence: then all others get another number."""
-    monkeypatch.setattr(shrinking, "lowest", lambda scores, count: list(range(count)))
+    """Whatever that costs: then all others get another number, and nothing is before them that could be repaired."""
+    monkeypatch.setattr(plan, "cheapest", lambda costs, depth, count: list(range(count)))
 
 
 @pytest.mark.parametrize(("case", "changes", "count"), BLOCKS, ids=lambda v: v if isinstance(v, str) else "")
@@ -375,7 +361,7 @@ def test_without_its_first_blocks(
     record = run(source, out, blocks=count)
     structure = record.structure
     assert structure is not None
-    assert structure.influence == pytest.approx(influences(dense), rel=1e-4, abs=1e-6)
+    assert structure.influence[0] == pytest.approx(divergence(dense, let_through(reference(source), [0])), rel=1e-3)
     small = reference(out)
     assert len(decoder_blocks(small)) == len(structure.influence) - count
     expected = logits(let_through(dense, list(range(count))))
@@ -385,26 +371,6 @@ def test_without_its_first_blocks(
     old = {value.numpy().tobytes() for value in before.values()}
     assert all(value.numpy().tobytes() in old for value in tensors(out).values())
     check_parameters(source, out, record)
-
-
-@pytest.mark.parametrize(("count", "gone"), [(1, [1]), (2, [1, 3]), (4, [0, 1, 2, 3])])
-@pytest.mark.slow
-def test_blocks_of_the_least_influence_go(tmp_path: Path, count: int, gone: list[int]) -> None:
-    source, out = save(tmp_path / "model", "mistral", num_hidden_layers=5), tmp_path / "out"
-    values = tensors(source)
-    for block, size in enumerate((0.5, 1e-3, 0.3, 0.1, 2.0)):
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            values[f"model.layers.{block}.{name}.weight"] *= size
-    save_file(values, source / "model.safetensors", {"format": "pt"})
-    record = run(source, out, blocks=count)
-    expected = influences(reference(source))
-    assert record.structure is not None
-    assert record.structure.influence == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert sorted(range(5), key=lambda index: expected[index])[:count] == [1, 3, 2, 0][:count]
-    assert record.structure.blocks == gone
-    torch.testing.assert_close(
-        logits(reference(out)), logits(let_through(reference(source), gone)), rtol=1e-4, atol=1e-4
-    )
 
 
 def test_entries_for_each_block(tmp_path: Path) -> None:

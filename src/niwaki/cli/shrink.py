@@ -5,6 +5,7 @@ from typing import Annotated
 
 from niwaki.cli.options import Model, Output, options
 from niwaki.cli.work import Work
+from niwaki.effort import SHRINK_EFFORT
 
 
 @dataclass(frozen=True)
@@ -15,14 +16,14 @@ class Removal:
         vocabulary: Tokens that stay, such as 24576; or a fraction of them to remove, such as 0.5 or 50%; or those that
             the calibration text uses: used, or used:0.9995 for the most common ones that make up so much of it. All of
             the text is counted. Any text can still be encoded.
-        blocks: Decoder blocks to remove: those that change their inputs least.
+        blocks: Decoder blocks to remove: those without which the predictions change least.
         neurons: Fraction of the MLP neurons of each block to remove, such as 0.25 or 25%. Rounded so that a multiple of
             32 stays, if there was one before: block formats such as Q8_0 need it.
         heads: Fraction of the attention heads of each block to remove.
         experts: Fraction of the experts of each block to remove, of a mixture of experts.
         expert_neurons: Fraction of the neurons of each expert to remove, rounded as for --neurons.
-        effort: fast fits the matrices that lose columns, balanced and best also all that is left of each block; best
-            then heals. With parameters as in best:healing=0.
+        effort: fast fits the matrices that lose columns or stand before a gap, balanced and best also all that is left
+            of each block, to text that the model writes too; best then heals. With parameters as in best:healing=0.
     """
 
     vocabulary: Annotated[str | None, "SIZE"] = None
@@ -31,7 +32,7 @@ class Removal:
     heads: Annotated[str, "FRACTION"] = "0"
     experts: Annotated[str, "FRACTION"] = "0"
     expert_neurons: Annotated[str, "FRACTION"] = "0"
-    effort: Annotated[str, "NAME"] = "fast"
+    effort: Annotated[str, "NAME"] = SHRINK_EFFORT
 
 
 @options(without=("tf32", "max_memory"))

@@ -95,9 +95,9 @@ def plan(
     ``allocation="loss"``: zeros go where the model's loss is expected to grow least. Some rows of each matrix are
     pruned to several sparsities; through their squared errors, weighted by how sensitive the loss is to these outputs
     (:mod:`niwaki.models.sensitivity`), goes a curve of what the next zero costs. "error" uses errors relative to the
-    squared outputs instead, "owl" the share of outliers in each block (Yin et al. 2024). Only matrices whose pattern can
-    have another sparsity (:meth:`Pattern.at`) take part. Each has at least the zeros that it has already, unless it may
-    ``revive`` them.
+    squared outputs instead, "owl" the share of outliers in each block (Yin et al. 2024). Only matrices whose pattern
+    can have another sparsity (:meth:`Pattern.at`) take part. Each has at least the zeros that it has already, unless
+    it may ``revive`` them.
     """
     matrices = [matrix for matrix in model.matrices() if pattern_of(matrix).at(0.0) is not None]
     if not matrices:

@@ -59,20 +59,23 @@ def costs_of_runs(
 
     Raises NumericalError where predictions are NaN or infinite.
     """
-    fitted, compared = _parts(samples, world.size)
+    fitted, compared = map(world.share, _parts(torch.cat(world.collected(samples)), world.size))
     with model.budget.lent() as budget:
         return _Search(model, model.embed(fitted), model.embed(compared), longest, world, progress, budget).costs()
 
 
 def _parts(samples: Tensor, processes: int) -> tuple[Tensor, Tensor]:
-    """(samples to fit to, samples to compare predictions on): different ones, where there is more than one."""
-    length = samples.shape[1] * processes
-    count = max(1, min(math.ceil(_COMPARED / length), len(samples) // 4))
+    """(samples to fit to, samples to compare predictions on): different ones, where there are enough of them.
+
+    There is one of each for each of the ``processes`` at least.
+    """
+    length = samples.shape[1]
+    count = max(processes, min(math.ceil(_COMPARED / length), len(samples) // 4))
     chosen = torch.zeros(len(samples), dtype=torch.bool)
     chosen[torch.arange(count).mul(len(samples)).div(count, rounding_mode="floor").long()] = True
-    rest = samples[~chosen] if len(samples) > 1 else samples
-    most = math.ceil(_FITTED / length)
-    return rest[:: max(1, math.ceil(len(rest) / most))], samples[chosen]
+    rest = samples[~chosen] if len(samples) >= 2 * count else samples
+    most = max(processes, math.ceil(_FITTED / length))
+    return rest[:: max(1, len(rest) // most)][:most], samples[chosen]
 
 
 @dataclass
@@ -156,15 +159,15 @@ class _Search:
         sums, count = torch.zeros(len(runs), dtype=torch.float64), 0.0
         if self.model.has_head:
             rows = max(1, LOGITS_PER_BATCH // (_COPIES * self.model.config.vocab_size))
-            with self.model.head(torch.float32) as head:
+            with self.model.head() as head:
                 for i, dense in enumerate(self.compared.hidden):
                     others = [states.hidden[i] for states in runs]
                     for hidden, tokens, *some in pieces(rows, dense, self.compared.tokens[i], *others):
                         chosen = tokens[:, ::_EVERY]
                         count += chosen.numel()
-                        p = head(hidden[:, ::_EVERY], chosen).log_softmax(-1)
+                        p = head(hidden[:, ::_EVERY], chosen).float().log_softmax(-1)
                         for k, each in enumerate(some):
-                            q = head(each[:, ::_EVERY], chosen).log_softmax(-1)
+                            q = head(each[:, ::_EVERY], chosen).float().log_softmax(-1)
                             sums[k] += float((p.exp() * (p - q)).sum(dtype=torch.float64))
         else:
             for i, dense in enumerate(self.compared.hidden):

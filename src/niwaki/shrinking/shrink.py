@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from niwaki.arguments import INTERNAL, check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.effort import Effort, describe as describe_effort, make_effort
+from niwaki.effort import SHRINK_EFFORT, Effort, describe as describe_effort, make_effort
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.layer.products import products
 from niwaki.layer.unit_removal import DAMPING, flops
@@ -43,7 +43,7 @@ class Shrink:
     heads: float | str = 0.0
     experts: float | str = 0.0
     expert_neurons: float | str = 0.0
-    effort: str | Effort = "fast"
+    effort: str | Effort = SHRINK_EFFORT
     #: A note on what is not done of what was asked for.
     left_out: str = field(default="", metadata=INTERNAL)
 
@@ -85,7 +85,7 @@ class Shrink:
 
     def __str__(self) -> str:
         given = {"blocks": self.blocks, **self.shares}
-        effort = [f"effort {self.effort}"] if self.effort != "fast" else []
+        effort = [f"effort {self.effort}"] if self.effort != SHRINK_EFFORT else []
         return ", ".join([f"{name} {value:g}" for name, value in given.items() if value] + effort)
 
 
