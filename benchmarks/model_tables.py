@@ -147,6 +147,25 @@ def heal(made: Any) -> Lines:
     ]
 
 
+def removals(made: Any) -> Lines:
+    """Nats a token above the whole model, by what was removed and the effort."""
+    (whole,) = [cell for cell in made["cells"] if not cell["removed"]]
+    texts, rows = list(whole["losses"]), []
+    for cell in sorted(made["cells"], key=lambda cell: cell["removed"]):
+        if not cell["removed"]:
+            continue
+        found = [paired(cell["losses"][text], whole["losses"][text]) for text in texts]
+        shown = [f"{difference:.3f} ±{error:.3f}" for difference, error in found]
+        mean = fmean(difference for difference, _ in found)
+        rows.append([cell["removed"], f"`{cell['effort']}`", *shown, f"{mean:.3f}", f"{cell['seconds']:.0f}"])
+    return [
+        *markdown(["removed", "effort", *texts, "mean", "seconds"], rows),
+        "",
+        f"On {made['text_samples']} x {made['length']} tokens of each text; {made['threads']} thread(s), blocks in "
+        f"{made['dtype']}.",
+    ]
+
+
 def vocabulary(made: Any) -> Lines:
     """Bits a byte above the whole model, and sizes, by the number of tokens and the text that these are counted in."""
     (whole,) = [cell for cell in made["cells"] if not cell["counted"]]

@@ -4,6 +4,7 @@
     python benchmarks/real.py compare MODEL CORPUS WORK --record benchmarks/results/real.json
     python benchmarks/real.py sizes MODEL CORPUS --record benchmarks/results/sizes.json
     python benchmarks/real.py own-answers MODEL CORPUS WORK --record benchmarks/results/own_answers.json
+    python benchmarks/real.py removals MODEL CORPUS WORK --record benchmarks/results/removals.json
     python benchmarks/real.py experts MOE CORPUS --record benchmarks/results/experts.json
     python benchmarks/real.py vocabulary MODEL CORPUS WORK --record benchmarks/results/vocabulary.json
 
@@ -31,10 +32,10 @@ from transformers import PreTrainedModel
 from typer import Option
 
 import niwaki
-from niwaki import Calibration, Comparison, Measurement
+from niwaki import Calibration, Comparison, Compute, Measurement
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.cli.tables import perplexity_tables
-from niwaki.effort import EFFORTS
+from niwaki.effort import EFFORTS, SHRINK_EFFORT
 from niwaki.evaluation.compare import compare as compared
 from niwaki.layer import expert_fit
 from niwaki.layer.grid import parse_grid
@@ -279,6 +280,48 @@ def experts(
             add(out, **case, removed=made.structure.removed, seconds=made.seconds["total"], errors=errors)
 
 
+def removals(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    record: Annotated[Path, Option(help="Write JSON there after each model, and resume from it.")],
+    removed: Annotated[str, Option(help="Options of niwaki shrink.")] = "blocks=4,neurons=0.25",
+    efforts: Annotated[str, Option(help="As of niwaki shrink --effort.")] = f"{SHRINK_EFFORT},fast",
+    texts: common.Measured = ALL_MEASURED,
+    samples: Samples = 48,
+    text_samples: TextSamples = 16,
+    length: Length = 512,
+    dtype: Annotated[str, Option(help="What blocks run in.")] = "auto",
+) -> None:
+    """Blocks, neurons or heads removed, calibrated on books: what is lost on texts of several kinds."""
+    sheet = common.Sheet(record, {"text_samples": text_samples, "length": length, "samples": samples, "dtype": dtype})
+    made = Texts(model, corpus, work, samples, length)
+    held = {name: made.to_measure(name, text_samples) for name in common.chosen(texts, MEASURED)}
+    books = Calibration(made.to_calibrate("books")[0], samples=samples, length=length)
+
+    def add(directory: Path, **cell: Any) -> None:
+        found = measured(directory, held, text_samples, length, dtype)
+        losses = {name: list(each.losses) for name, each in found.items()}
+        print(f"{cell}: {common.means(losses)}", flush=True)
+        sheet.add(**cell, losses=losses)
+
+    if not sheet.has(removed="", effort=""):
+        add(model, removed="", effort="", blocks=[], seconds=0.0)
+    for effort, each in itertools.product(names(efforts), names(removed)):
+        if sheet.has(removed=each, effort=effort):
+            continue
+        kind, _, amount = each.partition("=")
+        options = {kind: int(amount) if kind == "blocks" else float(amount)}
+        with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+            out = Path(scratch) / "out"
+            done = niwaki.shrink(
+                model, out, **options, effort=effort, calibration=books, measurement=None, compute=Compute(dtype=dtype)
+            )
+            assert done.structure
+            seconds = done.seconds["total"]
+            add(out, removed=each, effort=effort, blocks=done.structure.blocks, seconds=seconds)
+
+
 def _not_fitted(old: Any, inputs: Any, parts: int, residual: Any) -> expert_fit.SumFit:
     """:func:`niwaki.layer.expert_fit.fit_sum` without a sweep."""
     error = float(residual.double().square().sum())
@@ -416,4 +459,4 @@ def _is_endless(answer: list[int], end: int) -> bool:
 
 
 if __name__ == "__main__":
-    common.main(compare, sizes, experts, own_answers, vocabulary, about=__doc__)
+    common.main(compare, sizes, experts, own_answers, vocabulary, removals, about=__doc__)

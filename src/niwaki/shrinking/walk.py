@@ -313,13 +313,10 @@ class Removing:
         changes.weights[matrix.name] = stored
         seconds, stats = time.perf_counter() - began, {"gap_before": before, "gap_after": after}
         earlier = next((each for each in self.record.matrices if (each.block, each.name) == matrix.place), None)
-        if earlier:
+        if earlier:  # it lost columns
             earlier.stats.update(stats)
         else:
-            self.record.matrices.append(
-                MatrixRecord(block.index, matrix.name, matrix.shape, 0.0, after, seconds, tokens, dict(stats))
-            )
-        run.clock.lap("solve")
+            self._record(MatrixRecord(block.index, matrix.name, matrix.shape, 0.0, after, seconds, tokens, {**stats}))
 
     def _remove_experts(
         self,
