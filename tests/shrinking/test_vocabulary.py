@@ -28,7 +28,7 @@ from niwaki.shrinking.tokenizer_file import TokenizerFile
 from support.llama_cpp import LLAMA_CPP, ask
 from support.models import edit_json, message, save_model_with_tokenizer
 from support.runs import files
-from support.tokenizers import KINDS, SPECIAL, TEXT, save_with_tokenizer, size, write_tokenizer
+from support.small_tokenizers import KINDS, SPECIAL, TEXT, save_with_tokenizer, size, write_tokenizer
 
 CPU = Compute("cpu", "float32")
 #: Texts of all kinds, and pieces of what the tokenizers are from.
