@@ -67,10 +67,10 @@ def costs_of_runs(
 def _parts(samples: Tensor, processes: int) -> tuple[Tensor, Tensor]:
     """(samples to fit to, samples to compare predictions on): different ones, where there are enough of them.
 
-    There is one of each for each of the ``processes`` at least.
+    There is one of each for each of the ``processes`` at least, and so many that two choose as one does.
     """
     length = samples.shape[1]
-    count = max(processes, min(math.ceil(_COMPARED / length), len(samples) // 4))
+    count = max(processes, min(math.ceil(_COMPARED / length), max(2, len(samples) // 4), len(samples)))
     chosen = torch.zeros(len(samples), dtype=torch.bool)
     chosen[torch.arange(count).mul(len(samples)).div(count, rounding_mode="floor").long()] = True
     rest = samples[~chosen] if len(samples) >= 2 * count else samples
