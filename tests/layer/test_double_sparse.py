@@ -73,11 +73,9 @@ def as_described(problem: LayerProblem, pattern: TwoFactors, solver: DoubleSpars
     counts = pattern.kept_in_factors(W.shape)
     square = torch.eye(min(rows, columns), dtype=W.dtype)
     left_is_square = rows < columns
-    rest = step(W0, counts[left_is_square], solver.hardness_start)
+    rest = W0 * highest(W0.abs(), counts[left_is_square])
     A, B = (square, rest) if left_is_square else (rest, square)
     UA, UB = torch.zeros_like(A), torch.zeros_like(B)
-    (UB if left_is_square else UA).copy_(W0 - rest)
-    sparse = (W.numel() / sum(counts) / 2) ** (1 / 3)
 
     def left(rho: float, hardness: float | None) -> None:
         nonlocal A, UA
@@ -101,13 +99,13 @@ def as_described(problem: LayerProblem, pattern: TwoFactors, solver: DoubleSpars
 
     for t in range(solver.rounds):
         x = t / max(1, solver.rounds - 1)
-        rho = solver.penalty_start ** (1 - x) * solver.penalty_end**x * sparse
+        rho = solver.penalty_start ** (1 - x) * solver.penalty_end**x
         hardness = solver.hardness_start ** (1 - x) * solver.hardness_end**x if t + 1 < solver.rounds else None
         if left_is_square:
-            left(0.45 * rho, hardness)
+            left(rho / 2, hardness)
             right(rho, hardness)
         else:
-            right(0.45 * rho, hardness)
+            right(rho / 2, hardness)
             left(rho, hardness)
     for part in ("A", "B") if left_is_square else ("B", "A"):
         if part == "A":

@@ -19,7 +19,6 @@ from niwaki.layer.linalg import (
     inverse_upper_cholesky,
     is_finite,
     masked_conjugate_gradients,
-    symmetric_product,
 )
 from support.problems import gram, inputs, least_squares, normal, squared_error
 
@@ -173,15 +172,6 @@ def unit_problem(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 
 def masked(target: Tensor, mask: Tensor) -> Tensor:
     return target.masked_fill(~mask, 0.0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [40, 300, 513], ids=str)
-def test_a_symmetric_product(rows: int, dtype: torch.dtype) -> None:
-    """Below 256 rows, and in strips of which the last one is shorter."""
-    X, scales = normal(rows, 40, seed=1).to(dtype), torch.linspace(0, 2, 40, dtype=dtype)
-    made = symmetric_product(X * scales, X.T)
-    assert relative_difference(made, (X.double() * scales.double()) @ X.double().T) < TOLERANCE[dtype]
 
 
 class TestMaskedConjugateGradients:

@@ -102,7 +102,7 @@ def test_fitted(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", case, dtype=dtype)
     run(model, tmp_path / "fast")
     record = run(model, tmp_path / "out", effort="fast:epochs=8")
-    assert all(fit.after < 0.97 * fit.before for fit in record.fits)
+    assert all(fit.after < 0.95 * fit.before for fit in record.fits)
     fast, fitted = load_file(tmp_path / "fast" / FILE), load_file(tmp_path / "out" / FILE)
     first = [key for key in fast if ".0." in key]  # later blocks see other inputs
     for key in first:

@@ -13,8 +13,6 @@ from niwaki.layer.products import onednn_is_faster, products
 _PART = 192
 #: Up to here LAPACK is the faster one everywhere.
 _SMALL = 1024
-#: Symmetric products of fewer rows are not divided; others are, into strips.
-_SMALL_PRODUCT, _PARTS = 256, 4
 #: Rows that are worked on at a time, to save memory: enough for the full rate of products.
 STRIP = 1024
 #: Of sums above this no term that matters is below what float32 can hold.
@@ -194,10 +192,8 @@ def conjugate_gradients(
     """
 
     def inner(X: Tensor, Y: Tensor) -> Tensor:
-        products = torch.mul(X, Y, out=memory)
-        return products.sum() if dim is None else products.sum(dim, keepdim=True)
+        return (X * Y).sum() if dim is None else (X * Y).sum(dim, keepdim=True)
 
-    memory = torch.empty_like(residual)  # new memory takes longer than what is written to it
     solved, D, rr = start.clone(), residual.clone(), inner(residual, residual)
     for step in range(steps):
         AD = apply(D)
@@ -209,19 +205,6 @@ def conjugate_gradients(
             before, rr = rr, inner(residual, residual)
             D.mul_(torch.where(before > 0, rr / before, 0.0)).add_(residual)
     return solved
-
-
-def symmetric_product(X: Tensor, Y: Tensor) -> Tensor:
-    """X Y where that is symmetric: what is below a strip is taken from beside it, for 5/8 of the operations."""
-    n = len(X)
-    if n < _SMALL_PRODUCT:
-        return X @ Y
-    made, width = X.new_empty(n, n), math.ceil(n / _PARTS / 64) * 64
-    for start in range(0, n, width):
-        end = min(start + width, n)
-        made[start:end, start:] = X[start:end] @ Y[:, start:]
-        made[end:, start:end] = made[start:end, end:].T
-    return made
 
 
 def with_unit_diagonal(M: Tensor) -> tuple[Tensor, Tensor]:

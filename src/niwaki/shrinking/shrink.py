@@ -72,7 +72,8 @@ class Shrink:
     def effort_for(self, predicts: bool) -> Effort:
         """The same for a model that predicts tokens of its text, or does not."""
         given = make_effort(self.effort) if isinstance(self.effort, str) else self.effort
-        return given.settled(shares_zeros=False, predicts=predicts)
+        settled = given.settled(shares_zeros=False, predicts=predicts)
+        return dataclasses.replace(settled, plan=dataclasses.replace(settled.plan, allocation="uniform"))
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if others := [stage.name for stage in before if stage.name != "vocabulary"]:

@@ -23,7 +23,7 @@ _LEAST_IN_COLUMN = 2
 #: Of a value or a scale, as models are stored; a value takes them, or those of its grid, and every place of a mask one.
 _BITS = 16
 #: The share of the kept weights that the square factor has: where the matrix is square too, and elsewhere.
-_SHARES = 0.35, 0.25
+_SHARES = 0.3, 0.2
 #: The same on a grid: of fewer values that factor needs more.
 _SHARES_ON_GRID = 0.4, 0.25
 

@@ -7,22 +7,14 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import PatternError
-from niwaki.layer.linalg import (
-    conjugate_gradients,
-    eigenvectors,
-    inverse_of_damped,
-    symmetric_product,
-    with_unit_diagonal,
-)
+from niwaki.layer.linalg import conjugate_gradients, eigenvectors, inverse_of_damped, with_unit_diagonal
 from niwaki.layer.patterns import Pattern, TwoFactors
 from niwaki.layer.patterns.selection import keep_highest, kth_smallest
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
 from niwaki.layer.solvers._base import Solver, at_least, damping_for, parameter, product
 
 #: Of the penalty of the other factor: the square one, which begins as the identity, has further to go.
-_SQUARE_PENALTY = 0.45
-#: Steps of conjugate gradients more where the right factor is the square one, whose penalty is the lower one.
-_MORE_STEPS = 1
+_SQUARE_PENALTY = 0.5
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -38,10 +30,10 @@ class DoubleSparse(Solver):
     about half of continuation's (docs/two-factors.md). The pattern is :class:`~niwaki.layer.patterns.TwoFactors`.
 
     H is damped as :class:`~niwaki.layer.solvers.Continuation` does it, and has unit diagonal; W0 is W in these
-    coordinates. The square factor begins as the identity with U = 0, the other one as after a step for it alone: with
-    V = W0, see below. Each of the ``rounds`` t = 1..k, with x = (t - 1) / (k - 1), takes one step of ADMM for the
-    square factor, then one for the other one, with rho from ``penalty_start`` to ``penalty_end`` geometrically, times
-    (2 q)^(-1/3) with q the weights that are kept, of those of W, and times 0.45 for the square one:
+    coordinates. The square factor begins as the identity, the other one as W0 with its largest weights, both with
+    U = 0. Each of the ``rounds`` t = 1..k, with x = (t - 1) / (k - 1), takes one step of ADMM for the square factor,
+    then one for the other one, with rho from ``penalty_start`` to ``penalty_end`` geometrically, half of it for the
+    square one:
 
         right:  K = A^T A, the rows of B in units where K has unit diagonal;   K X H + rho X = A^T W0 H + rho (Z - U)
         left:   G = B H B^T, the columns of A in units where G has;            X (G + rho I) = W0 H B^T + rho (Z - U)
@@ -50,8 +42,8 @@ class DoubleSparse(Solver):
 
     theta is the least score that would be kept; in the last round P is the mask. Between two rounds units change, and
     the numbers of U stay. X of the right factor is found in coordinates of the eigenvectors of H, where its columns
-    are problems of their own, by ``steps`` of conjugate gradients from Z, one more where it is the square one: K has
-    eigenvalues of about 0.1 to 5. In the end ``finish`` steps of conjugate gradients refit each factor on its mask.
+    are problems of their own, by ``steps`` of conjugate gradients from Z: K has eigenvalues of about 0.1 to 5. In the
+    end ``finish`` steps of conjugate gradients refit each factor on its mask.
 
     Differences from the paper and its code:
 
@@ -67,11 +59,11 @@ class DoubleSparse(Solver):
     Reference: Boza and Macko 2024, arXiv 2409.18850.
     """
 
-    rounds: int = at_least(1, 18)
-    penalty_start: float = _penalty(0.22)
-    penalty_end: float = _penalty(0.75)
-    hardness_start: float = parameter(4.5, "1 or more", lambda value: value >= 1)
-    hardness_end: float = parameter(12.0, "1 or more", lambda value: value >= 1)
+    rounds: int = at_least(1, 20)
+    penalty_start: float = _penalty(0.2)
+    penalty_end: float = _penalty(1.0)
+    hardness_start: float = parameter(5.0, "1 or more", lambda value: value >= 1)
+    hardness_end: float = parameter(10.0, "1 or more", lambda value: value >= 1)
     steps: int = at_least(1, 3)
     damping: float = at_least(0, 0.02)
     finish: int = at_least(0, 3)
@@ -89,18 +81,16 @@ class DoubleSparse(Solver):
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         damping = damping_for(self.damping, problem.gram)
         scaled = Normalised(LayerProblem(problem.W, problem.gram.damped(damping)))
-        kept = pattern.kept_in_factors(problem.W.shape)
-        factors = _Factors.start(scaled, kept, self.steps, self.hardness_start)
-        start = self.penalty_start * (2 * sum(kept) / problem.W.numel()) ** (-1 / 3)
+        factors = _Factors.start(scaled, pattern.kept_in_factors(problem.W.shape), self.steps)
         total = self.rounds + (self.finish > 0)
         for number in range(self.rounds):
             done = number / max(1, self.rounds - 1)
-            rho = start * (self.penalty_end / self.penalty_start) ** done
+            rho = self.penalty_start * (self.penalty_end / self.penalty_start) ** done
             hardness = self.hardness_start * (self.hardness_end / self.hardness_start) ** done
             factors.round(rho, hardness if number + 1 < self.rounds else None)
             scaled.report_rows(monitor, number + 1, total, factors.rows)
         if self.finish:
-            factors.refit(scaled.new_H(), self.finish)
+            factors.refit(self.finish)
             scaled.report_rows(monitor, total, total, factors.rows)
         A, B = factors.balanced(scaled.gram.norm)
         W = A @ B
@@ -127,22 +117,21 @@ class _Factors:
     WHP: Tensor  # (out, in)
     BP: Tensor
     UA: Tensor
+    UB: Tensor
     UBP: Tensor
 
     @classmethod
-    def start(cls, scaled: Normalised, kept: tuple[int, int], steps: int, hardness: float) -> "_Factors":
+    def start(cls, scaled: Normalised, kept: tuple[int, int], steps: int) -> "_Factors":
         W0 = scaled.W
         rows, columns = W0.shape
         eigenvalues, P = scaled.gram.derived("eigenvectors", lambda: eigenvectors(scaled.new_H))
         is_left = rows < columns  # the square factor
         square = torch.eye(min(rows, columns), dtype=W0.dtype, device=W0.device)
-        wide = _chosen(W0, kept[is_left], hardness)
-        left_out, none = W0 - wide, torch.zeros_like(square)
+        wide = W0 * keep_highest(W0.abs(), W0.numel() - kept[is_left])
         A, B = (square, wide) if is_left else (wide, square * (scaled.gram.norm > 0))
-        UA, UB = (none, left_out) if is_left else (left_out, none)
+        UA, UB, UBP = torch.zeros_like(A), torch.zeros_like(B), torch.zeros_like(B)
         WHP = (W0 @ P).mul_(eigenvalues)
-        steps += 0 if is_left else _MORE_STEPS
-        return cls(A, B, kept, steps, P, eigenvalues, WHP, BP=B @ P, UA=UA, UBP=UB @ P)
+        return cls(A, B, kept, steps, P, eigenvalues, WHP, BP=B @ P, UA=UA, UB=UB, UBP=UBP)
 
     @property
     def is_left(self) -> bool:
@@ -174,37 +163,35 @@ class _Factors:
 
     def _step_right(self, rho: float, hardness: float | None) -> None:
         K, units, target = self._right()
-        ZP = self.BP.mul_(units)
-        residual = target.sub_(self.UBP, alpha=rho).sub_((K @ ZP).mul_(self.eigenvalues))
+        ZP = self.BP * units
+        residual = target.add_(ZP - self.UBP, alpha=rho)
+        residual.sub_((K @ ZP).mul_(self.eigenvalues)).sub_(ZP, alpha=rho)
         XP = conjugate_gradients(
             lambda D: (K @ D).mul_(self.eigenvalues).add_(D, alpha=rho), residual, ZP, self.steps, dim=0
         )
-        VP = XP.mul_(2).sub_(ZP).add_(self.UBP)
-        Z = _chosen(VP @ self.P.T, self.kept[1], hardness)
+        XP.mul_(2).sub_(ZP)
+        V = torch.addmm(self.UB, XP, self.P.T)
+        Z = _chosen(V, self.kept[1], hardness)
         self.BP = Z @ self.P
-        self.UBP = VP.sub_(self.BP)
+        self.UBP = XP.add_(self.UBP).sub_(self.BP)
         self.BP.div_(units)
-        self.B = Z.div_(units)
+        self.UB, self.B = V.sub_(Z), Z.div_(units)
 
     def _left(self) -> tuple[Tensor, Tensor, Tensor]:
         """(G, the units of A's columns in which its diagonal is 1, W0 H B^T in these)."""
-        G, units = with_unit_diagonal(symmetric_product(self.BP * self.eigenvalues, self.BP.T))
+        G, units = with_unit_diagonal((self.BP * self.eigenvalues) @ self.BP.T)
         return G, units, (self.WHP @ self.BP.T).div_(units)
 
     def _right(self) -> tuple[Tensor, Tensor, Tensor]:
         """(K, the units of B's rows in which its diagonal is 1, A^T W0 H P in these)."""
-        K, units = with_unit_diagonal(symmetric_product(self.A.T, self.A))
+        K, units = with_unit_diagonal(self.A.T @ self.A)
         units = units.unsqueeze(1)
         return K, units, (self.A.T @ self.WHP).div_(units)
 
-    def refit(self, H: Tensor, steps: int) -> None:
+    def refit(self, steps: int) -> None:
         """Steps of conjugate gradients for each factor on its mask, the square one first."""
-        if self.is_left:
-            self._refit_left(steps)
-            self._refit_right(H, steps)
-        else:
-            self._refit_right(H, steps)
-            self._refit_left(steps)
+        for refit in (self._refit_left, self._refit_right)[:: 1 if self.is_left else -1]:
+            refit(steps)
 
     def _refit_left(self, steps: int) -> None:
         G, units, target = self._left()
@@ -212,11 +199,15 @@ class _Factors:
         residual = target.sub_(Z @ G).mul_(mask)
         self.A = conjugate_gradients(lambda D: (D @ G).mul_(mask), residual, Z, steps).div_(units)
 
-    def _refit_right(self, H: Tensor, steps: int) -> None:
+    def _refit_right(self, steps: int) -> None:
         K, units, target = self._right()
         mask, Z = self.B != 0, self.B * units
         residual = (target.sub_((K @ (self.BP * units)).mul_(self.eigenvalues)) @ self.P.T).mul_(mask)
-        self.B = conjugate_gradients(lambda D: (K @ (D @ H)).mul_(mask), residual, Z, steps).div_(units)
+
+        def apply(D: Tensor) -> Tensor:
+            return ((K @ (D @ self.P)).mul_(self.eigenvalues) @ self.P.T).mul_(mask)
+
+        self.B = conjugate_gradients(apply, residual, Z, steps).div_(units)
         self.BP = self.B @ self.P
 
     def balanced(self, norm: Tensor) -> tuple[Tensor, Tensor]:
