@@ -311,7 +311,7 @@ def removals(
         if sheet.has(removed=each, effort=effort):
             continue
         kind, _, amount = each.partition("=")
-        options = {kind: int(amount) if kind == "blocks" else float(amount)}
+        options: dict[str, Any] = {kind: int(amount) if kind == "blocks" else float(amount)}
         with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
             out = Path(scratch) / "out"
             done = niwaki.shrink(

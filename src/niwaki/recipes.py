@@ -9,7 +9,7 @@ from torch import Tensor
 from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
-from niwaki.effort import SHRINK_EFFORT, Effort
+from niwaki.effort import Effort
 from niwaki.errors import named
 from niwaki.files import given_path
 from niwaki.healing.heal import Heal, refusal
@@ -151,7 +151,7 @@ def shrink(
     heads: float | str = 0.0,
     experts: float | str = 0.0,
     expert_neurons: float | str = 0.0,
-    effort: str | Effort = SHRINK_EFFORT,
+    effort: str | Effort | None = None,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
     compute: Compute | str = Compute(),
@@ -183,8 +183,8 @@ def shrink(
         expert_neurons: Fraction of the neurons of each of them to remove, not at the same time; rounded likewise.
         effort: A name of ``EFFORTS``, with parameters as in "balanced:epochs=0.5", or an effort: how much text the
             dense model writes beside the given one, how outputs are weighted when heads and neurons are chosen, how
-            what is left of each block is fitted, and healing. "fast" is the given text alone, and fits only the
-            matrices that lose columns or stand before a gap.
+            what is left of each block is fitted, and healing. By default "balanced:synthetic=0.5"; where experts go
+            "fast", which is the given text alone, and fits only the matrices that lose columns or stand before a gap.
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
         measurement: What to measure perplexity on.
         compute: Where blocks run; ``tf32`` and ``max_memory`` are not used.
@@ -202,7 +202,7 @@ def shrink(
     stages: list[Stage] = [] if vocabulary is None else [ShrinkVocabulary(vocabulary)]
     if (
         not stages
-        or effort != SHRINK_EFFORT
+        or effort is not None
         or any((blocks, *map(parse_share, SHARES, (neurons, heads, experts, expert_neurons))))
     ):
         stages.append(Shrink(blocks, neurons, heads, experts, expert_neurons, effort))

@@ -5,7 +5,6 @@ from typing import Annotated
 
 from niwaki.cli.options import Model, Output, options
 from niwaki.cli.work import Work
-from niwaki.effort import SHRINK_EFFORT
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,8 @@ class Removal:
         experts: Fraction of the experts of each block to remove, of a mixture of experts.
         expert_neurons: Fraction of the neurons of each expert to remove, rounded as for --neurons.
         effort: fast fits the matrices that lose columns or stand before a gap, balanced and best also all that is left
-            of each block, to text that the model writes too; best then heals. With parameters as in best:healing=0.
+            of each block, to text that the model writes too; best then heals. With parameters as in best:healing=0. By
+            default balanced:synthetic=0.5, and fast where experts go.
     """
 
     vocabulary: Annotated[str | None, "SIZE"] = None
@@ -32,7 +32,7 @@ class Removal:
     heads: Annotated[str, "FRACTION"] = "0"
     experts: Annotated[str, "FRACTION"] = "0"
     expert_neurons: Annotated[str, "FRACTION"] = "0"
-    effort: Annotated[str, "NAME"] = SHRINK_EFFORT
+    effort: Annotated[str | None, "NAME"] = None
 
 
 @options(without=("tf32", "max_memory"))

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from niwaki.arguments import INTERNAL, check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.effort import SHRINK_EFFORT, Effort, describe as describe_effort, make_effort
+from niwaki.effort import PLAIN_EFFORT, SHRINK_EFFORT, Effort, describe as describe_effort, make_effort
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.layer.products import products
 from niwaki.layer.unit_removal import DAMPING, flops
@@ -43,7 +43,7 @@ class Shrink:
     heads: float | str = 0.0
     experts: float | str = 0.0
     expert_neurons: float | str = 0.0
-    effort: str | Effort = SHRINK_EFFORT
+    effort: str | Effort | None = None
     #: A note on what is not done of what was asked for.
     left_out: str = field(default="", metadata=INTERNAL)
 
@@ -71,7 +71,10 @@ class Shrink:
 
     def effort_for(self, predicts: bool) -> Effort:
         """The same for a model that predicts tokens of its text, or does not."""
-        given = make_effort(self.effort) if isinstance(self.effort, str) else self.effort
+        # What fits to more text gain where experts go was not measured.
+        usual = PLAIN_EFFORT if self.shares["experts"] or self.shares["expert_neurons"] else SHRINK_EFFORT
+        effort = usual if self.effort is None else self.effort
+        given = make_effort(effort) if isinstance(effort, str) else effort
         settled = given.settled(shares_zeros=False, predicts=predicts)
         return dataclasses.replace(settled, plan=dataclasses.replace(settled.plan, allocation="uniform"))
 
@@ -86,7 +89,7 @@ class Shrink:
 
     def __str__(self) -> str:
         given = {"blocks": self.blocks, **self.shares}
-        effort = [f"effort {self.effort}"] if self.effort != SHRINK_EFFORT else []
+        effort = [f"effort {self.effort}"] if self.effort is not None else []
         return ", ".join([f"{name} {value:g}" for name, value in given.items() if value] + effort)
 
 
