@@ -28,6 +28,7 @@ from niwaki.records.record import MatrixRecord, Record
 from niwaki.runs.carried import MARGIN
 from niwaki.runs.workplace import Workplace
 from niwaki.shrinking import depth, plan, walk as shrinking
+from niwaki.shrinking.changes import Changes
 from niwaki.shrinking.units import UnitParameter
 from support.arguments import arguments
 from support.command import without_sign_of_life
@@ -615,6 +616,7 @@ def test_outputs_that_are_taken(tmp_path: Path) -> None:
         ("llama grouped", {"neurons": 0.25, "heads": 0.5, "blocks": 1}),
         ("llama grouped", {"neurons": 0.25, "effort": "fast:epochs=1"}),
         ("mixtral", {"experts": 0.25}),
+        ("llama grouped", {"blocks": 1}),
     ],
 )
 def test_the_space_that_it_takes(
@@ -622,14 +624,14 @@ def test_the_space_that_it_takes(
 ) -> None:
     """The output, and until that is whole the matrices that change; what an earlier run kept of these counts."""
     source, scratch = save_model(tmp_path / "model", case), [0]
-    save = shrinking._Changes.save
+    save = Changes.save
 
     def saved(changes: Any, path: Path) -> str:
         digest: str = save(changes, path)
         scratch.append(sum(file.stat().st_size for file in path.parent.iterdir()))
         return digest
 
-    monkeypatch.setattr(shrinking._Changes, "save", saved)
+    monkeypatch.setattr(Changes, "save", saved)
     run(source, tmp_path / "first", **options)
     needed = MARGIN + sum(file.stat().st_size for file in (tmp_path / "first").iterdir()) + scratch[-1]
     headers = 1 << 15

@@ -13,7 +13,7 @@ from niwaki.layer.products import products
 from niwaki.layer.unit_removal import DAMPING, flops
 from niwaki.models.extra import find_extra, notes_of
 from niwaki.models.factors import check_one_matrix
-from niwaki.models.layout import check_dtypes
+from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.streamed import StreamedModel
 from niwaki.quantities import parse_share
 from niwaki.records.record import Record
@@ -23,7 +23,7 @@ from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
 from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal
 from niwaki.shrinking.experts import ExpertRemoval, expert_removal
-from niwaki.shrinking.units import Removal, head_removal, neuron_removal, notes_on
+from niwaki.shrinking.units import Removal, head_removal, mlps, neuron_removal, notes_on
 from niwaki.shrinking.walk import Removing
 from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
@@ -141,7 +141,13 @@ class Shrinking:
         fitted = {matrix.entry for removal in removals for matrix in removal.matrices}
         matrices = self.model.matrices()
         changed = matrices if self._effort.fit.epochs else [each for each in matrices if each.entry in fitted]
-        return sum(each.size * self.model.checkpoint.dtype(each.key).itemsize for each in changed)
+        has_gaps = self._blocks and not self._effort.fit.epochs
+        repaired = max((self._bytes(each) for each, _ in mlps(matrices)), default=0) if has_gaps else 0
+        # Each removed block may have one before it that changes.
+        return sum(map(self._bytes, changed)) + self._blocks * repaired
+
+    def _bytes(self, matrix: Matrix) -> int:
+        return matrix.size * self.model.checkpoint.dtype(matrix.key).itemsize
 
     def _begun(self, run: Run, stage: Shrink, removals: Sequence[Removal]) -> Record:
         """The record, as far as it is known before the work."""

@@ -13,7 +13,6 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.shards import Shards
 from niwaki.effort import Effort
 from niwaki.errors import named
-from niwaki.files import output_errors
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.unit_removal import remove_units
 from niwaki.models.block import DecoderBlock
@@ -29,10 +28,11 @@ from niwaki.runs.begin import FEW_ZEROS
 from niwaki.runs.block_store import BlockStore
 from niwaki.runs.card import write_config
 from niwaki.runs.carried import CarriedFiles
-from niwaki.runs.kept import kept_once, load_tensors, save_tensors
+from niwaki.runs.kept import kept_once
 from niwaki.runs.stage import Run
 from niwaki.shrinking.block_tensors import BlockTensors, free
 from niwaki.shrinking.bridge import bridge, last_matrix
+from niwaki.shrinking.changes import Changes
 from niwaki.shrinking.configuration import Tensors, check_outputs, configuration, smaller_blocks
 from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, fit_expert_neurons
 from niwaki.shrinking.experts import ExpertRemoval, choose_experts, fit_experts
@@ -40,36 +40,6 @@ from niwaki.shrinking.plan import ShrinkPlan, joined, planned
 from niwaki.shrinking.units import ColumnRemoval, Removal
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
-
-
-@dataclass
-class _Changes:
-    """What shrinking does to a block: which units stay, and the weights of matrices with all of their units."""
-
-    kept: dict[str, Tensor] = field(default_factory=dict)  # by kind: (units,) or for each expert
-    weights: dict[str, Tensor] = field(default_factory=dict)  # by the name of a matrix, as the checkpoint has it
-    moved: dict[str, Tensor] = field(default_factory=dict)  # likewise, of the smaller block that experts moved to
-
-    def save(self, path: Path) -> str:
-        """Writes them, on disk at the return; the SHA-256 of the file."""
-        tensors = {f"kept {name}": value for name, value in self.kept.items()}
-        tensors |= {f"weight {name}": value for name, value in self.weights.items()}
-        tensors |= {f"moved {name}": value for name, value in self.moved.items()}
-        with output_errors(path.parent):
-            path.parent.mkdir(exist_ok=True)
-        return save_tensors(path, {name: value.cpu().contiguous() for name, value in tensors.items()})
-
-    @classmethod
-    def load(cls, path: Path, digest: str) -> "_Changes | None":
-        """The inverse of :meth:`save`; None where the file is not there or has another SHA-256."""
-        if (kept := load_tensors(path, digest)) is None:
-            return None
-        changes = cls()
-        parts = {"kept": changes.kept, "weight": changes.weights, "moved": changes.moved}
-        for name, value in kept[0].items():
-            what, _, own = name.partition(" ")
-            parts[what][own] = value
-        return changes
 
 
 @dataclass
@@ -221,11 +191,11 @@ class Removing:
 
         That has zeros for heads and neurons that went; of experts it is ``smaller``, in memory instead of it.
         """
-        earlier = self._store.earlier(block.index, lambda digest: _Changes.load(self._file(block), digest))
+        earlier = self._store.earlier(block.index, lambda digest: Changes.load(self._file(block), digest))
         if earlier:
             return self._applied(block, smaller, earlier, tensors)
         self._store.forget(block.index, self.record)
-        changes = _Changes()
+        changes = Changes()
         for removal in self.columns:
             self._remove(block, removal, states, changes)
             self._leave_out(removal, changes, tensors)
@@ -247,7 +217,7 @@ class Removing:
         return self.run.place.scratch / f"block-{block.index}.safetensors"
 
     def _applied(
-        self, block: DecoderBlock, smaller: nn.Module, changes: _Changes, tensors: BlockTensors
+        self, block: DecoderBlock, smaller: nn.Module, changes: Changes, tensors: BlockTensors
     ) -> DecoderBlock:
         """Does to ``block`` and ``tensors`` what an earlier run did."""
         _put(block, changes.weights)
@@ -260,7 +230,7 @@ class Removing:
         self._replace(changes, tensors, block.index)
         return block
 
-    def _replace(self, changes: _Changes, tensors: BlockTensors, block: int) -> None:
+    def _replace(self, changes: Changes, tensors: BlockTensors, block: int) -> None:
         """Puts the weights that changed into ``tensors``."""
         for matrix in self.model.matrices(block):
             if matrix.name in changes.weights:
@@ -268,14 +238,14 @@ class Removing:
             if matrix.name in changes.moved:
                 tensors.replace(matrix, changes.moved[matrix.name], is_smaller=matrix.expert is None)
 
-    def _leave_out(self, removal: Removal, changes: _Changes, tensors: BlockTensors) -> None:
+    def _leave_out(self, removal: Removal, changes: Changes, tensors: BlockTensors) -> None:
         """Leaves the units that go out of ``tensors``, and puts them into the record's lists."""
         kept = changes.kept[removal.kind]
         tensors.keep(removal, kept)
         if removal.kind in self.removed:
             self.removed[removal.kind].append((~kept).nonzero().squeeze(1).tolist())
 
-    def _remove(self, block: DecoderBlock, removal: ColumnRemoval, states: HiddenStates, changes: _Changes) -> None:
+    def _remove(self, block: DecoderBlock, removal: ColumnRemoval, states: HiddenStates, changes: Changes) -> None:
         """Chooses heads or neurons to remove, and puts zeros into ``block`` for them."""
         matrix, run = removal.matrices[block.index], self.run
         run.progress.stage(block.index, "capture", len(states.hidden))
@@ -297,7 +267,7 @@ class Removing:
             MatrixRecord(block.index, matrix.name, shape, 0.0, solution.error, seconds, tokens, solution.stats)
         )
 
-    def _bridge(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates, changes: _Changes) -> None:
+    def _bridge(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates, changes: Changes) -> None:
         """Puts what the blocks behind ``block`` did, which are gone, into its last matrix."""
         run = self.run
         if (matrix := last_matrix(block, states)) is None:
@@ -325,7 +295,7 @@ class Removing:
         smaller: nn.Module,
         states: HiddenStates,
         tensors: BlockTensors,
-        changes: _Changes,
+        changes: Changes,
     ) -> DecoderBlock:
         """Chooses experts, or neurons of them, to remove; the block to go on with.
 
@@ -350,7 +320,7 @@ class Removing:
         self._record(MatrixRecord(block.index, path, size, 0.0, fit.error, seconds, fit.tokens, fit.stats))
         return block
 
-    def _fit(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates, changes: _Changes) -> None:
+    def _fit(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates, changes: Changes) -> None:
         """Fits what is left of ``block`` to the outputs of the dense one."""
         run = self.run
         fit = Fit(block, states, dense, self.effort.fit, run.world, run.progress.step)
