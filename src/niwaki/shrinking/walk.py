@@ -272,7 +272,8 @@ class Removing:
         run = self.run
         if (matrix := last_matrix(block, states)) is None:
             note = (
-                f"what followed block {block.index} is not made up for: it has no matrix whose products are its outputs"
+                f"what the blocks removed after block {block.index} did is not put back: that block has no last matrix "
+                "whose products are added to its outputs as they are"
             )
             run.note(self.record, note)
             return
