@@ -186,7 +186,7 @@ def test_a_run_that_was_stopped_keeps_its_text(tmp_path: Path, monkeypatch: pyte
     run(directory, tmp_path / "whole", effort)
     with pytest.raises(KeyboardInterrupt):
         run(directory, tmp_path / "out", effort, progress=StopAt(8))
-    monkeypatch.setattr("niwaki.pruning.walk.synthesize", None)  # it is not written again
+    monkeypatch.setattr("niwaki.runs.own_text.synthesize", None)  # it is not written again
     record = run(directory, tmp_path / "out", effort)
     assert record.resumed == [1]
     assert record.calibration["synthetic"] == 3
