@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ class _Before:
     H: Tensor | None  # the moments of its inputs
     fitted: SpillList  # its outputs
     compared: SpillList
-    fitted_inputs: list[Tensor] = field(default_factory=list)  # of the matrix
-    compared_inputs: list[Tensor] = field(default_factory=list)
+    fitted_inputs: SpillList  # of the matrix; none where there is no matrix
+    compared_inputs: SpillList
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ class _Search:
     def costs(self) -> dict[Blocks, float]:
         """What all runs cost."""
         runs: dict[Blocks, HiddenStates] = {}
-        before = deque([_Before(-1, None, None, SpillList(self.budget), self._copy(self.compared))], self.longest)
+        before = deque([self._embeddings()], self.longest)
         for block in self.model.stream():
             self.progress.stage(block.index, "influence", 1 + len(runs))
             for states in runs.values():
@@ -106,6 +106,10 @@ class _Search:
             self.progress.step()
         return dict(zip(runs, self._divergences(list(runs.values())), strict=True))
 
+    def _embeddings(self) -> _Before:
+        none = SpillList(self.budget)
+        return _Before(-1, None, None, none, self._copy(self.compared), none, none)
+
     def _copy(self, states: HiddenStates) -> SpillList:
         copy = SpillList(self.budget)
         for hidden in states.hidden:
@@ -114,9 +118,9 @@ class _Search:
 
     def _advanced(self, block: DecoderBlock) -> _Before:
         """Runs ``block``, and keeps what a repair there needs."""
-        matrix, inputs = last_matrix(block, self.fitted), list[list[Tensor]]()
+        matrix, inputs = last_matrix(block, self.fitted), list[SpillList]()
         for states in (self.fitted, self.compared):
-            inputs.append(self._seen(block, matrix, states) if matrix else [])
+            inputs.append(self._seen(block, matrix, states) if matrix else SpillList(self.budget))
             if not matrix:
                 block.advance(states)
         sums = Moments.of(matrix, self.model.device) if matrix else None
@@ -127,9 +131,9 @@ class _Search:
         own = self._copy(self.fitted), self._copy(self.compared)
         return _Before(block.index, matrix, sums.H if sums else None, *own, *inputs)
 
-    def _seen(self, block: DecoderBlock, matrix: Matrix, states: HiddenStates) -> list[Tensor]:
+    def _seen(self, block: DecoderBlock, matrix: Matrix, states: HiddenStates) -> SpillList:
         """Runs ``block``; the inputs of ``matrix`` in each batch."""
-        seen = []
+        seen = SpillList(self.budget)
         for i in range(len(states.hidden)):
             handed = states.arguments.handed(block.index, i)
             found = run_with_inputs(block, matrix, states, i, handed)
