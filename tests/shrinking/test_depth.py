@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import niwaki
-from niwaki.layer.ridge import ridge
+from niwaki.layer.ridge import Ridge
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
@@ -51,7 +51,7 @@ def test_ridge() -> None:
     expected = torch.linalg.lstsq(
         torch.cat([X, rows]), torch.cat([R, torch.zeros(7, 3, dtype=torch.float64)]), driver="gelsd"
     )
-    D = ridge(H.float(), (R.T @ X).float(), 0.1)
+    D = Ridge(H.float(), 0.1).change((R.T @ X).float())
     torch.testing.assert_close(D.double(), expected.solution.T, rtol=1e-4, atol=1e-6)
     assert not D[:, 2].any()
 

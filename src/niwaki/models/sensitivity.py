@@ -12,8 +12,9 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates, pieces
 from niwaki.models.processes import World
 from niwaki.models.spill import SpillList
-from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
+from niwaki.models.streamed import LOGITS_PER_BATCH, TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.training import HandedGradients, input_gradient
+from niwaki.records.progress import Progress
 
 #: Path of a parameter, and which expert's part of it; None outside experts.
 _Weights = tuple[str, int | None]
@@ -73,7 +74,7 @@ def sensitivities(
             block.advance(states, done)
         handed = HandedGradients(budget)
         exponents = _start(model, states, draws.split(counts)[world.rank])
-        for block in model.stream(backwards=True):
+        for block in model.stream(range(len(model.blocks))[::-1]):
             squares = _Squares(block)
             for i, hidden in enumerate(inputs.pop()):
                 squares.scale = 4.0 ** exponents[i]
@@ -184,6 +185,19 @@ def _check(values: Tensor, where: str) -> None:
         raise NumericalError(
             f"{where}: gradients are NaN or infinite on the calibration text; try dtype float32, or another text"
         )
+
+
+def measured(model: StreamedModel, pilot: Tensor, world: World, progress: Progress) -> list[dict[str, Tensor]]:
+    """:func:`sensitivities` on the process's share of ``pilot`` (samples, length), with a step for each batch."""
+    batches = math.ceil(len(pilot) / max(1, TOKENS_PER_BATCH // pilot.shape[1]))
+    progress.stage(0, "sensitivity", 2 * len(model.blocks) * batches)
+    return sensitivities(model, pilot, world, progress.step)
+
+
+def pilot_of(samples: Tensor, share: float, world: World) -> Tensor:
+    """This process's part of a ``share`` of the samples of all, at least one for each process."""
+    whole = torch.cat(world.collected(samples))
+    return world.share(whole[:: max(1, min(math.floor(1 / share), len(whole) // world.size))])
 
 
 def row_weights(importance: Tensor, power: float) -> Tensor:

@@ -271,13 +271,13 @@ class StreamedModel:
         with self._weights.outside(dtype):
             yield logits
 
-    def stream(self, backwards: bool = False, order: Sequence[int] | None = None) -> Generator[DecoderBlock]:
-        """The blocks in order, or the last one first, each with its weights until the next one is asked for.
+    def stream(self, order: Sequence[int] | None = None) -> Generator[DecoderBlock]:
+        """The blocks one after the other, each with its weights until the next one is asked for.
 
-        In another ``order`` a block can come twice, and then is read twice.
+        In another ``order`` than theirs a block can come twice, and then is read twice.
         """
         if order is None:
-            order = range(len(self.blocks))[:: -1 if backwards else 1]
+            order = range(len(self.blocks))
         coming: Future[dict[str, Tensor]] | None = None
         with ThreadPoolExecutor(1, "reader") if self._ahead else contextlib.nullcontext() as reader:
             for index, after in zip_longest(order, order[1:]):

@@ -21,8 +21,8 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.models.sensitivity import row_weights, sensitivities
-from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
+from niwaki.models.sensitivity import measured, pilot_of, row_weights
+from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.allocation import Curve, allocate, ceiling, outlier_ratios, rounded, smooth
 from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.request import PatternOf
@@ -105,9 +105,7 @@ def plan(
     samples = _pilot(samples, planning.pilot, world)
     importance: dict[Place, Tensor] = {}
     if isinstance(samples, Tensor) and (planning.allocation == "loss" or planning.importance > 0):
-        batches = math.ceil(len(samples) / max(1, TOKENS_PER_BATCH // samples.shape[1]))
-        progress.stage(0, "sensitivity", 2 * len(model.blocks) * batches)
-        by_block = sensitivities(model, samples, world, progress.step)
+        by_block = measured(model, samples, world, progress)
         importance = {matrix.place: by_block[matrix.block][matrix.name] for matrix in matrices}
     zeros: dict[Place, int] = {}
     if planning.allocation != "uniform":
@@ -134,9 +132,9 @@ def plan(
 
 def _pilot(samples: Samples, share: float, world: World) -> Samples:
     """This process's part of a ``share`` of the samples of all."""
-    whole = torch.cat(world.collected(samples)) if isinstance(samples, Tensor) else samples  # those of one process
-    chosen = whole[:: max(1, min(math.floor(1 / share), len(whole) // world.size))]
-    return world.share(chosen) if isinstance(chosen, Tensor) else chosen
+    if isinstance(samples, Tensor):
+        return pilot_of(samples, share, world)
+    return samples[:: max(1, min(math.floor(1 / share), len(samples)))]  # those of one process
 
 
 @dataclass

@@ -27,7 +27,7 @@ from niwaki.pruning.walk import Walk
 from niwaki.records.data import plain
 from niwaki.records.record import Record
 from niwaki.records.wording import in_words
-from niwaki.runs.begin import begin_record
+from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.block_store import WeightStore
 from niwaki.runs.card import pruning_config, write_config
 from niwaki.runs.carried import CarriedFiles
@@ -236,7 +236,7 @@ class Pruning:
         request, record, lender = self.request, self.record, self.request.mask_model
         measured = "both" if self.measurement.before else "after"
         asked = {
-            "model": self.model.checkpoint.fingerprint(),
+            **usually_asked(self.model, self.texts, record),
             "mask_from": Checkpoint(locate_model(lender)).fingerprint() if lender else request.mask_source,
             "solver": record.solver,
             "effort": record.effort,
@@ -244,14 +244,9 @@ class Pruning:
             "keep_format": request.keep_format,
             "revive": request.revive,
             "pattern": str(request.wanted),
-            "calibration": self.texts.calibration.fingerprint(),
-            "text": self.texts.only and self.texts.only.fingerprint(),
             "measure": "none" if self.measurement.samples == 0 else measured,
             "blocks": record.blocks or [0, len(self.model.blocks)],
-            "device": self.model.device.type,
-            "dtype": record.dtype,
             "tf32": record.tf32,
-            "versions": record.versions,
         }
         return asked if self._is_first else {name: value for name, value in asked.items() if name != "model"}
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from niwaki.effort import Effort
@@ -26,7 +25,7 @@ from niwaki.records.record import Record
 from niwaki.runs.begin import FEW_ZEROS
 from niwaki.runs.block_store import WeightStore
 from niwaki.runs.kept import kept_once
-from niwaki.runs.own_text import written
+from niwaki.runs.own_text import joined, written
 from niwaki.runs.stage import Run
 from niwaki.texts.conversations import Samples
 from niwaki.texts.texts import Texts
@@ -62,8 +61,8 @@ class Walk:
         stop = model.matrices()[-1].block + 1
         run.progress.begin(self.record, len(model.blocks) if heldout else stop, len(model.matrices()))
         planned = self._planned(samples, texts)
-        if planned.synthetic is not None and isinstance(samples, Tensor):
-            samples = torch.cat([samples, run.world.share(planned.synthetic)])
+        if isinstance(samples, Tensor):
+            samples = joined(run, samples, planned.synthetic)
         pattern_of = partial(planned.pattern, usual=self.pattern_of)
         self._solver = BlockSolver(self.request, store.format, pattern_of, planned.importance, run.world, run.progress)
         self._later = self._later_inputs(samples)
@@ -125,7 +124,7 @@ class Walk:
         made = plan(self.model, effort.plan, self.pattern_of, samples, tf32, run.world, run.progress, revive)
         if effort.synthetic and isinstance(samples, Tensor):
             own = written(run, self.model, self.record, effort.synthetic, samples, texts.windows.bos)
-            made = dataclasses.replace(made, synthetic=own if len(own) else None)
+            made = dataclasses.replace(made, synthetic=own)
         return made
 
     def _later_inputs(self, samples: Samples) -> LaterInputs:

@@ -13,6 +13,18 @@ from niwaki.texts.texts import Texts
 FEW_ZEROS = 0.01
 
 
+def usually_asked(model: StreamedModel, texts: Texts, record: Record) -> dict[str, Any]:
+    """What nearly every stage on ``model`` has to share with a run that it resumes, see :meth:`.stage.Task.asked`."""
+    return {
+        "model": model.checkpoint.fingerprint(),
+        "calibration": texts.calibration.fingerprint(),
+        "text": texts.only and texts.only.fingerprint(),
+        "device": model.device.type,
+        "dtype": record.dtype,
+        "versions": record.versions,
+    }
+
+
 def begin_record(name: str, model: StreamedModel, texts: Texts, calibration: Calibration, **others: Any) -> Record:
     """The record of a run on ``model``, called ``name``, with the fields that need nothing else and ``others``."""
     session, notes = current_session(), [*model.notes]

@@ -1,14 +1,13 @@
 """What removed blocks did, put back as far as it goes: into the last matrix of the block before them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
 from niwaki.layer.linalg import is_finite
-from niwaki.layer.ridge import ridge
+from niwaki.layer.ridge import Ridge
 from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import Handed, HiddenStates
 from niwaki.models.layout import Matrix
@@ -66,52 +65,31 @@ def run_with_inputs(
     return outputs, seen[0].float()
 
 
-@dataclass
-class Moments:
-    """Sums over tokens, of which those with large states count for as much as others.
+def add_inputs(H: Tensor, inputs: Tensor, outputs: Tensor) -> None:
+    """Adds u u^T / |y|^2 to H (in, in), for tokens with ``inputs`` u (tokens, in) of a matrix.
 
-    With inputs u (in,) of a matrix, the states y (width,) behind its block and what these lack, r: H is the sum of
-    u u^T / |y|^2 and C that of r u^T / |y|^2. What norms do behind blocks depends on directions, and a few tokens have
-    states a thousand times as long as all others.
+    Their block's ``outputs`` y are (samples, length, width). So tokens with large states count for as much as others:
+    what norms do behind blocks depends on directions, and a few tokens have states a thousand times as long as all
+    others.
     """
+    H.addmm_((inputs * _weights(outputs)).T, inputs)
 
-    H: Tensor  # (in, in) float32
-    C: Tensor  # (width, in) float32
-    error: float = 0.0  # the sum of |r|^2 / |y|^2
 
-    @classmethod
-    def of(cls, matrix: Matrix, device: torch.device) -> "Moments":
-        """Sums of nothing."""
-        rows, columns = matrix.shape
-        return cls(torch.zeros(columns, columns, device=device), torch.zeros(rows, columns, device=device))
+def add_residuals(C: Tensor, inputs: Tensor, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Likewise adds r u^T / |y|^2 to C (width, in), where r is what ``outputs`` lack to be ``wanted``.
 
-    def add_inputs(self, inputs: Tensor, outputs: Tensor) -> None:
-        """Adds tokens to H: ``inputs`` (tokens, in) and ``outputs`` (samples, length, width)."""
-        self.H.addmm_((inputs * _weights(outputs)).T, inputs)
+    Returns r and r / |y|^2 (tokens, width).
+    """
+    residuals = (wanted.float() - outputs.float()).flatten(0, -2)
+    weighted = residuals * _weights(outputs)
+    C.addmm_(weighted.T, inputs)
+    return residuals, weighted
 
-    def add_residuals(self, inputs: Tensor, outputs: Tensor, wanted: Tensor) -> None:
-        """Adds tokens to C and the error: also what the outputs should be, ``wanted`` (samples, length, width)."""
-        weights = _weights(outputs)
-        residuals = (wanted.float() - outputs.float()).flatten(0, -2)
-        weighted = residuals * weights
-        self.C.addmm_(weighted.T, inputs)
-        self.error += float((residuals * weighted).sum(dtype=torch.float64))
 
-    def change(self, world: World, columns: Tensor | None = None) -> tuple[Tensor, float, float]:
-        """(D (width, in) to add to the matrix, error before, error after), the same in all processes.
-
-        H is that of all processes already. Only ``columns`` (in,) bool change, by default all. NumericalError where
-        states are NaN or infinite.
-        """
-        world.sum([self.C])
-        before = sum(world.collected(self.error))
-        if not is_finite(self.H) or not is_finite(self.C):
-            raise NumericalError("hidden states are NaN or infinite on the calibration text; try dtype float32")
-        if columns is not None:
-            self.H[~columns], self.H[:, ~columns], self.C[:, ~columns] = 0.0, 0.0, 0.0
-        D = ridge(self.H, self.C, DAMPING)
-        after = before - 2 * float((D * self.C).sum(dtype=torch.float64)) + float(((D @ self.H) * D).sum())
-        return D, before, max(after, 0.0)
+def check(*moments: Tensor) -> None:
+    """Raises NumericalError where sums over tokens are NaN or infinite."""
+    if not all(map(is_finite, moments)):
+        raise NumericalError("hidden states are NaN or infinite on the calibration text; try dtype float32")
 
 
 def _weights(outputs: Tensor) -> Tensor:
@@ -143,18 +121,25 @@ def bridge(
         What was put into ``block``, in the layout of the checkpoint; the squared errors before and after, relative to
         the outputs, as means over tokens; the number of tokens.
     """
-    sums, tokens = Moments.of(matrix, block.device), 0
+    W = matrix.within(block.module.get_parameter(matrix.parameter)).detach().float()
+    H, C = W.new_zeros(W.shape[1], W.shape[1]), torch.zeros_like(W)
+    tokens, before = 0, 0.0
     for i in range(len(states.hidden)):
         found = run_with_inputs(block, matrix, states, i)
         assert found  # as in last_matrix
-        sums.add_inputs(found[1], found[0])
-        sums.add_residuals(found[1], found[0], wanted[i])
-        tokens += len(found[1])
+        outputs, inputs = found
+        add_inputs(H, inputs, outputs)
+        residuals, weighted = add_residuals(C, inputs, outputs, wanted[i])
+        before += float((residuals * weighted).sum(dtype=torch.float64))
+        tokens += len(inputs)
         done()
-    tokens = sum(world.collected(tokens))
-    world.sum([sums.H])
-    W = matrix.within(block.module.get_parameter(matrix.parameter)).detach().float()
-    D, before, after = sums.change(world, (W != 0).any(dim=0))
+    tokens, before = (sum(each) for each in zip(*world.collected((tokens, before)), strict=True))
+    world.sum([H, C])
+    check(H, C)
+    zero = ~(W != 0).any(dim=0)
+    H[zero], H[:, zero], C[:, zero] = 0.0, 0.0, 0.0
+    D = Ridge(H, DAMPING).change(C)
+    gain = 2 * float((D * C).sum(dtype=torch.float64)) - float(((D @ H) * D).sum())
     stored = world.send(block.stored(matrix, W + D), 0)
     block.put(matrix, stored)
-    return stored, before / tokens, after / tokens, tokens
+    return stored, before / tokens, max(before - gain, 0.0) / tokens, tokens

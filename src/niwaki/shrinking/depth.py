@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
+from niwaki.layer.ridge import Ridge
 from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates, pieces
 from niwaki.models.layout import Matrix
@@ -16,7 +17,7 @@ from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
 from niwaki.records.progress import Progress
-from niwaki.shrinking.bridge import Moments, last_matrix, run_with_inputs
+from niwaki.shrinking.bridge import DAMPING, add_inputs, add_residuals, check, last_matrix, run_with_inputs
 
 #: A run of neighbouring blocks: the first one, and the first one behind it.
 Blocks = tuple[int, int]
@@ -35,7 +36,7 @@ class _Before:
 
     block: int  # -1 for the embeddings
     matrix: Matrix | None  # what repairs; None where nothing does
-    H: Tensor | None  # the moments of its inputs
+    ridge: Ridge | None  # of its inputs
     fitted: SpillList  # its outputs
     compared: SpillList
     fitted_inputs: SpillList  # of the matrix; none where there is no matrix
@@ -118,18 +119,23 @@ class _Search:
 
     def _advanced(self, block: DecoderBlock) -> _Before:
         """Runs ``block``, and keeps what a repair there needs."""
-        matrix, inputs = last_matrix(block, self.fitted), list[SpillList]()
+        matrix, inputs = last_matrix(block, self.compared), list[SpillList]()
         for states in (self.fitted, self.compared):
             inputs.append(self._seen(block, matrix, states) if matrix else SpillList(self.budget))
             if not matrix:
                 block.advance(states)
-        sums = Moments.of(matrix, self.model.device) if matrix else None
-        if sums:
-            for inputs_, outputs in zip(inputs[0], self.fitted.hidden, strict=True):
-                sums.add_inputs(inputs_, outputs)
-            self.world.sum([sums.H])
+        ridge = self._ridge(matrix, inputs[0]) if matrix else None
         own = self._copy(self.fitted), self._copy(self.compared)
-        return _Before(block.index, matrix, sums.H if sums else None, *own, *inputs)
+        return _Before(block.index, matrix, ridge, *own, *inputs)
+
+    def _ridge(self, matrix: Matrix, inputs: SpillList) -> Ridge:
+        """What all repairs with ``matrix`` share: they differ in what its outputs should be."""
+        H = torch.zeros(matrix.shape[1], matrix.shape[1], device=self.model.device)
+        for some, outputs in zip(inputs, self.fitted.hidden, strict=True):
+            add_inputs(H, some, outputs)
+        self.world.sum([H])
+        check(H)
+        return Ridge(H, DAMPING)
 
     def _seen(self, block: DecoderBlock, matrix: Matrix, states: HiddenStates) -> SpillList:
         """Runs ``block``; the inputs of ``matrix`` in each batch."""
@@ -147,11 +153,13 @@ class _Search:
         """What is compared, without the blocks from ``before`` to the present one."""
         hidden = SpillList(self.budget)
         change = None
-        if before.matrix and before.H is not None:
-            sums = Moments(before.H, torch.zeros(before.matrix.shape, device=self.model.device))
+        if before.matrix and before.ridge:
+            C = torch.zeros(before.matrix.shape, device=self.model.device)
             for i, inputs in enumerate(before.fitted_inputs):
-                sums.add_residuals(inputs, before.fitted[i], self.fitted.hidden[i])
-            change, _, _ = sums.change(self.world)
+                add_residuals(C, inputs, before.fitted[i], self.fitted.hidden[i])
+            self.world.sum([C])
+            check(C)
+            change = before.ridge.change(C)
         for i, states in enumerate(before.compared):
             if change is not None:
                 states = (states.float() + (before.compared_inputs[i] @ change.T).view(states.shape)).to(states.dtype)

@@ -17,7 +17,7 @@ from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.streamed import StreamedModel
 from niwaki.quantities import parse_share
 from niwaki.records.record import Record
-from niwaki.runs.begin import begin_record
+from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import pruning_config
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
@@ -177,15 +177,10 @@ class Shrinking:
 
     def asked(self) -> dict[str, Any]:
         return {
-            "model": self.model.checkpoint.fingerprint(),
+            **usually_asked(self.model, self.texts, self.record),
             "solver": self.record.solver,
             "effort": describe_effort(self._effort),
-            "calibration": self.texts.windows.fingerprint(),
-            "text": self.texts.only and self.texts.only.fingerprint(),
             "measure": self._measured,
-            "device": self.model.device.type,
-            "dtype": self.record.dtype,
-            "versions": self.record.versions,
         }
 
     def extent(self, run: Run) -> tuple[int, int]:

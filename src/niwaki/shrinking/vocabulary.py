@@ -24,7 +24,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import encode, find_bos
 from niwaki.records.record import Record
 from niwaki.records.structure import StructureRecord
-from niwaki.runs.begin import begin_record
+from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import pruning_config, write_config
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
@@ -175,15 +175,10 @@ class ShrinkingVocabulary:
 
     def asked(self) -> dict[str, Any]:
         return {
-            "model": self.model.checkpoint.fingerprint(),
+            **usually_asked(self.model, self.texts, self.record),
             "solver": self.record.solver,
             "tokens": self._tokens(),
-            "calibration": self.texts.windows.fingerprint(),
-            "text": self.texts.only and self.texts.only.fingerprint(),
             "measure": self._measured,
-            "device": self.model.device.type,
-            "dtype": self.record.dtype,
-            "versions": self.record.versions,
         }
 
     def _tokens(self) -> str:

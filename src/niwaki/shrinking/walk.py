@@ -29,6 +29,7 @@ from niwaki.runs.block_store import BlockStore
 from niwaki.runs.card import write_config
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.kept import kept_once
+from niwaki.runs.own_text import joined
 from niwaki.runs.stage import Run
 from niwaki.shrinking.block_tensors import BlockTensors, free
 from niwaki.shrinking.bridge import bridge, last_matrix
@@ -36,7 +37,7 @@ from niwaki.shrinking.changes import Changes
 from niwaki.shrinking.configuration import Tensors, check_outputs, configuration, smaller_blocks
 from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, fit_expert_neurons
 from niwaki.shrinking.experts import ExpertRemoval, choose_experts, fit_experts
-from niwaki.shrinking.plan import ShrinkPlan, joined, planned
+from niwaki.shrinking.plan import ShrinkPlan, planned
 from niwaki.shrinking.units import ColumnRemoval, Removal
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
@@ -93,7 +94,7 @@ class Removing:
         if shards:
             shards.write(_shard(0, kept), {key: model.checkpoint.like(key) for key in outside}, model.checkpoint.read)
         run.clock.lap("write")
-        samples = joined(windows.tokens, plan.synthetic, run)
+        samples = joined(run, windows.tokens, plan.synthetic)
         states = self._walk(samples, dict(zip(kept, smaller_modules, strict=True)), shards)
         if shards:
             shards.finish()
@@ -144,9 +145,11 @@ class Removing:
         has_gaps = len(kept) < depth
         states, dense = self._embedded(samples, has_gaps)
         following = dict(zip(kept, [*kept[1:], depth], strict=True))
-        order = [index for at in range(depth) for index in _turns(at, kept, following)]
+        order = [*range(kept[0])]
+        for index, after in following.items():
+            order += [*range(index, after), *([index] if after > index + 1 else [])]
         seen = -1  # the last block that the dense model has run
-        for block in self.model.stream(order=order if dense else kept):
+        for block in self.model.stream(order if dense else kept):
             if dense and block.index > seen:  # the block is still as it was
                 run.progress.stage(block.index, "advance", len(dense.hidden))
                 block.advance(dense, run.progress.step)
@@ -343,12 +346,6 @@ class Removing:
         measured = model.perplexity(heldout, lambda i, _: run.progress.stage(i - 1, "perplexity", 1), run.world)
         self.record.perplexity[name] = measured
         run.clock.lap("perplexity")
-
-
-def _turns(at: int, kept: Sequence[int], following: dict[int, int]) -> list[int]:
-    """The blocks that have a turn when ``at`` has its first one: that one, and one before that waited for it."""
-    waited = [index for index in kept if following[index] == at + 1 and index < at]
-    return [at, *waited]
 
 
 def _put(block: DecoderBlock, weights: dict[str, Tensor]) -> None:
