@@ -166,6 +166,27 @@ def removals(made: Any) -> Lines:
     ]
 
 
+def combinations(made: Any) -> Lines:
+    """What ways to one size cost, and what the search for the best one foresaw, least first."""
+    (whole,) = [cell for cell in made["cells"] if not cell["removed"]]
+    foreseen = next(cell["tried"] for cell in made["cells"] if cell.get("tried"))
+    texts, rows = list(whole["losses"]), []
+    for cell in made["cells"]:
+        if cell["removed"] and not cell["tried"]:
+            lost = [paired(cell["losses"][text], whole["losses"][text]) for text in texts]
+            shown = [f"{difference:.3f} ±{error:.3f}" for difference, error in lost]
+            rows.append([cell["went"], f"{foreseen[cell['went']]:.3f}", fmean(each for each, _ in lost), *shown])
+    rows.sort(key=lambda row: row[2])
+    return [
+        *markdown(
+            ["what goes", "foreseen", "mean", *texts], [[a, b, f"{mean:.3f}", *rest] for a, b, mean, *rest in rows]
+        ),
+        "",
+        f"On {made['text_samples']} x {made['length']} tokens of each text, blocks in {made['dtype']}; "
+        f"{len(foreseen)} ways were compared.",
+    ]
+
+
 def vocabulary(made: Any) -> Lines:
     """Bits a byte above the whole model, and sizes, by the number of tokens and the text that these are counted in."""
     (whole,) = [cell for cell in made["cells"] if not cell["counted"]]

@@ -45,6 +45,7 @@ from niwaki.models.tokens import find_bos, load_tokenizer
 from niwaki.options import OWN_ANSWERS
 from niwaki.records.comparison import Cell as ComparedCell
 from niwaki.shrinking import experts as shrinking
+from niwaki.shrinking.combinations import Combination
 from niwaki.texts.answers import USUAL_SAMPLING
 from niwaki.texts.same_text import same_text
 from niwaki.texts.sources import read_prompts
@@ -285,7 +286,7 @@ def removals(
     corpus: Corpus,
     work: Work,
     record: Annotated[Path, Option(help="Write JSON there after each model, and resume from it.")],
-    removed: Annotated[str, Option(help="Options of niwaki shrink.")] = "blocks=4,neurons=0.25",
+    removed: Annotated[str, Option(help="Options of niwaki shrink, joined by +.")] = "blocks=4,neurons=0.25",
     efforts: Annotated[str, Option(help="As of niwaki shrink --effort.")] = f"{SHRINK_EFFORT},fast",
     texts: common.Measured = ALL_MEASURED,
     samples: Samples = 48,
@@ -310,16 +311,19 @@ def removals(
     for effort, each in itertools.product(names(efforts), names(removed)):
         if sheet.has(removed=each, effort=effort):
             continue
-        kind, _, amount = each.partition("=")
-        options: dict[str, Any] = {kind: int(amount) if kind == "blocks" else float(amount)}
+        given = dict(option.split("=") for option in each.split("+"))
+        options: dict[str, Any] = {kind: int(n) if kind == "blocks" else float(n) for kind, n in given.items()}
         with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
             out = Path(scratch) / "out"
             done = niwaki.shrink(
                 model, out, **options, effort=effort, calibration=books, measurement=None, compute=Compute(dtype=dtype)
             )
-            assert done.structure
-            seconds = done.seconds["total"]
-            add(out, removed=each, effort=effort, blocks=done.structure.blocks, seconds=seconds)
+            structure = done.structure
+            assert structure
+            units = {kind: len(gone[0]) for kind in ("heads", "neurons") if (gone := getattr(structure, kind))}
+            went = str(Combination(tuple(structure.blocks), units))
+            seconds, tried = done.seconds["total"], structure.combinations
+            add(out, removed=each, effort=effort, went=went, blocks=structure.blocks, seconds=seconds, tried=tried)
 
 
 def _not_fitted(old: Any, inputs: Any, parts: int, residual: Any) -> expert_fit.SumFit:

@@ -28,6 +28,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/effort.md", "ablation", tables.ablation, ("ablation", "table3")),
     ("docs/structured.md", "structured", tables.structured, ("structured",)),
     ("docs/structured.md", "removals", model_tables.removals, ("removals",)),
+    ("docs/structured.md", "combinations", model_tables.combinations, ("combinations",)),
     ("docs/structured.md", "vocabulary", model_tables.vocabulary, ("vocabulary",)),
     ("docs/structured.md", "experts", model_tables.experts, ("experts",)),
     ("docs/benchmarks.md", "real", model_tables.real, ("real",)),

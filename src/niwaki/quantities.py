@@ -6,7 +6,8 @@ from decimal import Decimal
 from niwaki.errors import UsageError, shown
 
 #: In texts, as short as anybody needs.
-_NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
+_NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"  #: No model has fewer parameters.
+_FEW_PARAMETERS = 1000
 
 
 def fraction(given: float | str) -> Decimal | None:
@@ -27,6 +28,23 @@ def parse_share(name: str, given: float | str) -> float:
     if not 0 <= float(share) < 1:
         raise UsageError(f"{name} is a fraction, from 0 to below 1; got {as_fraction(float(share))}")
     return float(share)
+
+
+def parse_parameters(given: float | str) -> float:
+    """The share, below 1, or the number of a model's parameters that 0.75, "75 %", 110000000 or "110M" is.
+
+    UsageError for all else.
+    """
+    share, text = fraction(given), str(given)
+    if share is not None and 0 < float(share) < 1:
+        return float(share)
+    try:
+        number = parse_number(text.lower().replace("b", "g"))
+    except UsageError:
+        number = 0
+    if (share is not None and text.strip().endswith("%")) or number < _FEW_PARAMETERS:
+        raise UsageError(f"parameters is how much is left, such as 0.75, 75% or 110M; got {shown(given)}")
+    return float(number)
 
 
 def as_fraction(given: float) -> str:

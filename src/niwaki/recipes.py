@@ -151,6 +151,7 @@ def shrink(
     heads: float | str = 0.0,
     experts: float | str = 0.0,
     expert_neurons: float | str = 0.0,
+    parameters: float | str | None = None,
     effort: str | Effort | None = None,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
@@ -181,6 +182,9 @@ def shrink(
         heads: Fraction of the attention heads of each block to remove, those that share keys and values together.
         experts: Fraction of the experts of each block to remove, of a mixture of experts.
         expert_neurons: Fraction of the neurons of each of them to remove, not at the same time; rounded likewise.
+        parameters: How large the result is to be, at most: a share of the model's parameters, such as 0.75 or "75 %",
+            or their number, such as "110M". Then the blocks, heads and neurons go that together cost the predictions
+            least (:mod:`niwaki.shrinking.combinations`). With a ``vocabulary`` a share is of what that leaves.
         effort: A name of ``EFFORTS``, with parameters as in "balanced:epochs=0.5", or an effort: how much text the
             dense model writes beside the given one, how outputs are weighted when heads and neurons are chosen, how
             what is left of each block is fitted, and healing. By default "balanced:synthetic=0.5"; where experts go
@@ -203,9 +207,10 @@ def shrink(
     if (
         not stages
         or effort is not None
+        or parameters is not None
         or any((blocks, *map(parse_share, SHARES, (neurons, heads, experts, expert_neurons))))
     ):
-        stages.append(Shrink(blocks, neurons, heads, experts, expert_neurons, effort))
+        stages.append(Shrink(blocks, neurons, heads, experts, expert_neurons, parameters, effort))
     return _execute("shrink", model, out, stages, calibration, measurement, compute, restart, progress)
 
 

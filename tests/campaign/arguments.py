@@ -35,7 +35,8 @@ _PLACES = ("model", "pruned", "packed", "text.txt")  # of the home
 #: What is right without any odd value; some more often, because there is more to them.
 _COMMANDS: list[tuple[str, ...]] = [
     *[("prune", "model", "out", "--sparsity", "0.5", *SMALL, "--solver", "wanda")] * 5,
-    *[("shrink", "model", "out", "--neurons", "0.25", *SMALL)] * 3,
+    *[("shrink", "model", "out", "--neurons", "0.25", *SMALL)] * 2,
+    ("shrink", "model", "out", "--parameters", "0.96", *SMALL),
     *[("heal", "pruned", "out", "--teacher", "model", *HEALING)] * 3,
     *[("eval", "model", "--text", "demo-held", "--length", "32", "--text-samples", "2")] * 3,
     ("eval", "packed", "--tasks", "which-follows", "--limit", "2"),

@@ -452,5 +452,5 @@ def _load(packed: Path, place: Path) -> str | None:
     ended = forked(work)
     if ended.code in (1, 2) and ended.err.startswith("error: "):
         return refused(ended)
-    assert ended.code == 0, f"{ended.code}: {ended.err[-2000:]}"
+    assert ended.code == 0, f"{ended.code}: {ended.err.strip().splitlines()[-1:]}\n{ended.err[-2000:]}"
     return None

@@ -19,6 +19,7 @@ _SHRINKS = (
     "shrink blocks=1",
     "shrink heads=0.5 effort=fast:epochs=0.5",
     "shrink neurons=0.25 blocks=1",
+    "shrink parameters=0.96",
 )
 _PRUNES = (
     *("prune 0.5 solver=wanda", "prune 2:4 solver=magnitude", "prune 0.5 effort=fast:epochs=0.5"),
@@ -45,7 +46,8 @@ def drawn(chance: random.Random) -> list[str]:
     stages.append(chance.choice(_PRUNES))
     is_rounded = "quantize" in stages[-1]
     if chance.random() < 0.6:
-        heal = chance.choice([each for each in _HEALS if "blocks" not in each or "blocks=1" not in stages[0]])
+        may_lose_blocks = any(name in stages[0] for name in ("blocks=1", "parameters"))
+        heal = chance.choice([each for each in _HEALS if "blocks" not in each or not may_lose_blocks])
         stages.append(heal.replace("lora", "norms") if is_rounded else heal)
     if not is_rounded and chance.random() < 0.4:
         stages.append("quantize int8 effort=fast")

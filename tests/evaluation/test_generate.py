@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,12 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
+from niwaki import Compute
 from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, NumericalError
 from niwaki.evaluation.generate import continue_text, generate
 from support.command import without_sign_of_life
-from support.models import EMBEDDED, message, reference, save_model_with_tokenizer
+from support.models import EMBEDDED, edit_json, message, reference, save_model_with_tokenizer
 
 PROMPT = "The old man looked at"
 
@@ -99,6 +101,49 @@ def test_texts_begin_as_the_tokenizer_has_it(given: tuple[Any, Any], monkeypatch
     seen = inputs(model, monkeypatch)
     continue_text(model, other, PROMPT, 2)
     assert seen == [[[0, *tokenizer.encode(PROMPT)]]]
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}. {% endfor %}"
+    "{% if add_generation_prompt %}He said{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with a chat template."""
+    path = shutil.copytree(EMBEDDED, tmp_path_factory.mktemp("chatty") / "model")
+    edit_json(path / "tokenizer_config.json", chat_template=TEMPLATE)
+    return path
+
+
+def test_a_model_with_a_chat_template_answers(given: tuple[Any, Any], chatty: Path) -> None:
+    """As what the template makes of a message is continued; with --raw the prompt itself."""
+    model, tokenizer = given
+    asked = f"user: {PROMPT}. He said"
+    expected = tokenizer.decode(likeliest(model, tokenizer.encode(asked, add_special_tokens=False), 8))
+    assert generate(chatty, PROMPT, tokens=8, compute=Compute("cpu", "float32")) == expected
+    continued = tokenizer.decode(likeliest(model, tokenizer.encode(PROMPT), 8))
+    assert generate(chatty, PROMPT, tokens=8, raw=True, compute=Compute("cpu", "float32")) == continued != expected
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_an_answer_does_not_repeat_what_was_asked(
+    raw: bool, chatty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["niwaki", "generate", str(chatty), PROMPT, "--tokens", "3", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", command + ["--raw"] * raw)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith(PROMPT) == raw
+
+
+def test_a_chat_template_that_fails(chatty: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(chatty, tmp_path / "model")
+    edit_json(path / "tokenizer_config.json", chat_template="{{ raise_exception('no users here') }}")
+    said = message(lambda: generate(path, PROMPT, tokens=3), CheckpointError)
+    assert "no users here; --raw continues it without" in said
 
 
 @pytest.mark.slow

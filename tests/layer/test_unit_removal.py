@@ -11,7 +11,7 @@ from torch import Tensor
 
 from niwaki.layer import unit_removal as structured
 from niwaki.layer.problem import LayerProblem, Solution
-from niwaki.layer.unit_removal import remove_units
+from niwaki.layer.unit_removal import removals_of_units, remove_units
 from support.models import message
 from support.problems import DEAD, gram, inputs, normal, squared_error
 
@@ -45,6 +45,18 @@ def one_by_one(X: Tensor, W: Tensor, size: int, count: int) -> list[int]:
 
 def removed(found: Solution, size: int = 1) -> list[int]:
     return (~found.mask[0, ::size]).nonzero().flatten().tolist()
+
+
+def test_several_numbers_in_one_choice() -> None:
+    """Each goes on from the one before, and the last one is what it is alone."""
+    X, W = case()
+    problem = LayerProblem(W, gram(X))
+    counts = [1, 2, 5]
+    several = [*removals_of_units(problem, 1, counts)]
+    for count, found in zip(counts, several, strict=True):
+        assert removed(found) == one_by_one(X, W, 1, count)
+        torch.testing.assert_close(found.W, without(X, W, removed(found), 1)[1], rtol=1e-7, atol=1e-7)
+    assert torch.equal(several[-1].W, remove_units(problem, 1, counts[-1]).W)
 
 
 @pytest.mark.parametrize(("size", "count"), SHAPES)

@@ -774,7 +774,12 @@ def with_text(arguments: list[str], text: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "options", [("--blocks", "1", "--effort", "fast"), ("--neurons", "0.25", "--effort", "fast:epochs=1")]
+    "options",
+    [
+        ("--blocks", "1", "--effort", "fast"),
+        ("--neurons", "0.25", "--effort", "fast:epochs=1"),
+        ("--parameters", "0.96", "--effort", "fast"),
+    ],
 )
 def test_shrunk(start: Team, model: Path, text: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     """As by one process but for rounding; the same bytes each time, and after an end."""
@@ -788,6 +793,7 @@ def test_shrunk(start: Team, model: Path, text: Path, tmp_path: Path, options: t
     assert two.structure.neurons == alone.structure.neurons
     assert two.structure.blocks == alone.structure.blocks
     assert two.structure.influence == pytest.approx(alone.structure.influence, rel=1e-3)
+    assert two.structure.combinations == pytest.approx(alone.structure.combinations, rel=1e-3)
     assert [m.error for m in two.matrices] == pytest.approx([m.error for m in alone.matrices], rel=1e-2)
     assert [fit.after for fit in two.fits] == pytest.approx([fit.after for fit in alone.fits], rel=0.2)
     assert two.perplexity["before"].value == pytest.approx(alone.perplexity["before"].value, rel=1e-5)

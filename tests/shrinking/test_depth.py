@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import niwaki
 from niwaki.layer.ridge import Ridge
@@ -20,7 +20,8 @@ from niwaki.records.record import Record
 from niwaki.shrinking import depth
 from niwaki.shrinking.bridge import DAMPING, last_matrix
 from niwaki.shrinking.depth import cheapest
-from support.models import decoder_blocks, random_model, random_tokens, reference, save_model
+from support.float64 import Float64
+from support.models import random_model, random_tokens, reference, save_model
 from support.runs import files
 from support.streams import stream_of
 
@@ -56,37 +57,10 @@ def test_ridge() -> None:
     assert not D[:, 2].any()
 
 
-class Float64:
-    """The dense model in float64, block by block, with what its blocks receive from transformers itself."""
-
-    def __init__(self, source: Path, tokens: Tensor) -> None:
-        self.model: Any = reference(source).double()
-        self.blocks: list[Any] = list(decoder_blocks(self.model))
-        self.tokens = tokens
-
-    @torch.no_grad()
-    def run(self, gone: list[int], at: int | None = None) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """(logits, the inputs of each block that stays and the last outputs, inputs of ``at``'s down_proj)."""
-        states, seen, hooks = list[Tensor](), list[Tensor](), []
-        kept = [block for index, block in enumerate(self.blocks) if index not in gone]
-        hooks += [block.register_forward_pre_hook(lambda _, args: states.append(args[0])) for block in kept]
-        hooks.append(kept[-1].register_forward_hook(lambda _, __, out: states.append(out)))
-        if at is not None:
-            down = self.blocks[at].mlp.down_proj
-            hooks.append(down.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1))))
-        stack = self.model.model.layers
-        self.model.model.layers = nn.ModuleList(kept)
-        logits = self.model(self.tokens, use_cache=False).logits
-        self.model.model.layers = stack
-        for hook in hooks:
-            hook.remove()
-        return logits, states, seen[0] if seen else None
-
-
 def repaired(source: Path, tokens: Tensor, first: int, stop: int) -> Tensor:
     """The down_proj of the block before those from ``first`` to ``stop``, fitted to the dense states behind them."""
     dense = Float64(source, tokens)
-    _, states, inputs = dense.run([], at=first - 1)
+    _, states, inputs = dense.run([], at=(first - 1, "mlp.down_proj"))
     assert inputs is not None
     outputs, wanted = states[first].flatten(0, 1), states[stop].flatten(0, 1)
     root = 1 / outputs.norm(dim=1, keepdim=True)
@@ -126,7 +100,7 @@ def test_what_runs_cost(source: Path) -> None:
     """The predictions of the model without a run, with the block before it repaired, against the dense ones."""
     costs = depth.costs_of_runs(stream_of(source), CALIBRATION, 2, World(), Progress())
     assert sorted(costs) == sorted((i, j) for i in range(5) for j in (i + 1, i + 2) if j <= 5)
-    fitted, compared = depth._parts(CALIBRATION, 1)
+    fitted, compared = depth.parts(CALIBRATION, 1)
     for first, stop in ((0, 1), (2, 3), (1, 3), (3, 5)):
         other = Float64(source, compared)
         dense = other.run([])[0]

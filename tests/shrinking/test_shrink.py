@@ -299,7 +299,7 @@ def test_what_is_dropped_is_what_costs_least(tmp_path: Path) -> None:
 @torch.no_grad()
 def divergence(dense: PreTrainedModel, other: PreTrainedModel) -> float:
     """The KL divergence of ``other`` from ``dense`` on what blocks are compared on, or of what there is instead."""
-    _, samples = depth._parts(CALIBRATION, 1)
+    _, samples = depth.parts(CALIBRATION, 1)
     p, q = (
         model(samples, use_cache=False).logits[:, :: depth._EVERY].double().log_softmax(-1) for model in (dense, other)
     )
@@ -562,7 +562,7 @@ def test_models_that_are_refused(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "nothing to remove; give blocks, neurons, heads, experts or expert_neurons"),
+        ({}, "nothing to remove; give parameters, blocks, neurons, heads, experts or expert_neurons"),
         ({"blocks": 3}, "blocks 3 of 3: from 0 to 2 can be removed"),
         ({"blocks": -1}, "blocks -1 of 3"),
         ({"neurons": 1.0}, "neurons is a fraction, from 0 to below 1; got 1"),

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from itertools import count
 from typing import Annotated
 
 from niwaki.cli.common import in_session, writing
@@ -18,30 +19,33 @@ def generate(
     tokens: Annotated[int, "N"] = 100,
     temperature: Annotated[float, "NUMBER"] = 0.0,
     seed: Annotated[int, "N"] = 0,
+    raw: bool = False,
     compute: Compute = Compute(),
 ) -> None:
-    """Write what MODEL, dense or packed, continues PROMPT with.
+    """Write what MODEL, dense or packed, answers to PROMPT, or how it continues it if it has no chat template.
 
     Options:
-        prompt: What the model continues; if it is too long for the context, its end.
+        prompt: A message to the model, or a text to continue; if it is too long for the context, its end.
         tokens: Write at most N tokens.
         temperature: 0: the most likely token each time; 1: sampled by the model's probabilities.
         seed: The random seed for sampling.
+        raw: Continue PROMPT as it stands, also with a model that has a chat template.
     """
     with Screen(f"loading {model}") as screen, in_session():
-        from niwaki.evaluation.generate import generate as run
+        from niwaki.evaluation.generate import answers, generate as run
 
-        begin = iter([prompt])  # goes before the first piece: nothing is written where nothing is generated
+        pieces = count()
 
         def say(text: str) -> None:
             screen.stop_spinner()
             screen.said()
-            piece = next(begin, "") + text
+            # What is continued goes before the first piece: nothing is written where nothing is generated.
+            piece = text if next(pieces) or (not raw and answers(model)) else prompt + text
             with writing(sys.stdout):
                 sys.stdout.write(printable(piece) if sys.stdout.isatty() else piece)
                 sys.stdout.flush()
 
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding lacks
-        run(model, prompt, tokens=tokens, temperature=temperature, seed=seed, compute=compute, say=say)
+        run(model, prompt, tokens=tokens, temperature=temperature, seed=seed, raw=raw, compute=compute, say=say)
         say("\n")

@@ -21,6 +21,8 @@ class Removal:
         heads: Fraction of the attention heads of each block to remove.
         experts: Fraction of the experts of each block to remove, of a mixture of experts.
         expert_neurons: Fraction of the neurons of each expert to remove, rounded as for --neurons.
+        parameters: Size of the result, such as 0.75 of the parameters or 110M of them: the blocks, heads and neurons go
+            that together cost least. With --vocabulary 0.75 is of what that leaves.
         effort: fast fits the matrices that lose columns or stand before a gap, balanced and best also all that is left
             of each block, to text that the model writes too; best then heals. With parameters as in best:healing=0. By
             default balanced:synthetic=0.5, and fast where experts go.
@@ -32,6 +34,7 @@ class Removal:
     heads: Annotated[str, "FRACTION"] = "0"
     experts: Annotated[str, "FRACTION"] = "0"
     expert_neurons: Annotated[str, "FRACTION"] = "0"
+    parameters: Annotated[str | None, "SIZE"] = None
     effort: Annotated[str | None, "NAME"] = None
 
 

@@ -18,6 +18,7 @@ from niwaki.models.locate import locate_model
 from niwaki.models.tokens import check_known, check_tokens, encode, load_tokenizer
 from niwaki.options import Compute, check_count
 from niwaki.packed.load import load
+from niwaki.texts.chat_templates import rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,14 +36,16 @@ def generate(
     tokens: int = 100,
     temperature: float = 0.0,
     seed: int = 0,
+    raw: bool = False,
     compute: Compute | str = Compute(),
     say: Callable[[str], None] | None = None,
 ) -> str:
-    """What the model in a directory (or hub id), dense, pruned or packed, writes after ``prompt``: at most ``tokens``.
+    """What the model in a directory (or hub id), dense, pruned or packed, writes for ``prompt``: at most ``tokens``.
 
-    All of the model has to fit in memory. ``compute`` is as in :func:`niwaki.bench`, and ``say`` receives each piece of
-    the text as soon as it is certain. Each token is the most likely one, or above ``temperature`` 0 drawn from the
-    model's probabilities at it, by ``seed``. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
+    A model with a chat template answers the prompt as a user's message; any other, and with ``raw`` each, continues it
+    as it stands. All of the model has to fit in memory. ``compute`` is as in :func:`niwaki.bench`, and ``say`` receives
+    each piece of the text as soon as it is certain. Each token is the most likely one, or above ``temperature`` 0 drawn
+    from the model's probabilities at it, by ``seed``. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
     compute = Compute.of(compute)
     compute.only("generate", "device", "dtype")
@@ -50,8 +53,29 @@ def generate(
     path = locate_model(str(model))
     read_json(path / "config.json")  # which is at fault where the tokenizer's library fails on it
     tokenizer = load_tokenizer(path)
+    asked = prompt if raw or not tokenizer.chat_template else _as_message(tokenizer, prompt)
     loaded = load(model, compute.device, compute.dtype)
-    return continue_text(loaded, tokenizer, prompt, tokens, temperature=temperature, seed=seed, say=say)
+    is_message = asked is not prompt
+    return continue_text(
+        loaded, tokenizer, asked, tokens, is_message=is_message, temperature=temperature, seed=seed, say=say
+    )
+
+
+def answers(model: str | Path) -> bool:
+    """Whether the model in a directory (or hub id) has a chat template, and so answers what it is given."""
+    return bool(load_tokenizer(locate_model(str(model))).chat_template)
+
+
+def _as_message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """The text at whose end the model's answer to a user's message begins, by its chat template."""
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        (text,) = rendered(tokenizer.get_chat_template(), [messages], tokenizer.special_tokens_map, ask=True)
+    except ValueError as error:  # of the template, or of a choice of several
+        raise CheckpointError(
+            f"the model's chat template fails on the prompt: {first_line(error)}; --raw continues it without"
+        ) from error
+    return text
 
 
 def check(prompt: str, tokens: int, temperature: float, seed: int) -> None:
@@ -75,12 +99,14 @@ def continue_text(
     prompt: str,
     tokens: int,
     *,
+    is_message: bool = False,
     temperature: float = 0.0,
     seed: int = 0,
     say: Callable[[str], None] | None = None,
 ) -> str:
     """What ``model``, any that transformers can generate text with, writes after ``prompt``; see :func:`generate`.
 
+    What a chat template makes ``is_message``, which has all special tokens, the first one too.
     Of a prompt that is longer than the model's positions allow only the end is used, with a warning in the log. What
     ``say`` raises goes to the caller.
 
@@ -101,7 +127,7 @@ def continue_text(
                 of_the_caller.append(error)
                 raise
 
-    given = _prompt_tokens(model, tokenizer, prompt, tokens).to(model.device)
+    given = _prompt_tokens(model, tokenizer, prompt, tokens, special=not is_message).to(model.device)
     if not hasattr(model, "generate"):  # it has no head
         raise CheckpointError("the model generates no text: it makes no predictions of words")
     own = model.generation_config
@@ -134,10 +160,14 @@ def _numbers(_: Tensor, logits: Tensor) -> Tensor:
     return logits
 
 
-def _prompt_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int) -> Tensor:
-    """(1, length): the end of the prompt that leaves positions for ``tokens`` more."""
-    # With what the model expects at the start of a text.
-    ids = encode(tokenizer, prompt, special=True)
+def _prompt_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, special: bool
+) -> Tensor:
+    """(1, length): the end of the prompt that leaves positions for ``tokens`` more.
+
+    With the ``special`` tokens that the model expects at the start of a text, or without.
+    """
+    ids = encode(tokenizer, prompt, special=special)
     check_known(ids, tokenizer, "the prompt")
     given = torch.tensor([ids], dtype=torch.int64)
     if given.numel() == 0:

@@ -1,5 +1,7 @@
 """Removes whole inputs of a matrix in units, such as those of an attention head, and fits the others."""
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,20 +37,31 @@ def remove_units(problem: LayerProblem, size: int, count: int, weights: Tensor |
     add, and for the last solution (in - s)^3 / 3 + 2 out (in - s) in; memory of three matrices like H and three like W.
     Reference: ZipLM, arXiv 2302.04089, for these formulas, with one unit after the other, no ridge, no last solution.
     """
+    return next(removals_of_units(problem, size, [count], weights))
+
+
+def removals_of_units(
+    problem: LayerProblem, size: int, counts: Sequence[int], weights: Tensor | None = None
+) -> Iterator[Solution]:
+    """:func:`remove_units` for each of ``counts``, in ascending order: the same choice goes on from one to the next.
+
+    It takes the steps of the last one, so what others remove can differ a little from what they would alone.
+    """
     columns = problem.W.shape[1]
     units = columns // size
     if columns % size:
         raise UsageError(f"{columns} columns are not a multiple of units of {size}")
-    if not 0 < count < units:
-        raise UsageError(f"of {units} units 1 to {units - 1} can be removed, not {count}")
+    for count in counts:
+        if not 0 < count < units:
+            raise UsageError(f"of {units} units 1 to {units - 1} can be removed, not {count}")
     scaled = Normalised(problem)
     A, used = inverse_of_damped(problem.gram.live, DAMPING)
     V = scaled.W.clone() if weights is None else scaled.W * weights.to(scaled.W.device).unsqueeze(1)
-    kept = _greedy(V, A, size, count).repeat_interleave(size)
-    del A
-    V = scaled.W.masked_fill(~kept, 0.0)
-    V[:, kept] += _taken_over(problem.gram.live(), scaled.W, kept, used)
-    return problem.solution(scaled.restore(V), kept.expand_as(V), damping_asked=DAMPING, damping=used)
+    for units_kept in [*_greedy(V, A, size, counts)]:
+        kept = units_kept.repeat_interleave(size)
+        V = scaled.W.masked_fill(~kept, 0.0)
+        V[:, kept] += _taken_over(problem.gram.live(), scaled.W, kept, used)
+        yield problem.solution(scaled.restore(V), kept.expand_as(V), damping_asked=DAMPING, damping=used)
 
 
 def flops(rows: int, columns: int, removed: int) -> float:
@@ -64,17 +77,17 @@ def _taken_over(H: Tensor, W: Tensor, kept: Tensor, damping: float) -> Tensor:
     return torch.cholesky_solve((W[:, ~kept] @ H[~kept][:, kept]).T, L).T
 
 
-def _greedy(V: Tensor, A: Tensor, size: int, count: int) -> Tensor:
-    """(units,) bool of those to keep; V (out, in) and A (in, in) are changed."""
+def _greedy(V: Tensor, A: Tensor, size: int, counts: Sequence[int]) -> Iterator[Tensor]:
+    """(units,) bool of those to keep, for each of ``counts`` in ascending order; V (out, in) and A (in, in) change."""
     units = len(A) // size
     kept = torch.ones(units, dtype=torch.bool, device=A.device)
     columns = torch.arange(len(A), device=A.device).view(units, size)
-    step = -(-count // _STEPS)
-    for left in range(count, 0, -step):
+    step, removed = -(-counts[-1] // _STEPS), 0
+    while removed < counts[-1]:
         blocks = A.view(units, size, units, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
         halves = torch.linalg.solve_triangular(torch.linalg.cholesky(blocks), V.T.reshape(units, size, -1), upper=False)
         costs = halves.square_().sum(dim=(1, 2)).masked_fill_(~kept, torch.inf)
-        chosen = costs.argsort(stable=True)[: min(step, left)]
+        chosen = costs.argsort(stable=True)[: min(step, min(count for count in counts if count > removed) - removed)]
         S = columns[chosen].flatten()
         taken = torch.cholesky_solve(A[S], torch.linalg.cholesky(A[S][:, S]))  # (A_SS)^-1 A_S:
         V.addmm_(V[:, S], taken, alpha=-1)
@@ -83,4 +96,6 @@ def _greedy(V: Tensor, A: Tensor, size: int, count: int) -> Tensor:
         A[S], A[:, S], V[:, S] = 0.0, 0.0, 0.0
         A[S, S] = 1.0
         kept[chosen] = False
-    return kept
+        removed += len(chosen)
+        if removed in counts:
+            yield kept.clone()

@@ -22,6 +22,8 @@ class StructureRecord:
         neurons: Likewise.
         experts: Likewise, of blocks that have some.
         vocabulary: How many tokens the model has, "before" and "after"; nothing where none were removed.
+        combinations: Where only a size was asked for, what each combination of that size would cost, in nats a token,
+            see :func:`niwaki.shrinking.combinations.costs_of_combinations`.
     """
 
     parameters: dict[str, Positive]
@@ -32,6 +34,7 @@ class StructureRecord:
     neurons: list[list[Count]] = field(default_factory=list)
     experts: list[list[Count]] = field(default_factory=list)
     vocabulary: dict[str, Positive] = field(default_factory=dict)
+    combinations: dict[str, Finite] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.parameters.keys() >= {"before", "after"}:

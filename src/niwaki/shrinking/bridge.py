@@ -13,7 +13,7 @@ from niwaki.models.hidden_states import Handed, HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.products import Products
-from niwaki.models.spill import SpillList
+from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.shrinking.units import mlps
 
 #: The ridge of the regression, relative to the mean square of each input.
@@ -63,6 +63,19 @@ def run_with_inputs(
     if outputs.ndim != 3 or len(seen) != 1 or len(seen[0]) != tokens:
         return None
     return outputs, seen[0].float()
+
+
+def advance_with_inputs(block: DecoderBlock, matrix: Matrix, states: HiddenStates, budget: MemoryBudget) -> SpillList:
+    """Runs ``block``, whose last matrix is ``matrix``; the inputs of that, as in :func:`run_with_inputs`, by batch."""
+    seen = SpillList(budget)
+    for i in range(len(states.hidden)):
+        handed = states.arguments.handed(block.index, i)
+        found = run_with_inputs(block, matrix, states, i, handed)
+        assert found  # as in last_matrix
+        states.hidden[i] = found[0].to(states.hidden[i].dtype)
+        states.arguments.hand_on(block.index, i, handed)
+        seen.append(found[1])
+    return seen
 
 
 def add_inputs(H: Tensor, inputs: Tensor, outputs: Tensor) -> None:

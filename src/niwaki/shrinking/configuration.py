@@ -1,7 +1,8 @@
 """A model with fewer blocks, heads or neurons: its configuration, its tensors, and checks that it is what was meant."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import NiwakiError, OutputError, UnsupportedModelError
 from niwaki.models.extra import DRAFT_COUNTS, ExtraTensors
 from niwaki.models.hidden_states import HiddenStates
@@ -144,19 +146,39 @@ class Tensors:
 
     def size(self, model: StreamedModel, removals: Sequence[Removal], count: int) -> int:
         """Bytes of the tensors outside blocks and, after ``removals``, of the ``count`` largest blocks."""
-        layout, checkpoint = model.layout, model.checkpoint
+
+        def size(key: str) -> int:
+            return model.checkpoint.like(key).nbytes
+
+        blocks = self._blocks(model, removals, size)
+        return sum(map(size, self.outside)) + sum(sorted(blocks)[len(blocks) - count :])
+
+    def parameters(self, model: StreamedModel, removals: Sequence[Removal], dropped: Collection[int] = ()) -> int:
+        """Numbers in the tensors that stay after ``removals`` and without the blocks ``dropped``."""
+        blocks = self._blocks(model, removals, lambda key: numbers(model.checkpoint, [key]))
+        return numbers(model.checkpoint, self.outside) + sum(
+            each for index, each in enumerate(blocks) if index not in dropped
+        )
+
+    def _blocks(self, model: StreamedModel, removals: Sequence[Removal], size: Callable[[str], int]) -> list[int]:
+        """What the tensors of each block have after ``removals``, where each has ``size`` before."""
         blocks = []
         for index, names in enumerate(self.blocks):
-            size = sum(checkpoint.like(key).nbytes for key in names)
+            left = sum(map(size, names))
             for removal in removals:
                 keys = {
                     key
                     for parameter in removal.parameters[index]
-                    for key in layout.keys(f"{model.path}.{index}.{parameter.name}")
+                    for key in model.layout.keys(f"{model.path}.{index}.{parameter.name}")
                 }
-                size -= removal.count * sum(checkpoint.like(key).nbytes for key in keys) // removal.units
-            blocks.append(size)
-        return sum(checkpoint.like(key).nbytes for key in self.outside) + sum(sorted(blocks)[len(blocks) - count :])
+                left -= removal.count * sum(map(size, keys)) // removal.units
+            blocks.append(left)
+        return blocks
+
+
+def numbers(checkpoint: Checkpoint, keys: Iterable[str]) -> int:
+    """How many there are in the tensors ``keys`` of the files."""
+    return sum(math.prod(checkpoint.entries[key].shape) for key in keys)
 
 
 def tensors_of_blocks(

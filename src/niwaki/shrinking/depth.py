@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +17,13 @@ from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
 from niwaki.records.progress import Progress
-from niwaki.shrinking.bridge import DAMPING, add_inputs, add_residuals, check, last_matrix, run_with_inputs
+from niwaki.shrinking.bridge import DAMPING, add_inputs, add_residuals, advance_with_inputs, check, last_matrix
 
 #: A run of neighbouring blocks: the first one, and the first one behind it.
 Blocks = tuple[int, int]
 
 #: Tokens that repairs are fitted to, and others on which predictions are compared, of all processes.
-_FITTED, _COMPARED = 16_384, 2_048
+FITTED, _COMPARED = 16_384, 2_048
 #: Predictions of one in so many of these are: neighbours are alike, and the head takes as long as many blocks.
 _EVERY = 4
 #: Logits, probabilities and their differences, which are in memory at once.
@@ -60,12 +60,12 @@ def costs_of_runs(
 
     Raises NumericalError where predictions are NaN or infinite.
     """
-    fitted, compared = map(world.share, _parts(torch.cat(world.collected(samples)), world.size))
+    fitted, compared = map(world.share, parts(torch.cat(world.collected(samples)), world.size))
     with model.budget.lent() as budget:
         return _Search(model, model.embed(fitted), model.embed(compared), longest, world, progress, budget).costs()
 
 
-def _parts(samples: Tensor, processes: int) -> tuple[Tensor, Tensor]:
+def parts(samples: Tensor, processes: int) -> tuple[Tensor, Tensor]:
     """(samples to fit to, samples to compare predictions on): different ones, where there are enough of them.
 
     There is one of each for each of the ``processes`` at least, and so many that two choose as one does.
@@ -75,8 +75,13 @@ def _parts(samples: Tensor, processes: int) -> tuple[Tensor, Tensor]:
     chosen = torch.zeros(len(samples), dtype=torch.bool)
     chosen[torch.arange(count).mul(len(samples)).div(count, rounding_mode="floor").long()] = True
     rest = samples[~chosen] if len(samples) >= 2 * count else samples
-    most = max(processes, math.ceil(_FITTED / length))
-    return rest[:: max(1, len(rest) // most)][:most], samples[chosen]
+    return some_of(rest, FITTED, processes), samples[chosen]
+
+
+def some_of(samples: Tensor, tokens: int, processes: int) -> Tensor:
+    """Samples here and there with about so many ``tokens``, at least one for each of the ``processes``."""
+    most = max(processes, math.ceil(tokens / samples.shape[1]))
+    return samples[:: max(1, len(samples) // most)][:most]
 
 
 @dataclass
@@ -105,27 +110,22 @@ class _Search:
                     runs[blocks] = self._without(each)
             before.append(present)
             self.progress.step()
-        return dict(zip(runs, self._divergences(list(runs.values())), strict=True))
+        found = divergences(self.model, self.compared, list(runs.values()), self.world)
+        return dict(zip(runs, found, strict=True))
 
     def _embeddings(self) -> _Before:
         none = SpillList(self.budget)
-        return _Before(-1, None, None, none, self._copy(self.compared), none, none)
-
-    def _copy(self, states: HiddenStates) -> SpillList:
-        copy = SpillList(self.budget)
-        for hidden in states.hidden:
-            copy.append(hidden)
-        return copy
+        return _Before(-1, None, None, none, copied(self.compared, self.budget), none, none)
 
     def _advanced(self, block: DecoderBlock) -> _Before:
         """Runs ``block``, and keeps what a repair there needs."""
         matrix, inputs = last_matrix(block, self.compared), list[SpillList]()
         for states in (self.fitted, self.compared):
-            inputs.append(self._seen(block, matrix, states) if matrix else SpillList(self.budget))
+            inputs.append(advance_with_inputs(block, matrix, states, self.budget) if matrix else SpillList(self.budget))
             if not matrix:
                 block.advance(states)
         ridge = self._ridge(matrix, inputs[0]) if matrix else None
-        own = self._copy(self.fitted), self._copy(self.compared)
+        own = copied(self.fitted, self.budget), copied(self.compared, self.budget)
         return _Before(block.index, matrix, ridge, *own, *inputs)
 
     def _ridge(self, matrix: Matrix, inputs: SpillList) -> Ridge:
@@ -136,18 +136,6 @@ class _Search:
         self.world.sum([H])
         check(H)
         return Ridge(H, DAMPING)
-
-    def _seen(self, block: DecoderBlock, matrix: Matrix, states: HiddenStates) -> SpillList:
-        """Runs ``block``; the inputs of ``matrix`` in each batch."""
-        seen = SpillList(self.budget)
-        for i in range(len(states.hidden)):
-            handed = states.arguments.handed(block.index, i)
-            found = run_with_inputs(block, matrix, states, i, handed)
-            assert found  # as in last_matrix
-            states.hidden[i] = found[0].to(states.hidden[i].dtype)
-            states.arguments.hand_on(block.index, i, handed)
-            seen.append(found[1])
-        return seen
 
     def _without(self, before: _Before) -> HiddenStates:
         """What is compared, without the blocks from ``before`` to the present one."""
@@ -166,31 +154,44 @@ class _Search:
             hidden.append(states)
         return self.compared.branch(hidden)
 
-    def _divergences(self, runs: list[HiddenStates]) -> list[float]:
-        """How far the predictions of each are from those of the dense model."""
-        sums, count = torch.zeros(len(runs), dtype=torch.float64), 0.0
-        if self.model.has_head:
-            rows = max(1, LOGITS_PER_BATCH // (_COPIES * self.model.config.vocab_size))
-            with self.model.head() as head:
-                for i, dense in enumerate(self.compared.hidden):
-                    others = [states.hidden[i] for states in runs]
-                    for hidden, tokens, *some in pieces(rows, dense, self.compared.tokens[i], *others):
-                        chosen = tokens[:, ::_EVERY]
-                        count += chosen.numel()
-                        p = head(hidden[:, ::_EVERY], chosen).float().log_softmax(-1)
-                        for k, each in enumerate(some):
-                            q = head(each[:, ::_EVERY], chosen).float().log_softmax(-1)
-                            sums[k] += float((p.exp() * (p - q)).sum(dtype=torch.float64))
-        else:
-            for i, dense in enumerate(self.compared.hidden):
-                count += float(dense.double().square().sum())
-                for k, states in enumerate(runs):
-                    sums[k] += float((states.hidden[i].double() - dense.double()).square().sum())
-        self.world.sum([sums])
-        costs = (sums / sum(self.world.collected(count))).tolist()
-        if not all(map(math.isfinite, costs)):
-            raise NumericalError("predictions are NaN or infinite on the calibration text; try dtype float32")
-        return [max(0.0, cost) for cost in costs]
+
+def copied(states: HiddenStates, budget: MemoryBudget) -> SpillList:
+    """The hidden states of each batch as they are now."""
+    copy = SpillList(budget)
+    for hidden in states.hidden:
+        copy.append(hidden)
+    return copy
+
+
+def divergences(model: StreamedModel, dense: HiddenStates, others: Sequence[HiddenStates], world: World) -> list[float]:
+    """How far the predictions from the last hidden states of each of ``others`` are from those of ``dense``.
+
+    That is the KL divergence in nats a token, on every fourth token; of a model without a head the squared error of the
+    states, relative to them. NumericalError where predictions are NaN or infinite.
+    """
+    sums, count = torch.zeros(len(others), dtype=torch.float64), 0.0
+    if model.has_head:
+        rows = max(1, LOGITS_PER_BATCH // (_COPIES * model.config.vocab_size))
+        with model.head() as head:
+            for i, states in enumerate(dense.hidden):
+                all_states = (each.hidden[i] for each in others)
+                for hidden, tokens, *some in pieces(rows, states, dense.tokens[i], *all_states):
+                    chosen = tokens[:, ::_EVERY]
+                    count += chosen.numel()
+                    p = head(hidden[:, ::_EVERY], chosen).float().log_softmax(-1)
+                    for k, other in enumerate(some):
+                        q = head(other[:, ::_EVERY], chosen).float().log_softmax(-1)
+                        sums[k] += float((p.exp() * (p - q)).sum(dtype=torch.float64))
+    else:
+        for i, states in enumerate(dense.hidden):
+            count += float(states.double().square().sum())
+            for k, each in enumerate(others):
+                sums[k] += float((each.hidden[i].double() - states.double()).square().sum())
+    world.sum([sums])
+    costs = (sums / sum(world.collected(count))).tolist()
+    if not all(map(math.isfinite, costs)):
+        raise NumericalError("predictions are NaN or infinite on the calibration text; try dtype float32")
+    return [max(0.0, cost) for cost in costs]
 
 
 def cheapest(costs: Mapping[Blocks, float], depth: int, count: int) -> list[int]:

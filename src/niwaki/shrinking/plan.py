@@ -1,7 +1,8 @@
 """What is decided before anything is removed: text to calibrate on, outputs that matter, and blocks to remove."""
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -13,11 +14,14 @@ from niwaki.records.record import Record
 from niwaki.runs.kept import load_tensors, save_tensors
 from niwaki.runs.own_text import joined, written
 from niwaki.runs.stage import Run
-from niwaki.shrinking.depth import cheapest, costs_of_runs
+from niwaki.shrinking.combinations import LONGEST_RUN, Combinations, best_of, costs_of_combinations, note_on
+from niwaki.shrinking.depth import Blocks, cheapest, costs_of_runs
 from niwaki.shrinking.units import ColumnRemoval
 
 #: The key of the dense model's text in the file of a plan.
 _SYNTHETIC = "synthetic"
+#: The fields of a plan that are kept as JSON.
+_DECIDED = ("dropped", "influence", "units", "tried")
 
 
 @dataclass(frozen=True)
@@ -29,25 +33,28 @@ class ShrinkPlan:
     influence: list[float]  # of each block, what its removal alone would cost; empty where none is removed
     #: Of matrices that lose columns, by block and name (out,): what to weight outputs by.
     importance: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    #: Of each kind of units how many go from each block, where that was looked for; and what each way would cost.
+    units: dict[str, int] = field(default_factory=dict)
+    tried: dict[str, float] = field(default_factory=dict)
 
     def save(self, path: Path, expected: str = "") -> str:
         """Writes it, in safetensors, and returns the file's SHA-256; OutputError if another one was ``expected``."""
         tensors = {f"{block} {name}": value for (block, name), value in self.importance.items()}
-        blocks = {"dropped": json.dumps(self.dropped), "influence": json.dumps(self.influence)}
+        decided = {name: json.dumps(getattr(self, name)) for name in _DECIDED}
         if self.synthetic is not None:
             tensors[_SYNTHETIC] = self.synthetic
-        return save_tensors(path, tensors, blocks, expected)
+        return save_tensors(path, tensors, decided, expected)
 
     @classmethod
     def load(cls, path: Path, digest: str) -> "ShrinkPlan | None":
         """What :meth:`save` wrote; None where it is not there or has another SHA-256."""
         if (kept := load_tensors(path, digest)) is None:
             return None
-        tensors, blocks = kept
+        tensors, decided = kept
         synthetic = tensors.pop(_SYNTHETIC, None)
         places = ((key.split(" ", 1), value) for key, value in tensors.items())
         importance = {(int(block), name): value for (block, name), value in places}
-        return cls(synthetic, json.loads(blocks["dropped"]), json.loads(blocks["influence"]), importance)
+        return cls(synthetic, importance=importance, **{name: json.loads(decided[name]) for name in _DECIDED})
 
 
 def planned(
@@ -55,32 +62,44 @@ def planned(
     effort: Effort,
     samples: Tensor,
     bos: int | None,
-    columns: list[ColumnRemoval],
+    columns: Sequence[ColumnRemoval],
     count: int,
+    combinations: Combinations | None,
     record: Record,
     run: Run,
 ) -> ShrinkPlan:
-    """The plan for the removal of ``count`` blocks and of ``columns``, by the dense model.
+    """The plan for the removal of ``count`` blocks and of ``columns``, or of one of ``combinations``.
 
-    ``samples`` (samples, length) int64 are the process's share of the calibration text, of which each window begins
-    with ``bos`` if there is one.
+    All is decided by the dense model. ``samples`` (samples, length) int64 are the process's share of the calibration
+    text, of which each window begins with ``bos`` if there is one.
     """
     synthetic = None
     if effort.synthetic:
         synthetic = written(run, model, record, effort.synthetic, samples, bos)
         run.clock.lap("plan")
     importance: dict[tuple[int, str], Tensor] = {}
-    if columns and effort.plan.importance:
+    kinds = combinations.kinds if combinations else columns
+    if kinds and effort.plan.importance:
         pilot = pilot_of(samples, effort.plan.pilot, run.world)
-        found = measured(model, pilot, run.world, run.progress)
-        places = [matrix.place for each in columns for matrix in each.matrices]
-        importance = {(at, name): row_weights(found[at][name], effort.plan.importance) for at, name in places}
+        sensitivity = measured(model, pilot, run.world, run.progress)
+        places = [matrix.place for each in kinds for matrix in each.matrices]
+        importance = {(at, name): row_weights(sensitivity[at][name], effort.plan.importance) for at, name in places}
         run.clock.lap("plan")
-    dropped, influence = list[int](), list[float]()
-    if count:
+    plan = ShrinkPlan(synthetic, [], [], importance)
+    longest = min(combinations.most_blocks, LONGEST_RUN) if combinations else count
+    text = joined(run, samples, synthetic)
+    costs: dict[Blocks, float] = {}
+    if longest:
         depth = len(model.blocks)
-        costs = costs_of_runs(model, joined(run, samples, synthetic), count, run.world, run.progress)
-        dropped = cheapest(costs, depth, count)
-        influence = [costs[i, i + 1] for i in range(depth)]
+        costs = costs_of_runs(model, text, longest, run.world, run.progress)
+        plan = replace(plan, influence=[costs[i, i + 1] for i in range(depth)])
         run.clock.lap("influence")
-    return ShrinkPlan(synthetic, dropped, influence, importance)
+    if combinations is None:
+        return replace(plan, dropped=cheapest(costs, len(model.blocks), count))
+    ways = combinations.of(costs)
+    texts = samples, synthetic
+    found = costs_of_combinations(model, *texts, ways, combinations.kinds, importance, run.world, run.progress)
+    run.clock.lap("influence")
+    way, tried = best_of(ways, found), {str(each): cost for each, cost in zip(ways, found, strict=True)}
+    run.note(record, note_on(str(way), tried))
+    return replace(plan, dropped=[*way.blocks], units={**way.units}, tried=tried)

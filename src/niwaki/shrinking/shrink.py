@@ -15,15 +15,25 @@ from niwaki.models.extra import find_extra, notes_of
 from niwaki.models.factors import check_one_matrix
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.streamed import StreamedModel
-from niwaki.quantities import parse_share
+from niwaki.quantities import parse_parameters, parse_share
 from niwaki.records.record import Record
 from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import pruning_config
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
+from niwaki.shrinking.combinations import Combinations
 from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
 from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal
 from niwaki.shrinking.experts import ExpertRemoval, expert_removal
-from niwaki.shrinking.units import Removal, head_removal, mlps, neuron_removal, notes_on
+from niwaki.shrinking.units import (
+    Removal,
+    head_removal,
+    heads_of,
+    mlps,
+    neuron_removal,
+    neurons_of,
+    notes_on,
+    removed_of,
+)
 from niwaki.shrinking.walk import Removing
 from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
@@ -43,6 +53,7 @@ class Shrink:
     heads: float | str = 0.0
     experts: float | str = 0.0
     expert_neurons: float | str = 0.0
+    parameters: float | str | None = None
     effort: str | Effort | None = None
     #: A note on what is not done of what was asked for.
     left_out: str = field(default="", metadata=INTERNAL)
@@ -54,8 +65,15 @@ class Shrink:
     def __post_init__(self) -> None:
         check_fields(self)
         shares = self.shares
-        if not (self.blocks or any(shares.values())):
-            raise UsageError("there is nothing to remove; give blocks, neurons, heads, experts or expert_neurons")
+        gone = self.blocks or any(shares.values())
+        if self.parameters is not None:
+            parse_parameters(self.parameters)
+            if gone:
+                raise UsageError("parameters says how much is left, and then blocks, neurons and heads follow from it")
+        elif not gone:
+            raise UsageError(
+                "there is nothing to remove; give parameters, blocks, neurons, heads, experts or expert_neurons"
+            )
         if shares["experts"] and shares["expert_neurons"]:
             raise UsageError("experts and their neurons are removed in two runs, one after the other")
 
@@ -89,8 +107,9 @@ class Shrink:
 
     def __str__(self) -> str:
         given = {"blocks": self.blocks, **self.shares}
-        effort = [f"effort {self.effort}"] if self.effort is not None else []
-        return ", ".join([f"{name} {value:g}" for name, value in given.items() if value] + effort)
+        numbers = [f"{name} {value:g}" for name, value in given.items() if value]
+        others = {"parameters": self.parameters, "effort": self.effort}
+        return ", ".join([*numbers, *(f"{name} {value}" for name, value in others.items() if value is not None)])
 
 
 class Shrinking:
@@ -101,11 +120,15 @@ class Shrinking:
         check_one_matrix(checkpoint, "shrinking")
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
         depth, self._blocks = len(model.blocks), stage.blocks
+        self._left_out = [stage.left_out] if stage.left_out else []
         self._effort = stage.effort_for(predicts=model.has_head and not model.sees_ahead)
         if any(matrix.blocks for matrix in model.matrices()):
             raise UnsupportedModelError(
                 f"{checkpoint.path} has blocks that share weights, of which nothing can be removed; prune it"
             )
+        left = [each for each in find_extra(model) if each.follows]
+        self.tensors = Tensors(left, *tensors_of_blocks(model, left))
+        self._combinations = self._of_size(stage.parameters)
         if not 0 <= stage.blocks < depth:
             raise UsageError(f"blocks {stage.blocks} of {depth}: from 0 to {depth - 1} can be removed")
         self.columns = [
@@ -121,8 +144,6 @@ class Shrinking:
         if self.mixtures and run.world.size > 1:
             raise UsageError("experts and their neurons are removed by one process; start niwaki without torchrun")
         removals: list[Removal] = [*self.columns, *self.mixtures]
-        left = [each for each in find_extra(model) if each.follows]
-        self.tensors = Tensors(left, *tensors_of_blocks(model, left))
         output = self.tensors.size(model, removals, depth - stage.blocks)
         self.carried = run.carried(checkpoint, output, scratch=self._scratch_size(removals))
         check_dtypes(checkpoint, (matrix for removal in removals for matrix in removal.matrices))
@@ -136,23 +157,40 @@ class Shrinking:
             run.foreseen |= each.config
         run.foreseen["pruning_config"] = pruning_config(self.record)
 
+    def _of_size(self, parameters: float | str | None) -> Combinations | None:
+        """What can be removed for a model of so many parameters; None where that is not asked for."""
+        if parameters is None:
+            return None
+        kinds = []
+        for find in (heads_of, neurons_of):
+            try:
+                kinds.append(find(self.model))
+            except UnsupportedModelError as error:
+                self._left_out.append(f"{error}; their number stays")
+        given = parse_parameters(parameters)
+        target = int(given * self.tensors.parameters(self.model, [])) if given < 1 else int(given)
+        combinations = Combinations(self.model, self.tensors, kinds, target)
+        combinations.check()
+        return combinations
+
     def _scratch_size(self, removals: Sequence[Removal]) -> int:
         """Bytes of the matrices that change, which are kept until all is written."""
-        fitted = {matrix.entry for removal in removals for matrix in removal.matrices}
+        sized = self._combinations
+        fitted = {matrix.entry for each in (sized.kinds if sized else removals) for matrix in each.matrices}
         matrices = self.model.matrices()
         changed = matrices if self._effort.fit.epochs else [each for each in matrices if each.entry in fitted]
-        has_gaps = self._blocks and not self._effort.fit.epochs
+        blocks = sized.most_blocks if sized else self._blocks
+        has_gaps = blocks and not self._effort.fit.epochs
         repaired = max((self._bytes(each) for each, _ in mlps(matrices)), default=0) if has_gaps else 0
         # Each removed block may have one before it that changes.
-        return sum(map(self._bytes, changed)) + self._blocks * repaired
+        return sum(map(self._bytes, changed)) + blocks * repaired
 
     def _bytes(self, matrix: Matrix) -> int:
         return matrix.size * self.model.checkpoint.dtype(matrix.key).itemsize
 
     def _begun(self, run: Run, stage: Shrink, removals: Sequence[Removal]) -> Record:
         """The record, as far as it is known before the work."""
-        depth, shares = len(self.model.blocks), stage.shares
-        parts = [f"{100 * each.count / each.units:.3g} % of the {each.kind} of each block" for each in removals]
+        depth, shares, sized = len(self.model.blocks), stage.shares, stage.parameters is not None
         effort = describe_effort(self._effort) if self._effort != Effort() else {}
         record = begin_record(
             run.model,
@@ -160,14 +198,20 @@ class Shrinking:
             self.texts,
             run.calibration,
             method="shrink",
-            solver={"name": "shrink", "blocks": stage.blocks, **shares, "damping": DAMPING},
+            solver={
+                "name": "shrink",
+                "blocks": stage.blocks,
+                **shares,
+                **({"parameters": stage.parameters} if sized else {}),
+                "damping": DAMPING,
+            },
             effort=effort,
-            pattern=", ".join([f"{stage.blocks} of {depth} blocks", *parts] if stage.blocks else parts),
+            pattern=f"parameters {stage.parameters}" if sized else removed_of(stage.blocks, depth, removals),
             mask_from=None,
             flops=(depth - stage.blocks)
             * sum(flops(*each.matrices[0].shape, each.size * each.count) for each in self.columns),
         )
-        record.notes += [*filter(None, [stage.left_out]), *notes_of(self.model, is_smaller=True)]
+        record.notes += [*self._left_out, *notes_of(self.model, is_smaller=True)]
         for each in removals:
             record.notes += notes_on(each, shares[each.kind.replace(" ", "_")])
         return record
@@ -188,7 +232,8 @@ class Shrinking:
 
     def work(self, run: Run) -> Record:
         record = run.resumed(self.record, len(self.model.blocks))
-        removal = Removing(self.model, self.columns, self.mixtures, self.tensors, self._effort, record, run)
+        removed = self.columns, self.mixtures, self._combinations
+        removal = Removing(self.model, *removed, self.tensors, self._effort, record, run)
         with products(tf32=False):
             removal.write(self.texts.shared(run.world), run.measured.before, self._blocks, self.carried)
         return record.after(run.earlier) if run.earlier else record

@@ -1,6 +1,6 @@
 """Attention heads and MLP neurons: how many to remove from each block, and which parameters have entries for each."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,21 +78,52 @@ class ColumnRemoval(Removal):
 _Fitted = tuple[Matrix, list[UnitParameter]]
 
 
-def neuron_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
-    """Removes ``fraction`` of the MLP neurons of each block, rounded as in :func:`rounded`.
+@dataclass(frozen=True)
+class ColumnUnits:
+    """The heads or the neurons of a model, of which the same number can go from each block."""
 
-    Raises UsageError where these are none or all, UnsupportedModelError where a block has not exactly one known MLP.
+    kind: str  # "heads" or "neurons"
+    units: int  # in a block; groups of heads that share keys and values
+    counts: Sequence[int]  # how many can go, in ascending order
+    configuration: Callable[[int], dict[str, Any]]  # what changes if so many go
+    parameters: list[list[UnitParameter]]  # of each block
+    matrices: list[Matrix]  # those that are fitted
+
+    @property
+    def size(self) -> int:
+        """Columns per unit."""
+        return self.matrices[0].shape[1] // self.units
+
+    def without(self, count: int) -> ColumnRemoval:
+        """The removal of so many of each block."""
+        return ColumnRemoval(self.kind, self.units, count, self.configuration(count), self.parameters, self.matrices)
+
+
+def neurons_of(model: StreamedModel) -> ColumnUnits:
+    """The MLP neurons of each block; of those of widths that are multiples of 32, such a multiple stays.
+
+    UnsupportedModelError where a block has not exactly one known MLP.
     """
     blocks = [_mlp(model, index) for index in range(len(model.blocks))]
     width = _width(model, "neurons", blocks)
     names = [name for name in _WIDTHS if getattr(model.config, name, 0) in (width, None)]
     if not names:
         raise refused(model, "neurons", f"its configuration has no entry for their number, {width}")
+    counts = range(_MULTIPLE, width, _MULTIPLE) if _is_multiple(width) else range(1, width)
+    return ColumnUnits("neurons", width, counts, lambda count: dict.fromkeys(names, width - count), *_separate(blocks))
+
+
+def neuron_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
+    """Removes ``fraction`` of the MLP neurons of each block, rounded as in :func:`rounded`.
+
+    Raises UsageError where these are none or all, UnsupportedModelError as :func:`neurons_of`.
+    """
+    neurons = neurons_of(model)
+    width = neurons.units
     count = rounded(width, fraction) or round(fraction * width)
     if not 0 < count < width:
         raise UsageError(f"neurons {fraction:g} of {width} would be {count}; from 1 to {width - 1} can be removed")
-    config = dict.fromkeys(names, width - count)
-    return ColumnRemoval("neurons", width, count, config, *_separate(blocks))
+    return neurons.without(count)
 
 
 def rounded(width: int, fraction: float) -> int | None:
@@ -101,28 +132,38 @@ def rounded(width: int, fraction: float) -> int | None:
     The request counts for more: None also where all or none would go, and where 32 neurons are more than a quarter.
     """
     count = _MULTIPLE * round(fraction * width / _MULTIPLE)
-    return count if width % _MULTIPLE == 0 and width >= 4 * _MULTIPLE and 0 < count < width else None
+    return count if _is_multiple(width) and 0 < count < width else None
 
 
-def notes_on(removal: Removal, fraction: float) -> list[str]:
-    """What a record should say of the number of neurons that stay, when ``fraction`` of them was to go."""
+def _is_multiple(width: int) -> bool:
+    return width % _MULTIPLE == 0 and width >= 4 * _MULTIPLE
+
+
+def notes_on(removal: Removal, fraction: float | None = None) -> list[str]:
+    """What a record should say of the number of neurons that stay, where ``fraction`` of them was asked for."""
     if "neurons" not in removal.kind:
         return []
     left = removal.units - removal.count
     stay = f"{left:,} of {removal.units:,} {removal.kind} stay"
     if removal.units % _MULTIPLE == 0 and left % _MULTIPLE:
         return [f"{stay}, no multiple of {_MULTIPLE}: block formats of other programs, such as Q8_0, cannot store them"]
-    if left % _MULTIPLE == 0 and removal.count != round(fraction * removal.units):
+    if fraction is not None and left % _MULTIPLE == 0 and removal.count != round(fraction * removal.units):
         shares = f"{100 * removal.count / removal.units:.3g} % go instead of {100 * fraction:.3g} %"
         return [f"{stay}, a multiple of {_MULTIPLE} as block formats and GPUs want it, so {shares}"]
     return []
 
 
-def head_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
-    """Removes ``fraction`` of the attention heads of each block, those that share keys and values together.
+def removed_of(blocks: int, depth: int, removals: Iterable[Removal]) -> str:
+    """Words for what goes: so many of the blocks, and of each that stays what ``removals`` remove."""
+    shares = [f"{100 * each.count / each.units:.3g} % of the {each.kind} of each block" for each in removals]
+    return ", ".join([f"{blocks} of {depth} blocks", *shares] if blocks else shares)
 
-    Raises UsageError where this number of heads cannot be removed, UnsupportedModelError where attention is not made of
-    q, k, v and o with a number of heads in the configuration.
+
+def heads_of(model: StreamedModel) -> ColumnUnits:
+    """The attention heads of each block, those that share keys and values together.
+
+    UnsupportedModelError where none can be removed, or attention is not made of q, k, v and o with a number of heads in
+    the configuration.
     """
     heads = int(getattr(model.config, "num_attention_heads", None) or 0)
     if not heads:
@@ -130,22 +171,36 @@ def head_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
     groups = int(getattr(model.config, "num_key_value_heads", None) or heads)
     blocks = [_attention(model, index, heads, groups) for index in range(len(model.blocks))]
     width = _width(model, "heads", blocks)
-    unit = "heads" if groups == heads else f"groups of {heads // groups} heads that share keys and values"
     sizes = {"num_attention_heads": heads // groups, "num_key_value_heads": 1}  # for each group that stays
-    configs = {
-        count: {name: each * (groups - count) for name, each in sizes.items()} | {"head_dim": width // heads}
-        for count in range(1, groups)
-    }
-    allowed = [count for count, config in configs.items() if accepted(model.config, config)]
+
+    def configuration(count: int) -> dict[str, Any]:
+        left = {name: each * (groups - count) for name, each in sizes.items()}
+        return {**left, "head_dim": width // heads}
+
+    allowed = [count for count in range(1, groups) if accepted(model.config, configuration(count))]
     if not allowed:
-        raise refused(model, "heads", f"none of its {groups} {unit} can be removed")
-    count = round(fraction * groups)
-    if count not in allowed:
+        raise refused(model, "heads", f"none of its {groups} {_named(heads, groups)} can be removed")
+    return ColumnUnits("heads", groups, allowed, configuration, *_separate(blocks))
+
+
+def head_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
+    """Removes ``fraction`` of the attention heads of each block, those that share keys and values together.
+
+    Raises UsageError where this number of heads cannot be removed, UnsupportedModelError as :func:`heads_of`.
+    """
+    heads = heads_of(model)
+    count = round(fraction * heads.units)
+    if count not in heads.counts:
         raise UsageError(
-            f"heads {fraction:g} of {groups} {unit} would be {count}; its configuration allows "
-            f"{', '.join(f'{n / groups:.4g}' for n in allowed)}"
+            f"heads {fraction:g} of {heads.units} {_named(model.config.num_attention_heads, heads.units)} would be "
+            f"{count}; its configuration allows {', '.join(f'{n / heads.units:.4g}' for n in heads.counts)}"
         )
-    return ColumnRemoval("heads", groups, count, configs[count], *_separate(blocks))
+    return heads.without(count)
+
+
+def _named(heads: int, groups: int) -> str:
+    """What goes together of so many heads in so many groups."""
+    return "heads" if groups == heads else f"groups of {heads // groups} heads that share keys and values"
 
 
 def _separate(blocks: list[_Fitted]) -> tuple[list[list[UnitParameter]], list[Matrix]]:

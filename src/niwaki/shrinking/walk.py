@@ -1,9 +1,8 @@
 """The walk over the blocks of a model that shrinks: units chosen and removed, what is left fitted and written."""
 
-import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,11 +33,12 @@ from niwaki.runs.stage import Run
 from niwaki.shrinking.block_tensors import BlockTensors, free
 from niwaki.shrinking.bridge import bridge, last_matrix
 from niwaki.shrinking.changes import Changes
-from niwaki.shrinking.configuration import Tensors, check_outputs, configuration, smaller_blocks
+from niwaki.shrinking.combinations import Combinations
+from niwaki.shrinking.configuration import Tensors, check_outputs, configuration, numbers, smaller_blocks
 from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, fit_expert_neurons
 from niwaki.shrinking.experts import ExpertRemoval, choose_experts, fit_experts
 from niwaki.shrinking.plan import ShrinkPlan, planned
-from niwaki.shrinking.units import ColumnRemoval, Removal
+from niwaki.shrinking.units import ColumnRemoval, Removal, notes_on, removed_of
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
@@ -48,8 +48,9 @@ class Removing:
     """The walk over the blocks: inputs in, units chosen and removed, what is left fitted and written."""
 
     model: StreamedModel
-    columns: list[ColumnRemoval]
+    columns: list[ColumnRemoval]  # or what the plan decides, by the combinations
     mixtures: list[ExpertRemoval | ExpertNeuronRemoval]
+    combinations: Combinations | None
     tensors: Tensors
     effort: Effort
     record: Record
@@ -73,11 +74,16 @@ class Removing:
         model, record, run, place = self.model, self.record, self.run, self.run.place
         windows, heldout, depth = texts.windows, texts.only, len(model.blocks)
         mixed = sum(path is not None for mixture in self.mixtures for path in mixture.paths)
-        run.progress.begin(record, depth, (depth - count) * len(self.columns) + mixed)
+        kinds = self.combinations.kinds if self.combinations else self.columns
+        run.progress.begin(record, depth, (depth - count) * len(kinds) + mixed)
         if heldout and measure_before and "before" not in record.perplexity:
             self._measure("before", model, heldout)
         plan = self._planned(windows, count)
         self._importance = plan.importance
+        if self.combinations:
+            self.columns = self.combinations.removals(plan.units)
+            record.pattern = removed_of(len(plan.dropped), depth, self.columns)
+            run.note(record, *(note for each in self.columns for note in notes_on(each)))
         kept = [index for index in range(depth) if index not in plan.dropped]
         left, outside = self.tensors.left, self.tensors.outside
         shards = None
@@ -105,14 +111,13 @@ class Removing:
         run.clock.lap("check")
         if heldout:
             self._measure("after", smaller, heldout)
-        of_all = (key for keys in (outside, *self.tensors.blocks) for key in keys)
-        before, after = _size(model.checkpoint, of_all), _size(smaller.checkpoint, smaller.checkpoint.entries)
-        others = _size(model.checkpoint, outside)
+        before, others = self.tensors.parameters(model, []), numbers(model.checkpoint, outside)
+        after = numbers(smaller.checkpoint, smaller.checkpoint.entries)
         removed = 1 - (after - others) / (before - others)
         parameters = {"before": before, "after": after}
         heads, neurons, experts = (self.removed[kind] for kind in ("heads", "neurons", "experts"))
         gone = plan.influence, plan.dropped, heads, neurons, experts
-        record.structure = StructureRecord(parameters, removed, *gone)
+        record.structure = StructureRecord(parameters, removed, *gone, combinations=plan.tried)
         record.peak_memory = peak_memory(model.device)
 
     def _note_zeros(self) -> None:
@@ -127,11 +132,12 @@ class Removing:
 
     def _planned(self, windows: Windows, count: int) -> ShrinkPlan:
         """The plan for all processes; a resumed run has the one it began with."""
-        model, effort, columns, record, run = self.model, self.effort, self.columns, self.record, self.run
+        model, effort, record, run = self.model, self.effort, self.record, self.run
+        removed = self.columns, count, self.combinations
         return kept_once(
             run,
             ShrinkPlan.load,
-            lambda: planned(model, effort, windows.tokens, windows.bos, columns, count, record, run),
+            lambda: planned(model, effort, windows.tokens, windows.bos, *removed, record, run),
             ShrinkPlan.save,
         )
 
@@ -358,7 +364,3 @@ def _put(block: DecoderBlock, weights: dict[str, Tensor]) -> None:
 def _shard(number: int, kept: Sequence[int]) -> str:
     """The file of a block, from 1, or of everything outside blocks, 0."""
     return f"model-{1 + number:05}-of-{1 + len(kept):05}.safetensors"
-
-
-def _size(checkpoint: Checkpoint, keys: Iterable[str]) -> int:
-    return sum(math.prod(checkpoint.entries[key].shape) for key in keys)

@@ -1,0 +1,339 @@
+"""Blocks, heads and neurons that go together: those that cost least among all that leave a model of a given size."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import UsageError, named
+from niwaki.layer.problem import Gram, LayerProblem
+from niwaki.layer.ridge import Ridge
+from niwaki.layer.unit_removal import removals_of_units
+from niwaki.models.block import DecoderBlock
+from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.layout import Matrix
+from niwaki.models.processes import World
+from niwaki.models.spill import MemoryBudget, SpillList
+from niwaki.models.streamed import StreamedModel
+from niwaki.records.progress import Progress
+from niwaki.shrinking.bridge import DAMPING, add_inputs, add_residuals, advance_with_inputs, check, last_matrix
+from niwaki.shrinking.configuration import Tensors
+from niwaki.shrinking.depth import FITTED, Blocks, cheapest, copied, divergences, parts, some_of
+from niwaki.shrinking.units import ColumnRemoval, ColumnUnits
+
+#: Runs of removed blocks are at most so long: what longer ones cost takes as long to measure for each block more.
+LONGEST_RUN = 4
+#: At most so much goes of the blocks, and of the heads and the neurons of each block that stays.
+_MOST = {"blocks": 0.5, "heads": 0.67, "neurons": 0.75}
+#: At most so many numbers of blocks are tried, with at most so many numbers of heads each.
+_BLOCKS, _HEADS = 12, 4
+#: What several kinds have to cost less than the best one alone: what fits gain afterwards is not the same for all.
+_MARGIN = 0.02
+#: Tokens on which predictions are compared where repairs are fitted to text of the model's own.
+_COMPARED = 4_096
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What goes: blocks by their numbers, and of each block that stays so many units of each kind."""
+
+    blocks: tuple[int, ...]
+    units: Mapping[str, int]  # by kind, where any go
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many go of each kind, where any go."""
+        return {**({"blocks": len(self.blocks)} if self.blocks else {}), **self.units}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items())
+
+
+@dataclass(frozen=True)
+class Combinations:
+    """All that can be removed from a model, and how many parameters are to be left."""
+
+    model: StreamedModel
+    tensors: Tensors
+    kinds: list[ColumnUnits]  # heads or neurons or both
+    target: int
+
+    def check(self) -> None:
+        """UsageError where nothing is to go, or more than can."""
+        everything, depth = self.tensors.parameters(self.model, []), len(self.model.blocks)
+        if self.target >= everything:
+            raise UsageError(f"parameters {self.target:,}: the model has {everything:,}, which is no more")
+        removals = [kind.without(self._counts(kind)[-1]) for kind in self.kinds]
+        least = self.tensors.parameters(self.model, removals, range(self.most_blocks))
+        if self.target < least:
+            kinds = ", ".join([f"{self.most_blocks} of {depth} blocks", *(f"most {kind.kind}" for kind in self.kinds)])
+            raise UsageError(
+                f"parameters {self.target:,} of {everything:,}: without {kinds} {least:,} are left; give at least "
+                f"{least / everything:.2f}, or shrink twice"
+            )
+
+    @property
+    def most_blocks(self) -> int:
+        """How many blocks go at most: what brings the model to its size, and not more than half of them."""
+        most = int(_MOST["blocks"] * len(self.model.blocks))
+        return next((n for n in range(1, most) if self._size([], range(n)) <= self.target), most)
+
+    def removals(self, units: Mapping[str, int]) -> list[ColumnRemoval]:
+        """Those of so many ``units`` of each kind."""
+        return [kind.without(units[kind.kind]) for kind in self.kinds if kind.kind in units]
+
+    def of(self, costs: Mapping[Blocks, float]) -> list[Combination]:
+        """Those to try, where runs of blocks have these ``costs``: for numbers of blocks and heads, as many neurons.
+
+        Each leaves at most the parameters that are wanted, and would leave more with any fewer units of the last kind.
+        """
+        found, depth = [], len(self.model.blocks)
+        for few in self._few():
+            for count in _evenly(range(self.most_blocks + 1), _BLOCKS):
+                blocks = cheapest(costs, depth, count)
+                if (last := self._last(few, blocks)) is not None:
+                    found.append(Combination(tuple(blocks), {each.kind: each.count for each in [*few, *last]}))
+                    if not last:
+                        break  # with more blocks more would go than has to
+        return found
+
+    def _few(self) -> Iterator[list[ColumnRemoval]]:
+        """What goes of the kinds of which few numbers are tried: all kinds but the last."""
+        yield []
+        for kind in self.kinds[:-1]:
+            for count in _evenly(self._counts(kind), _HEADS - 1):
+                yield [kind.without(count)]
+
+    def _last(self, few: list[ColumnRemoval], blocks: Sequence[int]) -> list[ColumnRemoval] | None:
+        """What goes of the last kind beside the rest, an empty list for nothing; None where all is not enough."""
+        if self._size(few, blocks) <= self.target:
+            return []
+        for kind in self.kinds[-1:]:
+            counts = self._counts(kind)
+            at = bisect_left(counts, -self.target, key=lambda n: -self._size([*few, kind.without(n)], blocks))
+            if at < len(counts):
+                return [kind.without(counts[at])]
+        return None
+
+    def _counts(self, kind: ColumnUnits) -> list[int]:
+        return [count for count in kind.counts if count <= _MOST[kind.kind] * kind.units]
+
+    def _size(self, removals: Sequence[ColumnRemoval], blocks: Sequence[int]) -> int:
+        return self.tensors.parameters(self.model, removals, blocks)
+
+
+def best_of(ways: Sequence[Combination], costs: Sequence[float]) -> Combination:
+    """The one of ``ways`` that costs least; one of a single kind, unless more kinds cost less by a margin."""
+    in_order = sorted(zip(costs, ways, strict=True), key=lambda each: each[0])
+    least, best = in_order[0]
+    alone = [each for each in in_order if len(each[1].counts) == 1]
+    return alone[0][1] if alone and least > (1 - _MARGIN) * alone[0][0] else best
+
+
+def note_on(chosen: str, costs: Mapping[str, float], few: int = 3) -> str:
+    """What the record says of the ``chosen`` combination, and of the ``few`` that cost least."""
+    best = sorted(costs, key=costs.__getitem__)[:few]
+    others = ", ".join(f"{words}: {costs[words]:.3g}" for words in best if words != chosen)
+    beside = f" ({others})" if others else ""
+    return (
+        f"without {chosen} the predictions on the calibration text change by {costs[chosen]:.3g} nats, before blocks "
+        f"are fitted; that was chosen of {len(costs)} ways to this size{beside}"
+    )
+
+
+def _evenly(numbers: Sequence[int], most: int) -> list[int]:
+    """At most so many of ``numbers``, with the first and the last one."""
+    if len(numbers) <= most:
+        return [*numbers]
+    return [numbers[round(i * (len(numbers) - 1) / (most - 1))] for i in range(most)]
+
+
+@torch.no_grad()
+def costs_of_combinations(
+    model: StreamedModel,
+    samples: Tensor,
+    own: Tensor | None,
+    combinations: Sequence[Combination],
+    kinds: Sequence[ColumnUnits],
+    importance: Mapping[tuple[int, str], Tensor],
+    world: World,
+    progress: Progress,
+) -> list[float]:
+    """What each of ``combinations`` costs, in nats a token, as in :func:`.depth.costs_of_runs`.
+
+    Heads and neurons are chosen, with ``importance`` by block and matrix where there is any, and the matrices that they
+    go into fitted, as in the removal itself, but on the inputs that the dense model has. The block before a gap is
+    repaired on these inputs too. The predictions are those of the whole smaller model.
+
+    ``samples`` (samples, length) int64 are the process's share of the given text. Where there is ``own`` text, which
+    the dense model wrote and all processes have, all is fitted to that and compared on the given one: what is compared
+    on text of the kind that it was fitted to looks better than it is elsewhere, and heads and blocks the more so.
+
+    Cost: one pass over the model's weights, in which all are under way: a forward pass for the tokens that are compared
+    for each, and for each block one choice of each kind and a regression for each number of units.
+    """
+    given = torch.cat(world.collected(samples))
+    if own is None:
+        texts = parts(given, world.size)
+    else:
+        texts = some_of(own, FITTED, world.size), some_of(given, _COMPARED, world.size)
+    fitted, compared = map(world.share, texts)
+    with model.budget.lent() as budget:
+        states = model.embed(compared)
+        ways = [_Way(each, states.branch(copied(states, budget))) for each in combinations]
+        return _Trial(model, model.embed(fitted), states, ways, kinds, importance, world, progress, budget).costs()
+
+
+@dataclass
+class _Repair:
+    """The dense model behind a block after which others are gone, for the repair of its last matrix."""
+
+    matrix: Matrix
+    weights: Tensor  # (out, in) float32
+    H: Tensor  # of its inputs
+    inputs: SpillList
+    outputs: SpillList  # of the block
+
+
+@dataclass
+class _Gap:
+    """Blocks that are gone, behind which the dense model has not come yet."""
+
+    start: int  # the block before them
+    inputs: SpillList  # of its last matrix
+    change: Tensor  # (out, in) float32, what the removal of units did to that
+
+
+@dataclass
+class _Way:
+    """The tokens that are compared, on their way through the model without a combination."""
+
+    combination: Combination
+    states: HiddenStates
+    gap: _Gap | None = None
+
+
+@dataclass
+class _Trial:
+    model: StreamedModel
+    fitted: HiddenStates
+    compared: HiddenStates
+    ways: list[_Way]
+    kinds: Sequence[ColumnUnits]
+    importance: Mapping[tuple[int, str], Tensor]
+    world: World
+    progress: Progress
+    budget: MemoryBudget
+
+    def costs(self) -> list[float]:
+        """What all combinations cost."""
+        repairs: dict[int, _Repair] = {}
+        for block in self.model.stream():
+            at = block.index
+            self.progress.stage(at, "influence", 2 + len(self.ways))
+            present = [way for way in self.ways if at not in way.combination.blocks]
+            grams = self._grams(block)
+            self.progress.step()
+            repair = self._dense(block, any(at + 1 in way.combination.blocks for way in present))
+            if repair:
+                repairs[at] = repair
+            self.progress.step()
+            self._cut(block, self.kinds, grams, present, repair)
+            residuals: dict[int, Tensor] = {}
+            for way in self.ways:
+                if way.gap and at > way.gap.start and at + 1 not in way.combination.blocks:
+                    self._repair(way, way.gap, repairs[way.gap.start], residuals)
+                    way.gap = None
+            waiting = {way.gap.start for way in self.ways if way.gap}
+            repairs = {start: each for start, each in repairs.items() if start in waiting}
+        return divergences(self.model, self.compared, [way.states for way in self.ways], self.world)
+
+    def _grams(self, block: DecoderBlock) -> dict[str, Gram]:
+        """Of the inputs that the dense model has, by the name of each matrix that loses columns."""
+        if not self.kinds:
+            return {}
+        matrices = [kind.matrices[block.index] for kind in self.kinds]
+        found = block.input_grams(self.fitted, world=self.world, matrices=matrices)
+        return {name: each.gram(shared=False) for each in found for name in each.names}
+
+    def _cut(
+        self,
+        block: DecoderBlock,
+        kinds: Sequence[ColumnUnits],
+        grams: Mapping[str, Gram],
+        ways: Sequence[_Way],
+        repair: _Repair | None,
+    ) -> None:
+        """Runs ``block`` for ``ways``, each without its units of ``kinds``; one number of them after the other."""
+        if not kinds:
+            for way in ways:
+                self._advance(block, way, repair)
+                self.progress.step()
+            return
+        matrix, kind = kinds[0].matrices[block.index], kinds[0].kind
+        numbers = sorted({way.combination.units.get(kind, 0) for way in ways})
+        W = block.weight(matrix)
+        for number, weights in self._solved(kinds[0], matrix, W, grams[matrix.name], numbers):
+            block.put(matrix, block.stored(matrix, weights))
+            some = [way for way in ways if way.combination.units.get(kind, 0) == number]
+            self._cut(block, kinds[1:], grams, some, repair)
+
+    def _solved(
+        self, units: ColumnUnits, matrix: Matrix, W: Tensor, gram: Gram, numbers: Sequence[int]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """``numbers`` in ascending order, with the weights (out, in) without so many of ``units``."""
+        counts = [number for number in numbers if number]
+        if counts != numbers:
+            yield 0, W
+        if counts:
+            with named(matrix.label):
+                rows = self.importance.get(matrix.place)
+                for count, each in zip(
+                    counts, removals_of_units(LayerProblem(W, gram), units.size, counts, rows), strict=True
+                ):
+                    yield count, each.W
+
+    def _dense(self, block: DecoderBlock, is_before_gap: bool) -> _Repair | None:
+        """Runs the dense ``block``; what a repair there needs, if others ``is_before_gap`` and it can be repaired."""
+        matrix = last_matrix(block, self.compared) if is_before_gap else None
+        block.advance(self.compared)
+        if matrix is None:
+            block.advance(self.fitted)
+            return None
+        inputs = advance_with_inputs(block, matrix, self.fitted, self.budget)
+        H = torch.zeros(matrix.shape[1], matrix.shape[1], device=self.model.device)
+        for some, outputs in zip(inputs, self.fitted.hidden, strict=True):
+            add_inputs(H, some, outputs)
+        self.world.sum([H])
+        check(H)
+        return _Repair(matrix, block.weight(matrix), H, inputs, copied(self.fitted, self.budget))
+
+    def _advance(self, block: DecoderBlock, way: _Way, repair: _Repair | None) -> None:
+        """Runs ``block``, without the units that go, and before a gap keeps what its repair needs."""
+        if repair and block.index + 1 in way.combination.blocks:
+            inputs = advance_with_inputs(block, repair.matrix, way.states, self.budget)
+            own = repair.matrix.within(block.module.get_parameter(repair.matrix.parameter))
+            way.gap = _Gap(block.index, inputs, own.float() - repair.weights)
+        else:
+            block.advance(way.states)
+
+    def _repair(self, way: _Way, gap: _Gap, repair: _Repair, residuals: dict[int, Tensor]) -> None:
+        """Adds to the outputs of the block before ``gap`` what its last matrix, repaired, would add."""
+        if gap.start not in residuals:
+            C = torch.zeros_like(repair.weights)
+            for inputs, outputs, wanted in zip(repair.inputs, repair.outputs, self.fitted.hidden, strict=True):
+                add_residuals(C, inputs, outputs, wanted)
+            self.world.sum([C])
+            check(C)
+            residuals[gap.start] = C
+        H, C = repair.H, residuals[gap.start]
+        if gap.change.any():
+            C = C - gap.change @ H  # what the units that go have left undone
+            kept = (repair.weights + gap.change != 0).any(dim=0)
+            H, C = H * kept * kept.unsqueeze(1), C * kept
+        change = Ridge(H, DAMPING).change(C)
+        for i, inputs in enumerate(gap.inputs):
+            hidden = way.states.hidden[i]
+            way.states.hidden[i] = (hidden.float() + (inputs @ change.T).view(hidden.shape)).to(hidden.dtype)
