@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from niwaki.arguments import INTERNAL, check_fields, checked_names, given_fields
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter
-from niwaki.effort import Effort, describe as describe_effort, described
+from niwaki.effort import Effort, Planning, describe as describe_effort, described
 from niwaki.errors import UsageError
 from niwaki.layer.grid import Grid
 from niwaki.layer.products import has_tf32, products
@@ -170,6 +170,8 @@ class Pruning:
         self.effort = given.settled(shares, predicts=not reasons)
         if reasons and self.effort != given.settled(shares):
             reasons[0] += f", and the effort is {described(describe_effort(self.effort))}"
+        if self.request.only_rounds:  # there are no zeros to share out, and no weights to choose
+            self.effort = dataclasses.replace(self.effort, plan=Planning())
         self.model.notes += reasons
 
     def _needed(self) -> int:

@@ -20,7 +20,7 @@ from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describ
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
-from niwaki.quantities import parse_range
+from niwaki.quantities import fraction, parse_range
 from niwaki.records.wording import counted
 
 PatternOf = Callable[[Matrix], Pattern]
@@ -77,8 +77,15 @@ class Request:
         """The argument ``solver``, also where none was given."""
         if self.solver is not None:
             return self.solver
+        if self.only_rounds:
+            return "magnitude"  # which leaves all weights as they are; others would solve for what they have
         # A fraction of zeros is of one matrix.
         return "double-sparse" if TWO_FACTORS in str(self.pattern) else DEFAULT_SOLVER
+
+    @property
+    def only_rounds(self) -> bool:
+        """Whether no zeros are asked for, and weights are only put on a grid."""
+        return fraction(str(self.pattern)) == 0 and self.mask_from is None
 
     @property
     def method(self) -> str:
