@@ -230,7 +230,7 @@ def test_control_codes_of_a_model_are_shown_on_a_terminal(
 ) -> None:
     for terminal, shown in ((True, "a\\x1bb\n"), (False, "a\x1bb\n")):
         monkeypatch.setattr(sys, "argv", ["niwaki", "generate", "demo", "a"])
-        monkeypatch.setattr("niwaki.evaluation.generate.generate", lambda *_, say, **__: say("\x1bb"))
+        monkeypatch.setattr("niwaki.evaluation.generate.continue_text", lambda *_, say, **__: say("\x1bb"))
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
         with pytest.raises(SystemExit):
             cli.main()

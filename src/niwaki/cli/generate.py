@@ -2,7 +2,6 @@
 
 import io
 import sys
-from itertools import count
 from typing import Annotated
 
 from niwaki.cli.common import in_session, writing
@@ -32,20 +31,16 @@ def generate(
         raw: Continue PROMPT as it stands, also with a model that has a chat template.
     """
     with Screen(f"loading {model}") as screen, in_session():
-        from niwaki.evaluation.generate import answers, generate as run
-
-        pieces = count()
+        from niwaki.evaluation.generate import write
 
         def say(text: str) -> None:
             screen.stop_spinner()
             screen.said()
-            # What is continued goes before the first piece: nothing is written where nothing is generated.
-            piece = text if next(pieces) or (not raw and answers(model)) else prompt + text
             with writing(sys.stdout):
-                sys.stdout.write(printable(piece) if sys.stdout.isatty() else piece)
+                sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
                 sys.stdout.flush()
 
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding lacks
-        run(model, prompt, tokens=tokens, temperature=temperature, seed=seed, raw=raw, compute=compute, say=say)
+        write(model, prompt, tokens, temperature, seed, raw, compute, say=say, echo=True)
         say("\n")

@@ -47,23 +47,37 @@ def generate(
     each piece of the text as soon as it is certain. Each token is the most likely one, or above ``temperature`` 0 drawn
     from the model's probabilities at it, by ``seed``. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
-    compute = Compute.of(compute)
+    return write(model, prompt, tokens, temperature, seed, raw, Compute.of(compute), say)
+
+
+def write(
+    model: str | Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    raw: bool,
+    compute: Compute,
+    say: Callable[[str], None] | None,
+    echo: bool = False,
+) -> str:
+    """:func:`generate`; with ``echo`` a prompt that is continued goes before the first piece that ``say`` receives."""
     compute.only("generate", "device", "dtype")
     check(prompt, tokens, temperature, seed)
     path = locate_model(str(model))
     read_json(path / "config.json")  # which is at fault where the tokenizer's library fails on it
     tokenizer = load_tokenizer(path)
-    asked = prompt if raw or not tokenizer.chat_template else _as_message(tokenizer, prompt)
+    is_message = bool(tokenizer.chat_template) and not raw
+    asked = _as_message(tokenizer, prompt) if is_message else prompt
     loaded = load(model, compute.device, compute.dtype)
-    is_message = asked is not prompt
-    return continue_text(
-        loaded, tokenizer, asked, tokens, is_message=is_message, temperature=temperature, seed=seed, say=say
-    )
+    before = iter([prompt] if echo and not is_message else [])  # nothing is said where nothing is generated
 
+    def told(text: str) -> None:
+        assert say
+        say(next(before, "") + text)
 
-def answers(model: str | Path) -> bool:
-    """Whether the model in a directory (or hub id) has a chat template, and so answers what it is given."""
-    return bool(load_tokenizer(locate_model(str(model))).chat_template)
+    how: Any = {"temperature": temperature, "seed": seed, "say": told if say else None}
+    return continue_text(loaded, tokenizer, asked, tokens, is_message=is_message, **how)
 
 
 def _as_message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:

@@ -99,6 +99,31 @@ def add_residuals(C: Tensor, inputs: Tensor, outputs: Tensor, wanted: Tensor) ->
     return residuals, weighted
 
 
+def summed_inputs(matrix: Matrix, inputs: SpillList, outputs: SpillList, world: World) -> Tensor:
+    """H of :func:`add_inputs` for the inputs of ``matrix`` and the outputs of its block, by batch, of all processes."""
+    H = torch.zeros(matrix.shape[1], matrix.shape[1], device=outputs[0].device)
+    for some, states in zip(inputs, outputs, strict=True):
+        add_inputs(H, some, states)
+    world.sum([H])
+    check(H)
+    return H
+
+
+def summed_residuals(matrix: Matrix, inputs: SpillList, outputs: SpillList, wanted: SpillList, world: World) -> Tensor:
+    """Likewise C of :func:`add_residuals`."""
+    C = torch.zeros(matrix.shape, device=outputs[0].device)
+    for some, states, others in zip(inputs, outputs, wanted, strict=True):
+        add_residuals(C, some, states, others)
+    world.sum([C])
+    check(C)
+    return C
+
+
+def with_change(states: Tensor, inputs: Tensor, change: Tensor) -> Tensor:
+    """The outputs ``states`` of a block after a ``change`` (out, in) of its last matrix, which has these ``inputs``."""
+    return (states.float() + (inputs @ change.T).view(states.shape)).to(states.dtype)
+
+
 def check(*moments: Tensor) -> None:
     """Raises NumericalError where sums over tokens are NaN or infinite."""
     if not all(map(is_finite, moments)):

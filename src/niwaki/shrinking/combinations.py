@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,7 +19,14 @@ from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
-from niwaki.shrinking.bridge import DAMPING, add_inputs, add_residuals, advance_with_inputs, check, last_matrix
+from niwaki.shrinking.bridge import (
+    DAMPING,
+    advance_with_inputs,
+    last_matrix,
+    summed_inputs,
+    summed_residuals,
+    with_change,
+)
 from niwaki.shrinking.configuration import Tensors
 from niwaki.shrinking.depth import FITTED, Blocks, cheapest, copied, divergences, parts, some_of
 from niwaki.shrinking.units import ColumnRemoval, ColumnUnits
@@ -74,7 +82,7 @@ class Combinations:
                 f"{least / everything:.2f}, or shrink twice"
             )
 
-    @property
+    @cached_property
     def most_blocks(self) -> int:
         """How many blocks go at most: what brings the model to its size, and not more than half of them."""
         most = int(_MOST["blocks"] * len(self.model.blocks))
@@ -90,9 +98,9 @@ class Combinations:
         Each leaves at most the parameters that are wanted, and would leave more with any fewer units of the last kind.
         """
         found, depth = [], len(self.model.blocks)
+        dropped = [cheapest(costs, depth, count) for count in _evenly(range(self.most_blocks + 1), _BLOCKS)]
         for few in self._few():
-            for count in _evenly(range(self.most_blocks + 1), _BLOCKS):
-                blocks = cheapest(costs, depth, count)
+            for blocks in dropped:
                 if (last := self._last(few, blocks)) is not None:
                     found.append(Combination(tuple(blocks), {each.kind: each.count for each in [*few, *last]}))
                     if not last:
@@ -232,8 +240,8 @@ class _Trial:
         repairs: dict[int, _Repair] = {}
         for block in self.model.stream():
             at = block.index
-            self.progress.stage(at, "influence", 2 + len(self.ways))
             present = [way for way in self.ways if at not in way.combination.blocks]
+            self.progress.stage(at, "influence", 2 + len(present))
             grams = self._grams(block)
             self.progress.step()
             repair = self._dense(block, any(at + 1 in way.combination.blocks for way in present))
@@ -303,11 +311,7 @@ class _Trial:
             block.advance(self.fitted)
             return None
         inputs = advance_with_inputs(block, matrix, self.fitted, self.budget)
-        H = torch.zeros(matrix.shape[1], matrix.shape[1], device=self.model.device)
-        for some, outputs in zip(inputs, self.fitted.hidden, strict=True):
-            add_inputs(H, some, outputs)
-        self.world.sum([H])
-        check(H)
+        H = summed_inputs(matrix, inputs, self.fitted.hidden, self.world)
         return _Repair(matrix, block.weight(matrix), H, inputs, copied(self.fitted, self.budget))
 
     def _advance(self, block: DecoderBlock, way: _Way, repair: _Repair | None) -> None:
@@ -322,12 +326,8 @@ class _Trial:
     def _repair(self, way: _Way, gap: _Gap, repair: _Repair, residuals: dict[int, Tensor]) -> None:
         """Adds to the outputs of the block before ``gap`` what its last matrix, repaired, would add."""
         if gap.start not in residuals:
-            C = torch.zeros_like(repair.weights)
-            for inputs, outputs, wanted in zip(repair.inputs, repair.outputs, self.fitted.hidden, strict=True):
-                add_residuals(C, inputs, outputs, wanted)
-            self.world.sum([C])
-            check(C)
-            residuals[gap.start] = C
+            parts = repair.matrix, repair.inputs, repair.outputs, self.fitted.hidden
+            residuals[gap.start] = summed_residuals(*parts, self.world)
         H, C = repair.H, residuals[gap.start]
         if gap.change.any():
             C = C - gap.change @ H  # what the units that go have left undone
@@ -335,5 +335,4 @@ class _Trial:
             H, C = H * kept * kept.unsqueeze(1), C * kept
         change = Ridge(H, DAMPING).change(C)
         for i, inputs in enumerate(gap.inputs):
-            hidden = way.states.hidden[i]
-            way.states.hidden[i] = (hidden.float() + (inputs @ change.T).view(hidden.shape)).to(hidden.dtype)
+            way.states.hidden[i] = with_change(way.states.hidden[i], inputs, change)

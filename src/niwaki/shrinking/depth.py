@@ -17,7 +17,14 @@ from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
 from niwaki.records.progress import Progress
-from niwaki.shrinking.bridge import DAMPING, add_inputs, add_residuals, advance_with_inputs, check, last_matrix
+from niwaki.shrinking.bridge import (
+    DAMPING,
+    advance_with_inputs,
+    last_matrix,
+    summed_inputs,
+    summed_residuals,
+    with_change,
+)
 
 #: A run of neighbouring blocks: the first one, and the first one behind it.
 Blocks = tuple[int, int]
@@ -124,33 +131,22 @@ class _Search:
             inputs.append(advance_with_inputs(block, matrix, states, self.budget) if matrix else SpillList(self.budget))
             if not matrix:
                 block.advance(states)
-        ridge = self._ridge(matrix, inputs[0]) if matrix else None
+        # What all repairs with the matrix share: they differ in what its outputs should be.
+        ridge = Ridge(summed_inputs(matrix, inputs[0], self.fitted.hidden, self.world), DAMPING) if matrix else None
         own = copied(self.fitted, self.budget), copied(self.compared, self.budget)
         return _Before(block.index, matrix, ridge, *own, *inputs)
-
-    def _ridge(self, matrix: Matrix, inputs: SpillList) -> Ridge:
-        """What all repairs with ``matrix`` share: they differ in what its outputs should be."""
-        H = torch.zeros(matrix.shape[1], matrix.shape[1], device=self.model.device)
-        for some, outputs in zip(inputs, self.fitted.hidden, strict=True):
-            add_inputs(H, some, outputs)
-        self.world.sum([H])
-        check(H)
-        return Ridge(H, DAMPING)
 
     def _without(self, before: _Before) -> HiddenStates:
         """What is compared, without the blocks from ``before`` to the present one."""
         hidden = SpillList(self.budget)
         change = None
         if before.matrix and before.ridge:
-            C = torch.zeros(before.matrix.shape, device=self.model.device)
-            for i, inputs in enumerate(before.fitted_inputs):
-                add_residuals(C, inputs, before.fitted[i], self.fitted.hidden[i])
-            self.world.sum([C])
-            check(C)
+            wanted = self.fitted.hidden
+            C = summed_residuals(before.matrix, before.fitted_inputs, before.fitted, wanted, self.world)
             change = before.ridge.change(C)
         for i, states in enumerate(before.compared):
             if change is not None:
-                states = (states.float() + (before.compared_inputs[i] @ change.T).view(states.shape)).to(states.dtype)
+                states = with_change(states, before.compared_inputs[i], change)
             hidden.append(states)
         return self.compared.branch(hidden)
 
