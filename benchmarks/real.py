@@ -3,6 +3,7 @@
     python scripts/smollm2.py MODEL
     python benchmarks/real.py compare MODEL CORPUS WORK --record benchmarks/results/real.json
     python benchmarks/real.py sizes MODEL CORPUS --record benchmarks/results/sizes.json
+    python benchmarks/real.py grids MODEL CORPUS WORK --record benchmarks/results/grids.json
     python benchmarks/real.py own-answers MODEL CORPUS WORK --record benchmarks/results/own_answers.json
     python benchmarks/real.py removals MODEL CORPUS WORK --record benchmarks/results/removals.json
     python benchmarks/real.py experts MOE CORPUS --record benchmarks/results/experts.json
@@ -135,8 +136,8 @@ def sizes(
 ) -> None:
     """What is lost at a size: zeros, whole numbers, and both, in one model.
 
-    Each form is made by niwaki prune at its default effort on books, so that all are fitted alike. Bits of a weight are
-    those of the pruned matrices: what niwaki pack takes, or without zeros the numbers and their scales.
+    Each form is made by niwaki prune with the effort balanced on books, so that all are fitted alike. Bits of a weight
+    are those of the pruned matrices: what niwaki pack takes, or without zeros the numbers and their scales.
     """
     settings = {"samples": samples, "text_samples": text_samples, "length": length, "model": model.name}
     sheet = common.Sheet(record, settings)
@@ -157,7 +158,13 @@ def sizes(
                 continue
             with tempfile.TemporaryDirectory(prefix="niwaki-") as place:
                 out = Path(place) / "out"
-                made = niwaki.prune(model, out, sparsity, quantize=grid or None, calibration=books, measurement=None)
+                given: dict[str, Any] = {
+                    "quantize": grid or None,
+                    "effort": "balanced",
+                    "calibration": books,
+                    "measurement": None,
+                }
+                made = niwaki.prune(model, out, sparsity, **given)
                 add(out, sparsity, grid, _bits_of(out, sparsity, grid, Path(place)), made.seconds["total"])
 
 
@@ -326,6 +333,41 @@ def removals(
             add(out, removed=each, effort=effort, went=went, blocks=structure.blocks, seconds=seconds, tried=tried)
 
 
+def grids(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    record: Annotated[Path, Option(help="Write JSON there after each model, and resume from it.")],
+    grids: Annotated[str, Option(help="As of niwaki quantize.")] = "int8,int8:64,int4:64,int3:64",
+    efforts: Annotated[str, Option(help="As of niwaki quantize --effort.")] = "none,fast,balanced",
+    texts: common.Measured = ALL_MEASURED,
+    samples: Samples = 48,
+    text_samples: TextSamples = 16,
+    length: Length = 512,
+) -> None:
+    """What grids lose without zeros, by how weights are put on them, calibrated on books."""
+    settings = {"samples": samples, "text_samples": text_samples, "length": length, "model": model.name}
+    sheet = common.Sheet(record, settings)
+    made = Texts(model, corpus, work, samples, length)
+    held = {name: made.to_measure(name, text_samples) for name in common.chosen(texts, MEASURED)}
+    books = Calibration(made.to_calibrate("books")[0], samples=samples, length=length)
+
+    def add(directory: Path, **cell: Any) -> None:
+        losses = {name: list(each.losses) for name, each in measured(directory, held, text_samples, length).items()}
+        print(f"{cell}: {common.means(losses)}", flush=True)
+        sheet.add(**cell, losses=losses)
+
+    if not sheet.has(grid="", effort=""):
+        add(model, grid="", effort="", seconds=0.0)
+    for grid, effort in itertools.product(names(grids), names(efforts)):
+        if sheet.has(grid=grid, effort=effort):
+            continue
+        with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+            out = Path(scratch) / "out"
+            done = niwaki.quantize(model, out, grid, effort=effort, calibration=books, measurement=None)
+            add(out, grid=grid, effort=effort, seconds=done.seconds["total"])
+
+
 def _not_fitted(old: Any, inputs: Any, parts: int, residual: Any) -> expert_fit.SumFit:
     """:func:`niwaki.layer.expert_fit.fit_sum` without a sweep."""
     error = float(residual.double().square().sum())
@@ -463,4 +505,4 @@ def _is_endless(answer: list[int], end: int) -> bool:
 
 
 if __name__ == "__main__":
-    common.main(compare, sizes, experts, own_answers, vocabulary, removals, about=__doc__)
+    common.main(compare, sizes, grids, experts, own_answers, vocabulary, removals, about=__doc__)

@@ -9,7 +9,7 @@ _PUBLIC = {
     "niwaki.options": ("Calibration", "Compute", "Measurement"),
     "niwaki.errors": ("NiwakiError",),
     "niwaki.effort": ("EFFORTS", "Effort", "Fitting", "Planning"),
-    "niwaki.recipes": ("heal", "prune", "run", "shrink"),
+    "niwaki.recipes": ("heal", "prune", "quantize", "run", "shrink"),
     "niwaki.healing.heal": ("Heal",),
     "niwaki.pruning.prune": ("Prune", "Quantize"),
     "niwaki.shrinking.shrink": ("Shrink",),
@@ -95,7 +95,13 @@ if TYPE_CHECKING:
     from niwaki.packed.pack import pack as pack
     from niwaki.packed.unpack import unpack as unpack
     from niwaki.pruning.prune import Prune as Prune, Quantize as Quantize
-    from niwaki.recipes import heal as heal, prune as prune, run as run, shrink as shrink
+    from niwaki.recipes import (
+        heal as heal,
+        prune as prune,
+        quantize as quantize,
+        run as run,
+        shrink as shrink,
+    )
     from niwaki.records.comparison import Comparison as Comparison
     from niwaki.records.perplexity import Perplexity as Perplexity
     from niwaki.records.progress import Progress as Progress

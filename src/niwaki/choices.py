@@ -19,5 +19,7 @@ MASK_NAMES = ("magnitude", "wanda", "ria", "obs", "dsnot", "swaps")
 WEIGHT_NAMES = ("admm1", "adam", "sgd", "cg", "exact")
 #: How the text of a pattern of two sparse factors begins, in config.json and records too.
 TWO_FACTORS = "two-factors"
+#: In the place of a solver, where weights are only rounded.
+NEAREST = "nearest"
 #: Patterns of each kind, as they are written; the same test reads them.
 PATTERN_NAMES = ("2:4", "mixed-2:4", "unstructured:0.6", "per-row:0.6", "2:4+per-row:0.6", "two-factors:0.5")

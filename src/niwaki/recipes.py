@@ -141,6 +141,52 @@ def prune(
 
 
 @checked
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    grid: str | Grid,
+    *,
+    effort: str | Effort | None = None,
+    calibration: Calibration | Text = Calibration(),
+    measurement: Measurement | Text | None = Measurement(),
+    compute: Compute | str = Compute(),
+    restart: bool = False,
+    progress: Progress | None = None,
+) -> Record:
+    """Puts the weights of the decoder blocks on a grid and writes the model to directory ``out``; zeros stay zeros.
+
+    The result loads wherever the dense model does and is as large; :func:`niwaki.pack` makes it small and fast, and
+    :func:`niwaki.export` writes it for transformers and vLLM. The same as :func:`niwaki.prune` with the pattern 0 and
+    ``quantize=grid``.
+
+    Args:
+        model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
+        out: A directory that does not exist or is empty. It appears when all is written and checked.
+        grid: Such as "int4:64": whole numbers of 4 bits, with a scale for each row and 64 inputs; "int8" has one for
+            each row.
+        effort: "none" rounds each weight to the nearest number of the grid, and reads no text. A name of ``EFFORTS``,
+            or an effort, makes up for what rounding changes, on the calibration text: "fast" within each matrix,
+            "balanced" and "best" within each block too. By default "none" for 8 bits, where the others gain nothing,
+            and "balanced" for fewer.
+        calibration: As in :func:`niwaki.prune`, and so are all arguments that follow. Where no text is needed
+            perplexity is measured on it, from its beginning, unless the measurement has another.
+        measurement: What to measure perplexity on.
+        compute: Where blocks run.
+        restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
+        progress: Receives how it goes.
+
+    Returns:
+        The record, which is also in ``out/niwaki.json``.
+
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left; later the same call
+            resumes after the last block that is done.
+    """
+    stage = Quantize(grid, effort=effort)
+    return _execute("quantize", model, out, [stage], calibration, measurement, compute, restart, progress)
+
+
+@checked
 def shrink(
     model: str | Path,
     out: str | Path,

@@ -86,7 +86,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
                 [(directory / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(len(codes))
             ]
             # Without what the first process says before it has read anything.
-            said = [(out, re.sub(r"\A(pruning|healing|shrinking|running) .*\n", "", err)) for out, err in printed]
+            said = [
+                (out, re.sub(r"\A(pruning|quantizing|healing|shrinking|running) .*\n", "", err)) for out, err in printed
+            ]
             return [Result(code, out, err) for code, (out, err) in zip(codes, said, strict=True)]
 
         yield run
@@ -426,6 +428,17 @@ def test_weights_on_a_grid(start: Team, wide: Path, text: Path, tmp_path: Path, 
     assert all(result.code for result in start(*[asked("again")] * 3, hook=hook))
     assert prune(start, 3, asked("again")).resumed == [1]
     assert files(tmp_path / "again") == files(tmp_path / "out")
+
+
+def test_weights_rounded_to_the_nearest(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+    """No window is calibrated on, so that there may be more processes than windows of that."""
+    for size in (1, 2):
+        out = tmp_path / str(size)
+        given = ["quantize", str(model), str(out), "int8", "--text", str(text), "--length", str(LENGTH)]
+        prune(start, size, [*given, "--text-samples", "4", "--device", "cpu"])
+    assert files(tmp_path / "1").keys() == files(tmp_path / "2").keys()
+    for name in ("model.safetensors", "quantization/scales.safetensors"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 
 def test_a_format_that_is_kept(start: Team, text: Path, tmp_path: Path) -> None:

@@ -107,7 +107,8 @@ def test_the_same_as_by_hand(tmp_path: Path) -> None:
     assert record.quantization == "int4:4"
     assert record.structure
     assert (
-        "| output error of the matrices of the stage quantize, relative" in (tmp_path / "out" / "README.md").read_text()
+        "| error of the matrices of the stage quantize, of the output's square"
+        in (tmp_path / "out" / "README.md").read_text()
     )
     assert [note for note in record.notes if "that was given" in note] == []  # the zeros are of the stage before
     assert record.healing

@@ -14,6 +14,7 @@ from niwaki.cli.heal import heal
 from niwaki.cli.inspect import inspect
 from niwaki.cli.pack import export, pack, unpack
 from niwaki.cli.prune import prune
+from niwaki.cli.quantize import quantize
 from niwaki.cli.report import report
 from niwaki.cli.run import run
 from niwaki.cli.shrink import shrink
@@ -29,6 +30,7 @@ app = typer.Typer(
 # In the order in which `niwaki --help` lists them.
 _COMMANDS = (
     prune,
+    quantize,
     shrink,
     heal,
     run,

@@ -8,6 +8,7 @@ from statistics import fmean
 from rich import progress as bars
 from rich.console import Console
 
+from niwaki.choices import NEAREST
 from niwaki.cli.common import out
 from niwaki.cli.screen import Screen
 from niwaki.cli.tables import perplexity_tables, summary
@@ -15,7 +16,7 @@ from niwaki.effort import described
 from niwaki.records.comparison import Cell, Comparison, listed
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.record import FitRecord, MatrixRecord, Record
-from niwaki.records.wording import counted, duration, in_words, kind, operations, short, text_in_words
+from niwaki.records.wording import counted, duration, kind, operations, short, text_in_words
 
 #: Stages that are a walk over all blocks before or after that which prunes.
 _PLANNING = ("sensitivity", "allocation", "sharing", "synthesis", "influence", "perplexity")
@@ -51,6 +52,7 @@ class Display(Screen):
         self._stage, self._steps, self._done = "", 1, 0
         self._planning, self._detail = False, ""
         self._solved: list[MatrixRecord] = []
+        self._shows_blocks = True
         self._names: list[str] = []
         self._healed: HealingPoint | None = None  # the last one
         self._at: tuple[str, float, str] | None = None  # where healing is
@@ -73,16 +75,19 @@ class Display(Screen):
         name = record.quantization or record.kept_format
         grid = f", {name}" if name and not record.has_factors else ""  # whose pattern says it
         size = f"{counted(blocks, 'block')} with {counted(matrices, 'matrix', 'matrices')}"
-        self.line(f"{record.model}: {size}, {record.pattern}{grid}")
-        self.line(in_words(record.solver))
+        what = name if record.only_quantizes else f"{record.pattern}{grid}"
+        self.line(f"{record.model}: {size}, {what}")
+        self.line(record.solved_by)
         if record.effort:
             self.line(f"effort: {described(record.effort)}")
-        self.line(f"calibration: {text_in_words(record.calibration)}, on {record.device} in {record.dtype}")
+        text = f"calibration: {text_in_words(record.calibration)}" if record.calibration else "no calibration text"
+        self.line(f"{text}, on {record.device} in {record.dtype}")
         if record.flops:
             self.line(f"solving: {operations(record.flops)}")
         for note in record.notes:
             self.note(note)
         self._blocks, self._began = blocks, time.monotonic()
+        self._shows_blocks = record.method != NEAREST  # which takes no time
         if self._console.is_terminal:
             self.stop_spinner()
             self._task = self._bar.add_task("starting", total=1.0, left="", detail="")
@@ -156,7 +161,7 @@ class Display(Screen):
 
     def _close_block(self) -> None:
         spent, solved, self._spent, self._solved = self._spent, self._solved, [], []
-        if not solved:  # in blocks that an earlier run did, or that stay as they are
+        if not (solved and self._shows_blocks):  # in blocks that an earlier run did, or that stay as they are
             return
         total = sum(spent)
         if total > 0:

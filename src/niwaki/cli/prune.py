@@ -19,7 +19,7 @@ class Pruning:
         mask_from: Take the mask of this solver or pruned model, update the weights for it. With --pattern the mask of a
             model gets the zeros that it lacks, and swaps and dsnot refine it within that.
         quantize: Put the remaining weights on a grid: int4:128 has 4 bits and a scale for each row and 128 inputs, int8
-            a scale for each row. With --sparsity 0 that alone.
+            a scale for each row. Without zeros that is niwaki quantize.
         keep_format: Write the pruned matrices of a model in FP8 or MXFP4 in that format again, instead of bfloat16.
         revive: Let weights that are 0 in MODEL become others again: prune as if they were not 0. Without it they stay
             0.
@@ -63,9 +63,8 @@ def prune(
     if sparsity is not None and pattern is not None:
         raise UsageError("give --sparsity or --pattern, not both")
     parameters = dict(map(_setting, settings or []))
-    effort = usual_effort(solver, pruning.mask_from) if effort is None else effort
     if allocation is not None:
-        effort += f":allocation={allocation}"
+        effort = f"{effort or usual_effort(solver, pruning.mask_from)}:allocation={allocation}"
     with work.begun(f"pruning {model}", output) as common:
         from niwaki.layer.solvers import make_solver
         from niwaki.recipes import prune as run

@@ -41,7 +41,7 @@ def summary(record: Record) -> Table:
         if record.only_shrinks:
             table.add_row("removed", record.pattern)
         table.add_row("parameters", str(record.structure))
-    if not record.only_shrinks:
+    if not (record.only_shrinks or record.only_quantizes):
         number = counted(len(record.matrices), "matrix", "matrices") if record.matrices else "the matrices"
         table.add_row(
             "fewer weights" if record.has_factors else "zeros", f"{100 * record.sparsity:.2f} % of {number}{between}"
@@ -53,7 +53,8 @@ def summary(record: Record) -> Table:
     if record.matrices:
         table.add_row(
             "error",
-            f"{record.mean_error:.4g} of the output's square (geometric mean over matrices{record.of_which_stage})",
+            f"{record.mean_error:.4g} of the {record.error_of} square (geometric mean over "
+            f"matrices{record.of_which_stage})",
         )
     if record.rounding:
         table.add_row("format" if record.kept_format else "grid", record.rounding)

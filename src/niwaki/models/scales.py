@@ -28,7 +28,11 @@ def grid_of(checkpoint: Checkpoint) -> Grid | None:
 
 def stored_as_usual(grid: Grid, matrices: Iterable[Matrix]) -> str:
     """The note of ``prune`` on ``matrices``, which ``export`` has to take back."""
-    packs = "" if any(matrix.blocks for matrix in matrices) else ", and 'niwaki export' packs 4 and 8 bits"
+    packs = (
+        ""
+        if any(matrix.blocks for matrix in matrices)
+        else ", and 'niwaki pack' and 'niwaki export' make 4 and 8 bits small"
+    )
     return (
         f"weights on the grid {grid} are stored as usual, not packed, so that they load wherever the dense model "
         f"does; their scales are in {FILE}{packs}"

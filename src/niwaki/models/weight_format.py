@@ -13,7 +13,7 @@ from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.problem import LayerProblem, Solution
-from niwaki.layer.rounding import flops, onto_grid
+from niwaki.layer.rounding import flops, onto_grid, to_nearest
 from niwaki.models.layout import Matrix
 from niwaki.models.scales import FILE, places, read_scales, scale_key, stored_as_usual, verify_grid
 
@@ -53,6 +53,10 @@ class WeightFormat:
         self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
     ) -> tuple[Solution, tuple[Tensor, ...]]:
         """The ``solution`` of these ``rows`` in this format, fitted to what rounding changes, and the parts of all."""
+        raise NotImplementedError
+
+    def nearest(self, W: Tensor, stored: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(out, in), W in this format without regard to inputs, and its parts."""
         raise NotImplementedError
 
     def project(self, matrix: Matrix, W: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -119,6 +123,10 @@ class OnGrid(WeightFormat):
         if raised:  # kept weights of 0
             stats["revived_by_rounding"] = raised
         return replace(solution, stats=stats), (rows.joined(scales).to(scale_dtype(stored)),)
+
+    def nearest(self, W: Tensor, stored: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+        weights, scales = to_nearest(W, self.grid, scale_dtype(stored))
+        return weights, (scales.to(scale_dtype(stored)),)
 
     def project(self, matrix: Matrix, W: Tensor, parts: Sequence[Tensor]) -> Tensor:
         (scales,) = parts

@@ -62,10 +62,9 @@ class Prune(Request):
 @checked_names
 @dataclass(frozen=True)
 class Quantize:
-    """Puts the weights that are left on a ``grid``, and fits them to what rounding changes; zeros stay.
+    """Puts the weights that are left on a ``grid``; zeros stay: see :func:`niwaki.quantize` for its arguments.
 
-    The same as :class:`Prune` with no more zeros and ``quantize=grid``: "int4:128" has 4 bits and a scale for each row
-    and 128 inputs, "int8" a scale for each row.
+    The same as :class:`Prune` with no more zeros and ``quantize=grid``.
     """
 
     grid: str | Grid = "int4:128"
@@ -128,12 +127,19 @@ class Pruning:
         self.request = request
         request.check()
         self._open(run)
-        run.progress.status("reading the text to calibrate on")
-        calibration = with_answers(self.model, run.calibration, run.compute.budget, run.world, run.progress)
-        self.texts = Texts.read(self.model, calibration, self.measurement, USUAL_WINDOWS)
+        self.texts = self._read(run)
         self.record: Record = self._begun(run)
-        run.seen = self.record.calibration
+        run.seen = self.record.calibration or run.seen
         run.foreseen["pruning_config"] = pruning_config(self.record)
+
+    def _read(self, run: Run) -> Texts:
+        """The texts, of which rounding to the nearest needs none but to measure on."""
+        model, calibration, measurement = self.model, run.calibration, self.measurement
+        if self.request.rounds_to_nearest:
+            return Texts.to_measure(model, calibration, measurement, USUAL_WINDOWS)
+        run.progress.status("reading the text to calibrate on")
+        calibration = with_answers(model, calibration, run.compute.budget, run.world, run.progress)
+        return Texts.read(model, calibration, measurement, USUAL_WINDOWS)
 
     def _open(self, run: Run) -> None:
         """Opens the model that is read, and checks that what is asked for can be done to it."""
@@ -165,7 +171,7 @@ class Pruning:
         if not self.model.has_head:
             reasons.append("this model has no head: no perplexity is measured")
             self.measurement = dataclasses.replace(self.measurement, samples=0)
-        if has_images(run.calibration):
+        if has_images(run.calibration) and not self.request.rounds_to_nearest:
             reasons.append("calibrated on images: what needs text is left out")
         self.effort = given.settled(shares, predicts=not reasons)
         if reasons and self.effort != given.settled(shares):
@@ -203,21 +209,22 @@ class Pruning:
             self.texts,
             run.calibration,
             method=request.method,
-            solver=plain(describe(request.solving)),
-            effort=describe_effort(self.effort),
+            solver={"name": request.method} if request.rounds_to_nearest else plain(describe(request.solving)),
+            effort={} if request.rounds_to_nearest else describe_effort(self.effort),
             quantization=str(grid) if grid else None,
             kept_format=str(KeptFormat(model.checkpoint)) if request.keep_format else None,
             pattern=pattern,
             mask_from=request.mask_source,
             tf32=tf32,
             blocks=[chosen.start, chosen.stop] if len(chosen) < len(model.blocks) else None,
-            flops=float(sum(request.solving.flops(*matrix.shape) for matrix in model.matrices())),
+            flops=self._flops(),
         )
         if run.compute.tf32 == "always" and tf32 == "never":
             note = f"--tf32 always has no effect: {model.device} has no TF32, products are in float32"
             record.notes.insert(len(model.notes), note)
         record.notes += [*filter(None, [request.left_out]), *notes_of(model)]
-        if (tokens := record.calibration_tokens) < (widest := max(matrix.shape[1] for matrix in model.matrices())):
+        widest = max(matrix.shape[1] for matrix in model.matrices())
+        if record.calibration and (tokens := record.calibration_tokens) < widest:
             record.notes.append(
                 f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"
             )
@@ -230,6 +237,12 @@ class Pruning:
         if record.part:
             record.notes.append(f"only {record.part} of {len(model.blocks)}, counted from 0: no other is pruned")
         return record
+
+    def _flops(self) -> float:
+        """Floating-point operations of the solver, for all matrices."""
+        if self.request.rounds_to_nearest:
+            return 0.0
+        return float(sum(self.request.solving.flops(*matrix.shape) for matrix in self.model.matrices()))
 
     def measure_on(self, heldout: dict[str, Windows]) -> None:
         self.texts = dataclasses.replace(self.texts, heldout=heldout)
@@ -259,6 +272,8 @@ class Pruning:
         if not run.is_first:
             self._open(run)
             self.record = self._begun(run)
+        if not self.texts.heldout and self.request.rounds_to_nearest and self.measurement.samples != 0:
+            self.record.notes.append("no text was given to measure perplexity on; --text names one")
         record = run.resumed(self.record, len(self.model.blocks))
         store = WeightStore(run, self.format)
         walk = Walk(self.model, self.request, self.effort, self.pattern_of, record, run, store)

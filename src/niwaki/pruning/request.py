@@ -10,8 +10,8 @@ from torch import Tensor
 
 from niwaki.arguments import INTERNAL, check_fields
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.choices import TWO_FACTORS
-from niwaki.effort import Effort, make_effort, usual_effort
+from niwaki.choices import NEAREST, TWO_FACTORS
+from niwaki.effort import NO_EFFORT, Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import given_path
 from niwaki.layer.grid import Grid, parse_grid
@@ -24,6 +24,9 @@ from niwaki.quantities import fraction, parse_range
 from niwaki.records.wording import counted
 
 PatternOf = Callable[[Matrix], Pattern]
+
+#: From so many bits on the nearest numbers of a grid lose nothing that text would show how to regain.
+_FINE = 8
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,20 @@ class Request:
         return fraction(str(self.pattern)) == 0 and self.mask_from is None
 
     @property
+    def rounds_to_nearest(self) -> bool:
+        """Whether weights go to the nearest numbers of the grid, whatever inputs they meet, so that no text is read.
+
+        By default that is so for grids of 8 bits.
+        """
+        if self.grid is None or not self.only_rounds or self.solver is not None:
+            return False
+        return self.effort == NO_EFFORT or (self.effort is None and self.grid.bits >= _FINE)
+
+    @property
     def method(self) -> str:
         """What the solver is called."""
+        if self.rounds_to_nearest:
+            return NEAREST
         return self._usual if isinstance(self._usual, str) else str(describe(self._usual)["name"])
 
     @cached_property
@@ -119,6 +134,13 @@ class Request:
     @property
     def settled_effort(self) -> Effort:
         """The effort, also where none was given."""
+        if self.rounds_to_nearest:
+            return Effort()
+        if self.effort == NO_EFFORT:
+            raise UsageError(
+                "the effort none rounds weights to a grid and does nothing else: it goes with quantize alone, without "
+                "zeros and a solver"
+            )
         usual = usual_effort(self.solver, self.mask_from, self.makes_factors or None)
         given = usual if self.effort is None else self.effort
         return make_effort(given) if isinstance(given, str) else given

@@ -78,6 +78,30 @@ class BlockSolver:
                 self.progress.step()
             keep(matrix, result)
 
+    def round(self, block: DecoderBlock, keep: Callable[[Matrix, Solved], None]) -> None:
+        """Gives each matrix to ``keep`` with its weights rounded to the nearest, in all processes alike."""
+        block.release(block.matrices)
+        for matrix in block.matrices:
+            keep(matrix, self._rounded(block, matrix))
+            self.progress.step()
+
+    def _rounded(self, block: DecoderBlock, matrix: Matrix) -> Solved:
+        began, stored_as = time.perf_counter(), block.stored_dtype(matrix)
+        with named(matrix.label):
+            W = block.weight(matrix)
+            rounded, parts = self.format.nearest(W, stored_as)
+            stored = block.stored(matrix, rounded)
+        error = relative(float((rounded - W).square().sum()), float(W.square().sum()))
+        places = W != 0
+        lost = int(places.count_nonzero()) - int(rounded.count_nonzero())
+        stats: dict[str, float | int | str] = {"error_before_rounding": 0.0, "rounded_to_zero": lost}
+        if not bool(places.all()):
+            stats |= _zeros(matrix, stored, places)
+        sparsity, seconds = self.format.zeros(stored, parts) / stored.numel(), time.perf_counter() - began
+        return Solved(
+            stored, parts, MatrixRecord(block.index, matrix.name, matrix.shape, sparsity, error, seconds, 0, stats)
+        )
+
     def _received(self, block: DecoderBlock, matrix: Matrix, solved: Solved | None, source: int) -> Solved:
         """The result of process ``source``, which has it as ``solved``."""
         record = self.world.received(solved and solved.record, source)

@@ -21,8 +21,7 @@ from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.plan import Plan, plan
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
-from niwaki.records.record import Record
-from niwaki.runs.begin import FEW_ZEROS
+from niwaki.records.record import FEW_ZEROS, Record
 from niwaki.runs.block_store import WeightStore
 from niwaki.runs.kept import kept_once
 from niwaki.runs.own_text import joined, written
@@ -35,7 +34,7 @@ from niwaki.windows import Windows
 class Streams(NamedTuple):
     """Hidden states on their way through the blocks: of each text in the pruned and in the dense model, if needed."""
 
-    calibration: HiddenStates
+    calibration: HiddenStates | None
     calibration_dense: HiddenStates | None
     heldout: HiddenStates | None
     heldout_dense: HiddenStates | None
@@ -87,10 +86,11 @@ class Walk:
                 store.finish(block.index, block.matrices, self.record)
             else:
                 store.restore(block, [*block.matrices, *block.shared])
-            run.progress.stage(block.index, "advance", len(streams.calibration.hidden))
+            batches = streams.calibration or streams.heldout
+            run.progress.stage(block.index, "advance", len(batches.hidden) if batches else 1)
             if streams.heldout:
                 block.advance(streams.heldout)
-            if block.index < stop - 1:
+            if streams.calibration and block.index < stop - 1:
                 block.advance(streams.calibration, run.progress.step)
             run.clock.lap("advance")
         self._measure(streams, heldout)
@@ -105,7 +105,7 @@ class Walk:
             samples = samples[order]
             dense = embed(samples[:count], part)
         return Streams(
-            calibration=embed(samples, part),
+            calibration=None if self.request.rounds_to_nearest else embed(samples, part),
             calibration_dense=dense,
             heldout_dense=embed(heldout.tokens) if heldout and before else None,
             heldout=embed(heldout.tokens) if heldout else None,
@@ -130,7 +130,9 @@ class Walk:
     def _later_inputs(self, samples: Samples) -> LaterInputs:
         """The inputs of matrices that blocks share, unless an earlier run has pruned all of these."""
         sharing = dict.fromkeys(matrix.block for matrix in self.model.matrices() if matrix.blocks)
-        if all(self.store.is_done(block, self.model.matrices(block)) for block in sharing):
+        if self.request.rounds_to_nearest or all(
+            self.store.is_done(block, self.model.matrices(block)) for block in sharing
+        ):
             return LaterInputs()
         return later_inputs(self.model, samples, self.record.tf32, self.run.world, self.run.progress)
 
@@ -141,21 +143,31 @@ class Walk:
         for matrix in block.matrices:
             run.journal.zeros.pop(matrix.key, None)
         store.restore(block, block.shared)
-        run.progress.stage(block.index, "capture", len(states.hidden))
-        grams = block.input_grams(states, run.progress.step, run.world, self.record.tf32)
-        grams = self._later.joined(block, grams)
-        run.clock.lap("capture")
+        grams = self._input_grams(block, states) if states else []
         borrowed = _borrowed(block, grams)
         run.progress.stage(block.index, "solve", len(block.matrices))
-        self._solver.solve(block, grams, lambda matrix, solved: self._keep(block, matrix, solved))
+        keep = partial(self._keep, block)
+        if states:
+            self._solver.solve(block, grams, keep)
+        else:
+            self._solver.round(block, keep)
         run.clock.lap("solve")
         if block.released:
             store.restore(block, block.matrices)
         run.clock.lap("write")
         if borrowed:
             self.run.note(self.record, borrowed)
-        if streams.calibration_dense and trained_matrices(block):
+        if states and streams.calibration_dense and trained_matrices(block):
             self._fit(block, states, streams.calibration_dense)
+
+    def _input_grams(self, block: DecoderBlock, states: HiddenStates) -> list[InputGram]:
+        """Those of all inputs of the block's matrices."""
+        run = self.run
+        run.progress.stage(block.index, "capture", len(states.hidden))
+        grams = block.input_grams(states, run.progress.step, run.world, self.record.tf32)
+        grams = self._later.joined(block, grams)
+        run.clock.lap("capture")
+        return grams
 
     def _fit(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates) -> None:
         run = self.run

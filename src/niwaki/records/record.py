@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypedDict
 
 import msgspec
 
-from niwaki.choices import TF32, TWO_FACTORS
+from niwaki.choices import NEAREST, TF32, TWO_FACTORS
 from niwaki.errors import CheckpointError, UsageError
 from niwaki.files import given_path, write_json
 from niwaki.records.data import (
@@ -33,12 +33,14 @@ from niwaki.records.data import (
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Difference, Perplexity
 from niwaki.records.structure import StructureRecord
-from niwaki.records.wording import counted, kind, several
+from niwaki.records.wording import counted, in_words, kind, several
 
 #: Of ``niwaki.json``. Before it had a number, solver and effort were text.
 FORMAT = 2
 #: Blocks times kinds of matrices: more cells than that are no table, and their chart takes gigabytes.
 LARGEST_TABLE = 50_000
+#: Fewer zeros in a model than this share of its weights are chance, and nobody's pruning.
+FEW_ZEROS = 0.01
 #: What `niwaki report` and `niwaki bench` write into a directory: about it, and not about what is made from it.
 FINDINGS = REPORT_NAME, SPEED_NAME = "report.html", "niwaki-bench.json"
 
@@ -50,7 +52,7 @@ class MatrixRecord:
     Attributes:
         sparsity: Fraction of zeros in the tensor that was written.
         error: Squared output error relative to the squared output, on the calibration text, before the block is
-            fitted.
+            fitted; of weights that were rounded without a text, their squared error relative to their squares.
         tokens: Tokens in its Gram matrix.
         stats: The solver's own, such as the damping that was used. On a grid also "error_before_rounding", the
             solver's, and "rounded_to_zero", the number of weights that the solver kept and the grid did not, and, if
@@ -156,7 +158,7 @@ class Record(JsonFile):
             was done to blocks (nothing in structured pruning).
         mask_from: Where the masks came from, if not from the solver.
         calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens; where the effort asks for
-            it how many more windows the dense model wrote, as "synthetic".
+            it how many more windows the dense model wrote, as "synthetic". Empty where no text was needed.
         device: Where blocks ran, in ``dtype``, and matrices were solved.
         flops: Floating-point operations that the solver needs for all matrices, estimated before it begins: those of
             products and factorisations, as if no two matrices had the same inputs, without the effort's and the grid's.
@@ -258,6 +260,16 @@ class Record(JsonFile):
         return f" of the stage {solved[-1]}" if len(solved) > 1 else ""
 
     @property
+    def solved_by(self) -> str:
+        """The solver in words."""
+        return "rounding to the nearest" if self.method == NEAREST else in_words(self.solver)
+
+    @property
+    def error_of(self) -> str:
+        """Of what errors are a share."""
+        return "weights'" if self.method == NEAREST else "output's"
+
+    @property
     def mean_error(self) -> float:
         """The geometric mean of the matrices' errors; 0 where one is 0."""
         return _geometric_mean([matrix.error for matrix in self.matrices])
@@ -272,6 +284,14 @@ class Record(JsonFile):
         """Whether parts were removed, and no weights became zero."""
         return self.structure is not None and self.sparsity == 0
 
+    @property
+    def only_quantizes(self) -> bool:
+        """Whether weights were put on a grid, and neither this run nor one before it has made zeros."""
+        if self.quantization is None or self.structure or not self.pattern.endswith(":0"):
+            return False
+        zeros = sum(int(matrix.stats.get("zeros_before", 0)) for matrix in self.matrices)
+        return zeros <= FEW_ZEROS * sum(math.prod(matrix.shape) for matrix in self.matrices)
+
     def costs(self) -> list[tuple[StageRecord, Difference | None]]:
         """The stages, each with what it cost: by how many nats a token the loss is above that before it."""
         found, before = list[tuple[StageRecord, Difference | None]](), self.perplexity.get("before")
@@ -284,7 +304,7 @@ class Record(JsonFile):
     @property
     def calibration_tokens(self) -> int:
         """How many tokens it was calibrated on; of conversations, at most."""
-        return self.calibration["samples"] * self.calibration["sequence_length"]
+        return self.calibration.get("samples", 0) * self.calibration.get("sequence_length", 0)
 
     @property
     def teacher(self) -> str:
@@ -309,11 +329,11 @@ class Record(JsonFile):
             return name
         kept = sum(round((1 - matrix.sparsity) * math.prod(matrix.shape)) for matrix in matrices)
         kept += changed - raised if self.quantization else 0
+        zeros = f"{100 * changed / max(1, kept):.2g} % of the remaining weights became {became}"
+        if self.method == NEAREST:
+            return f"{name}: {zeros}"
         after = _geometric_mean([matrix.error for matrix in matrices])
-        return (
-            f"{name}: error {_geometric_mean(before):.4g} before rounding, {after:.4g} after; "
-            f"{100 * changed / max(1, kept):.2g} % of the remaining weights became {became}"
-        )
+        return f"{name}: error {_geometric_mean(before):.4g} before rounding, {after:.4g} after; {zeros}"
 
     @property
     def stays(self) -> str:
@@ -333,11 +353,12 @@ class Record(JsonFile):
 
     @property
     def outcome(self) -> str:
-        """What the model has become, for headings: "25.7 % smaller, 50 % sparse, healed"."""
+        """What the model has become, for headings: "25.7 % smaller, 50 % sparse, int4:64, healed"."""
         parts = [f"{self.structure.share} smaller"] if self.structure else []
-        if not self.only_shrinks and not (self.only_heals and not self.sparsity):
+        if not (self.only_shrinks or self.only_quantizes or (self.only_heals and not self.sparsity)):
             where = "" if self.structure or self.only_heals else self.where
             parts.append(f"{100 * self.sparsity:.4g} % sparse{where}")
+        parts += [self.quantization] if self.quantization else []
         return ", ".join(parts + ["healed"] * bool(self.healing or self.only_heals))
 
     @property

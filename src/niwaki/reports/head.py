@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from niwaki.effort import described
 from niwaki.records.record import Record
-from niwaki.records.wording import conversations, counted, duration, in_words, short_text, size
+from niwaki.records.wording import conversations, counted, duration, short_text, size
 from niwaki.reports.material import Material, Run
 from niwaki.reports.tables import measured_on, with_error
 
@@ -94,7 +94,9 @@ def _removed_tiles(record: Record) -> list[Tile]:
         shown.append(("removed", f"{100 * structure.removed:.1f} %", f"of the blocks' parameters{what}"))
     weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
     of = f"of {counted(len(record.matrices), 'matrix', 'matrices')}{record.where}, {weights / 1e6:,.4g} M weights"
-    if not record.only_shrinks:
+    if record.only_quantizes:
+        shown.append(("grid", str(record.quantization), of))
+    elif not record.only_shrinks:
         what = "fewer weights" if record.has_factors else "zeros"
         shown.append((what, f"{100 * record.sparsity:.4g} %", "as before" if record.only_heals else of))
     if (healing := record.healing) and healing.points:
@@ -128,9 +130,9 @@ def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
     removed = ", ".join(map(str, structure.blocks)) if structure else ""
     shown = {
         "method": method,
-        "solver": in_words(record.solver),
+        "solver": record.solved_by,
         "effort": described(record.effort) if record.effort else "",
-        "pattern": "" if record.only_shrinks else record.pattern,
+        "pattern": "" if record.only_shrinks or record.only_quantizes else record.pattern,
         "blocks removed": f"{removed}, counted from 0" if removed else "",
         "teacher": record.teacher,
         "mask from": record.mask_from,
@@ -140,6 +142,7 @@ def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
     }
     if record.matrices:
         shown["error"] = (
-            f"{record.mean_error:.4g} of the output's square, geometric mean over matrices{record.of_which_stage}"
+            f"{record.mean_error:.4g} of the {record.error_of} square, geometric mean over "
+            f"matrices{record.of_which_stage}"
         )
     return [(name, value) for name, value in shown.items() if value]

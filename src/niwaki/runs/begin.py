@@ -9,15 +9,12 @@ from niwaki.records.record import Record, versions
 from niwaki.runs.session import current_session
 from niwaki.texts.texts import Texts
 
-#: Fewer zeros in a model than this share of its weights are chance, and nobody's pruning.
-FEW_ZEROS = 0.01
-
 
 def usually_asked(model: StreamedModel, texts: Texts, record: Record) -> dict[str, Any]:
     """What nearly every stage on ``model`` has to share with a run that it resumes, see :meth:`.stage.Task.asked`."""
     return {
         "model": model.checkpoint.fingerprint(),
-        "calibration": texts.calibration.fingerprint(),
+        "calibration": texts.calibration and texts.calibration.fingerprint(),
         "text": texts.only and texts.only.fingerprint(),
         "device": model.device.type,
         "dtype": record.dtype,

@@ -11,7 +11,7 @@ from niwaki._version import __version__
 from niwaki.effort import described
 from niwaki.files import output_errors, write_json
 from niwaki.records.record import CalibrationRecord, Record
-from niwaki.records.wording import conversations, counted, in_words, markdown
+from niwaki.records.wording import conversations, counted, markdown
 from niwaki.runs.model_card import notes, top
 
 #: What a model is, by what was done to it. All but the first have zeros among their weights.
@@ -35,6 +35,10 @@ _FACTORED = (
     "The linear matrices of the decoder blocks of {name}, each made the product of two sparse factors after training "
     "with niwaki{where}. The products are stored, dense, so this loads wherever the dense model does; the factors are "
     "in factors/factors.safetensors, and `niwaki pack` writes these alone."
+)
+_QUANTIZED = (
+    "{name}, with the weights of its decoder blocks{where} put on a grid of whole numbers with niwaki{trained}. They "
+    "are stored as usual, so this loads wherever the original does; `niwaki pack` makes it small."
 )
 _TRAINED = ", and what is left trained towards the dense model's predictions"
 #: Keys at the top of the dense model's card that are true of the pruned one too.
@@ -85,9 +89,16 @@ def _data(record: Record, inherited: Mapping[str, Any]) -> ModelCardData:
     return ModelCardData(
         base_model=base if base.count("/") == 1 else Path(base).name or base,
         library_name="transformers",
-        tags=sorted({*inherited.get("tags", []), "niwaki", "pruned", *([] if record.only_shrinks else ["sparse"])}),
+        tags=sorted({*inherited.get("tags", []), "niwaki", *_tags(record)}),
         **kept,
     )
+
+
+def _tags(record: Record) -> list[str]:
+    """What hubs list the model under."""
+    if record.only_quantizes:
+        return ["quantized"]
+    return ["pruned"] if record.only_shrinks else ["pruned", "sparse"]
 
 
 def _about(record: Record, name: str) -> str:
@@ -97,26 +108,28 @@ def _about(record: Record, name: str) -> str:
         return _HEALED.format(name=name)
     if record.has_factors:
         return _FACTORED.format(name=name, where=record.where)
-    return _PRUNED.format(name=name, where=record.where, trained=_TRAINED * bool(record.healing))
+    about = _QUANTIZED if record.only_quantizes else _PRUNED
+    return about.format(name=name, where=record.where, trained=_TRAINED * bool(record.healing))
 
 
 def _rows(record: Record) -> dict[str, object]:
     """The table: names and values, of which those that are empty are left out."""
     calibration = record.calibration
-    error = f"output error of the matrices{record.of_which_stage}, relative, geometric mean"
+    error = f"error of the matrices{record.of_which_stage}, of the {record.error_of} square, geometric mean"
     rows: dict[str, object] = {
-        "method": in_words(record.solver),
+        "method": record.solved_by,
         "effort": record.effort and described(record.effort),
-        "removed" if record.only_shrinks else "pattern": record.pattern,
+        "removed" if record.only_shrinks else "pattern": None if record.only_quantizes else record.pattern,
         "parameters": record.structure,
         "healed": record.healing,
         "mask from": record.mask_from,
         ("weights that the factors have fewer" if record.has_factors else "zeros in the pruned matrices"): (
-            None if record.only_shrinks else f"{100 * record.sparsity:.2f} %"
+            None if record.only_shrinks or record.only_quantizes else f"{100 * record.sparsity:.2f} %"
         ),
         "left dense": None if record.structure else record.stays,
         "format of the weights" if record.kept_format else "grid of the weights": record.rounding,
-        "calibration": f"{_samples(calibration)} of "
+        "calibration": calibration
+        and f"{_samples(calibration)} of "
         f"{' + '.join(Path(source).name for source in calibration['source'].split(' + '))}",
         "own text": record.own_text,
         error: f"{record.mean_error:.4g}" if record.matrices else None,

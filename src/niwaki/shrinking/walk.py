@@ -21,9 +21,8 @@ from niwaki.models.fit import Fit, samples_to_fit
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import trained_matrices, trained_weights
-from niwaki.records.record import MatrixRecord, Record
+from niwaki.records.record import FEW_ZEROS, MatrixRecord, Record
 from niwaki.records.structure import StructureRecord
-from niwaki.runs.begin import FEW_ZEROS
 from niwaki.runs.block_store import BlockStore
 from niwaki.runs.card import write_config
 from niwaki.runs.carried import CarriedFiles

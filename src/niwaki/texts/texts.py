@@ -13,9 +13,9 @@ from niwaki.choices import Order
 from niwaki.errors import UsageError, shown
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import Calibration, Measurement
+from niwaki.options import USUAL_CALIBRATION, Calibration, Measurement
 from niwaki.records.record import CalibrationRecord
-from niwaki.texts.conversations import Conversations, Samples, find_conversations
+from niwaki.texts.conversations import Conversations, Samples, find_conversations, has_images
 from niwaki.texts.reading import read_windows
 from niwaki.texts.sources import check_field, find_file
 from niwaki.windows import Windows
@@ -26,9 +26,12 @@ WINDOWS_AFTER = 256
 
 @dataclass(frozen=True)
 class Texts:
-    """All texts of a run: to calibrate on, and by name of the text to measure on; and notes for the record."""
+    """All texts of a run: to calibrate on, and by name of the text to measure on; and notes for the record.
 
-    calibration: Windows | Conversations
+    ``calibration`` is None in a stage that needs none.
+    """
+
+    calibration: Windows | Conversations | None
     heldout: dict[str, Windows]
     notes: tuple[str, ...] = ()
 
@@ -59,9 +62,33 @@ class Texts:
             measurement = dataclasses.replace(measurement, samples=usual)
         return _Reading(model, calibration, measurement, fewer, usual is not None).texts()
 
+    @classmethod
+    def to_measure(cls, model: StreamedModel, calibration: Calibration, measurement: Measurement, usual: int) -> Texts:
+        """Those of a stage that calibrates on nothing: a text to measure on, if the measurement names one.
+
+        Else it is the first that the calibration names, from its beginning, as no window of it is calibrated on; none
+        where that is the usual one or has to be written first.
+        """
+        asked = dataclasses.replace(
+            measurement,
+            samples=usual if measurement.samples is None else measurement.samples,
+            length=measurement.length or calibration.length,
+        )
+        if asked.samples == 0:
+            return cls(None, {})
+        if asked.text is None:
+            text, is_usual = calibration.texts[0], calibration.text == USUAL_CALIBRATION
+            if is_usual or calibration.answered[0] or has_images(calibration):
+                return cls(None, {})
+            asked = dataclasses.replace(asked, text=text, field=asked.field or calibration.field)
+        (measured,) = asked.texts
+        windows = read_heldout(model, measured, asked, fewer=True)
+        return cls(None, {measured if isinstance(measured, str) else "": windows}, windows.notes)
+
     @property
     def windows(self) -> Windows:
         """Those to calibrate on; UsageError where these are conversations with images."""
+        assert self.calibration is not None
         if isinstance(self.calibration, Conversations):
             raise UsageError(f"{self.calibration.source} has images, on which only prune calibrates; give a text")
         return self.calibration
@@ -69,6 +96,8 @@ class Texts:
     @property
     def samples(self) -> Samples:
         """Those to calibrate on: tokens of text, or conversations with images."""
+        if self.calibration is None:
+            return torch.zeros(0, 0, dtype=torch.int64)
         return self.calibration if isinstance(self.calibration, Conversations) else self.calibration.tokens
 
     def shared(self, world: World) -> Texts:
@@ -77,9 +106,12 @@ class Texts:
             if world.size > 1:
                 raise UsageError(f"{self.calibration.source} has images, on which only one process calibrates")
             return self
-        every = (self.calibration, *self.heldout.values())
-        first, *others = (each.of(world.share(torch.arange(len(each.tokens)))) for each in every)
-        return Texts(first, dict(zip(self.heldout, others, strict=True)), self.notes)
+
+        def own(windows: Windows) -> Windows:
+            return windows.of(world.share(torch.arange(len(windows.tokens))))
+
+        first = self.calibration and own(self.calibration)
+        return Texts(first, {name: own(windows) for name, windows in self.heldout.items()}, self.notes)
 
     @property
     def only(self) -> Windows | None:
@@ -88,6 +120,8 @@ class Texts:
 
     def described(self, seed: int) -> CalibrationRecord:
         """What a record has of the calibration; ``seed`` is that of random windows."""
+        if self.calibration is None:
+            return {}
         if isinstance(windows := self.calibration, Conversations):
             return windows.described(seed)
         described: CalibrationRecord = {

@@ -1,0 +1,176 @@
+"""``niwaki quantize``: weights rounded to the nearest numbers of a grid, without a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import niwaki
+from niwaki.cli.tables import summary
+from niwaki.errors import UsageError
+from niwaki.layer.grid import Grid
+from niwaki.layer.rounding import to_nearest
+from niwaki.models.scales import FILE
+from niwaki.records.record import Record
+from support.models import (
+    each_family,
+    is_pruned,
+    random_tokens,
+    reference,
+    save_model,
+    save_model_with_tokenizer,
+)
+from support.runs import StopAt, files, raw, tensors
+
+TEXT = random_tokens(2, 24, seed=1)
+
+
+def nearest(W: np.ndarray, bits: int, group: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(W on the grid, scales) in float64: of each group the scale with the least squared error of those tried."""
+    rows, columns = W.shape
+    size, low, high = group or columns, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    result, scales = np.zeros_like(W), np.ones((rows, columns // size))
+    for row in range(rows):
+        for number in range(columns // size):
+            part = W[row, number * size : (number + 1) * size]
+            best = np.inf
+            for ratio in (1 - 0.05 * step for step in range(11)):
+                scale = ratio * np.abs(part).max() / ((high - low) / 2) or 1.0
+                rounded = np.clip(np.rint(part / scale), low, high) * scale
+                if (error := float(((rounded - part) ** 2).sum())) < best:
+                    best, scales[row, number] = error, scale
+                    result[row, number * size : (number + 1) * size] = rounded
+    return result, scales
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 4), (4, 8), (2, None)])
+def test_it_is_the_nearest(bits: int, group: int | None) -> None:
+    W = torch.randn(30, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    W[3] = 0
+    rounded, scales = to_nearest(W, Grid(bits, group), torch.float64)
+    expected, of_it = nearest(W.numpy(), bits, group)
+    np.testing.assert_allclose(rounded.numpy(), expected, rtol=1e-12)
+    np.testing.assert_allclose(scales.numpy(), of_it, rtol=1e-12)
+
+
+@each_family(1)
+@pytest.mark.slow
+def test_every_family(tmp_path: Path, case: str) -> None:
+    model = save_model(tmp_path / "model", case)
+    record = niwaki.quantize(model, tmp_path / "out", "int8")
+    before, after, scales = tensors(model), tensors(tmp_path / "out"), load_file(tmp_path / "out" / FILE)
+    for key in before:
+        assert is_pruned(case, key) == (f"{key}_scale" in scales)
+        if not is_pruned(case, key):
+            assert raw(after[key]) == raw(before[key])
+        else:
+            assert (after[key] - before[key]).abs().max() <= 0.51 * scales[f"{key}_scale"].max()
+            assert not torch.equal(after[key], before[key])
+    assert record.quantization == "int8"
+    assert len(record.matrices) == record.to_json().count('"rounded_to_zero"')
+    reference(tmp_path / "out")
+
+
+def test_no_text_is_read(tmp_path: Path) -> None:
+    """Neither the usual one, which is on the hub, nor one to measure on."""
+    model = save_model(tmp_path / "model")
+    record = niwaki.quantize(model, tmp_path / "out", "int8:8")
+    assert record.calibration == {}
+    assert record.perplexity == {}
+    assert "no text was given to measure perplexity on; --text names one" in record.notes
+    assert Record.load(tmp_path / "out" / "niwaki.json") == record
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "# model, int8:8\n" in card
+    assert "- quantized" in card
+    assert "sparse" not in card
+    assert "pruned_" not in card
+    assert "| calibration |" not in card
+    assert "rounding to the nearest" in card
+    assert summary(record).row_count
+    niwaki.report(tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "model, int8:8" in page
+    assert "rounding to the nearest" in page
+
+
+def test_perplexity_is_that_of_what_is_written(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    record = niwaki.quantize(model, tmp_path / "out", "int4:8", effort="none", measurement=TEXT)
+    assert record.notes == [note for note in record.notes if "perplexity" not in note]
+    for when, place in (("before", model), ("after", tmp_path / "out")):
+        measured = niwaki.evaluate(place, measurement=TEXT)
+        assert record.perplexity[when].value == pytest.approx(measured.value, rel=1e-6)
+    assert record.perplexity["before"].value != record.perplexity["after"].value
+
+
+def test_a_calibration_text_is_measured_on(tmp_path: Path) -> None:
+    model = save_model_with_tokenizer(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("The old man went to the river. " * 400)
+    record = niwaki.quantize(model, tmp_path / "out", "int8", calibration=niwaki.Calibration(str(text), length=16))
+    assert record.perplexity["after"].text == str(text)
+    assert record.perplexity["after"].context == 16
+
+
+@pytest.mark.parametrize("effort", [None, "none"])
+def test_prune_without_zeros_is_the_same(tmp_path: Path, effort: str | None) -> None:
+    model = save_model(tmp_path / "model")
+    niwaki.quantize(model, tmp_path / "one", "int8", effort=effort)
+    niwaki.prune(model, tmp_path / "two", 0, quantize="int8", effort=effort)
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_fewer_bits_are_fitted(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    record = niwaki.quantize(model, tmp_path / "out", "int4", calibration=random_tokens(8, 24), measurement=TEXT)
+    assert record.effort["epochs"] > 0
+    assert record.method == "magnitude"
+    assert record.calibration["samples"] == 8
+
+
+def test_the_effort_none_is_for_quantizing_alone(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    tokens = random_tokens(8, 24)
+    for options in ({"quantize": "int8", "solver": "wanda"}, {"quantize": "int8", "pattern": 0.5}, {"pattern": 0.5}):
+        given: dict[str, Any] = {"pattern": 0, **options}
+        with pytest.raises(UsageError, match="the effort none rounds weights to a grid and does nothing else"):
+            niwaki.prune(model, tmp_path / "out", effort="none", calibration=tokens, **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_zeros_stay(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    tokens = random_tokens(8, 24)
+    niwaki.prune(model, tmp_path / "half", 0.5, solver="wanda", calibration=tokens, measurement=TEXT)
+    record = niwaki.quantize(tmp_path / "half", tmp_path / "out", "int8")
+    before, after = tensors(tmp_path / "half"), tensors(tmp_path / "out")
+    assert all(bool((after[key][before[key] == 0] == 0).all()) for key in before)
+    assert record.sparsity >= 0.5
+    assert "% sparse, int8" in record.outcome
+
+
+def test_behind_other_stages_and_before_them(tmp_path: Path) -> None:
+    """It measures on the text of the others, and reads what the one before it wrote."""
+    model, tokens = save_model(tmp_path / "model"), random_tokens(8, 24)
+    stages = ["shrink neurons=0.25 effort=fast", "quantize int8", "heal tokens=200 own_text=0", "pack"]
+    record = niwaki.run(model, tmp_path / "out", stages, calibration=tokens, measurement=TEXT)
+    assert [stage.perplexity is not None for stage in record.stages] == [True, True, True, False]
+    assert not any("perplexity" in note for note in record.notes)
+    record = niwaki.run(model, tmp_path / "first", ["quantize int8", "pack"])
+    assert record.calibration == {}
+    assert (tmp_path / "first" / "packed.json").exists()
+
+
+def test_a_stopped_run_resumes(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    niwaki.quantize(model, tmp_path / "whole", "int8", measurement=TEXT)
+    with pytest.raises(KeyboardInterrupt):
+        niwaki.quantize(model, tmp_path / "out", "int8", measurement=TEXT, progress=StopAt(10))
+    record = niwaki.quantize(model, tmp_path / "out", "int8", measurement=TEXT)
+    assert record.resumed == [1]
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
