@@ -35,6 +35,7 @@ _PLACES = ("model", "pruned", "packed", "text.txt")  # of the home
 #: What is right without any odd value; some more often, because there is more to them.
 _COMMANDS: list[tuple[str, ...]] = [
     *[("prune", "model", "out", "--sparsity", "0.5", *SMALL, "--solver", "wanda")] * 5,
+    ("quantize", "model", "out", "int8", *SMALL),
     *[("shrink", "model", "out", "--neurons", "0.25", *SMALL)] * 2,
     ("shrink", "model", "out", "--parameters", "0.96", *SMALL),
     *[("heal", "pruned", "out", "--teacher", "model", *HEALING)] * 3,

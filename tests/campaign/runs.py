@@ -20,6 +20,7 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "balanced": (*_PRUNE, "--sparsity", "0.5", "--effort", "balanced"),
     "best": (*_PRUNE, "--sparsity", "0.5", "--effort", "best:epochs=1"),
     "int4": (*_PRUNE, "--sparsity", "0.5", "--quantize", "int4:16"),
+    "int8": ("quantize", "model", "out", "int8", *SMALL),
     "2:4": (*_PRUNE, "--pattern", "2:4", "--record", "runs/record.json"),
     "a block": (*_PRUNE, "--sparsity", "0.5", "--blocks", "1:2", "--effort", "balanced"),
     "shrink": ("shrink", "model", "out", "--neurons", "0.25", "--blocks", "1", *SMALL),
