@@ -11,6 +11,7 @@ _PUBLIC = {
     "niwaki.effort": ("EFFORTS", "Effort", "Fitting", "Planning"),
     "niwaki.recipes": ("heal", "prune", "quantize", "run", "shrink"),
     "niwaki.healing.heal": ("Heal",),
+    "niwaki.pruning.embeddings": ("QuantizeEmbeddings",),
     "niwaki.pruning.prune": ("Prune", "Quantize"),
     "niwaki.shrinking.shrink": ("Shrink",),
     "niwaki.shrinking.vocabulary": ("ShrinkVocabulary",),
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     from niwaki.packed.load import load as load
     from niwaki.packed.pack import pack as pack
     from niwaki.packed.unpack import unpack as unpack
+    from niwaki.pruning.embeddings import QuantizeEmbeddings as QuantizeEmbeddings
     from niwaki.pruning.prune import Prune as Prune, Quantize as Quantize
     from niwaki.recipes import (
         heal as heal,

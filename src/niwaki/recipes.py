@@ -18,6 +18,7 @@ from niwaki.layer.patterns import Pattern
 from niwaki.layer.solvers import Solver
 from niwaki.models.locate import locate_model
 from niwaki.options import HEALING_BATCH, HEALING_TOKENS, OWN_TEXT, Calibration, Compute, Measurement, Text
+from niwaki.pruning.embeddings import QuantizeEmbeddings
 from niwaki.pruning.prune import Prune, Quantize
 from niwaki.quantities import parse_share
 from niwaki.records.progress import Progress
@@ -146,6 +147,7 @@ def quantize(
     out: str | Path,
     grid: str | Grid,
     *,
+    embeddings: str | Grid | None = None,
     effort: str | Effort | None = None,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
@@ -164,6 +166,8 @@ def quantize(
         out: A directory that does not exist or is empty. It appears when all is written and checked.
         grid: Such as "int4:64": whole numbers of 4 bits, with a scale for each row and 64 inputs; "int8" has one for
             each row.
+        embeddings: A grid for the token embeddings and the head too, such as "int8:64", to whose numbers they are
+            rounded when all else is done; by default they stay as they are.
         effort: "none" rounds each weight to the nearest number of the grid, and reads no text. A name of ``EFFORTS``,
             or an effort, makes up for what rounding changes, on the calibration text: "fast" within each matrix,
             "balanced" and "best" within each block too. By default "none" for 8 bits, where the others gain nothing,
@@ -182,8 +186,10 @@ def quantize(
         NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left; later the same call
             resumes after the last block that is done.
     """
-    stage = Quantize(grid, effort=effort)
-    return _execute("quantize", model, out, [stage], calibration, measurement, compute, restart, progress)
+    stages: list[Stage] = [Quantize(grid, effort=effort)]
+    if embeddings is not None:
+        stages.append(QuantizeEmbeddings(embeddings))
+    return _execute("quantize", model, out, stages, calibration, measurement, compute, restart, progress)
 
 
 @checked

@@ -12,6 +12,7 @@ from niwaki.exports.export import Export, Pack
 from niwaki.files import given_path
 from niwaki.healing.heal import Heal
 from niwaki.named import find
+from niwaki.pruning.embeddings import QuantizeEmbeddings
 from niwaki.pruning.prune import Prune, Quantize
 from niwaki.runs.stage import Stage, label
 from niwaki.shrinking.shrink import Shrink
@@ -24,11 +25,12 @@ STAGES: dict[str, Callable[..., Stage]] = {
     "prune": Prune,
     "quantize": Quantize,
     "heal": Heal,
+    "embeddings": QuantizeEmbeddings,
     "pack": Pack,
     "export": Export,
 }
 #: The parameter that may stand without its name.
-_FIRST = {"vocabulary": "size", "prune": "pattern", "quantize": "grid", "export": "format"}
+_FIRST = {"vocabulary": "size", "prune": "pattern", "quantize": "grid", "embeddings": "grid", "export": "format"}
 #: For words without a name.
 _EXAMPLES = {"shrink": "neurons=0.25", "prune": "pattern=0.5", "quantize": "grid=int4:128", "heal": "max_time=30m"}
 #: What a recipe has beside its stages.

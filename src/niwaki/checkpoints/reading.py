@@ -70,6 +70,7 @@ class Pruning:
     """What ``pruning_config`` in config.json says that others have to know; the rest is in the record."""
 
     quantization: str | None = None  # the grid of the weights
+    embeddings: str | None = None  # that of token embeddings and the head
     blocks: tuple[int, int] | None = None  # those that were pruned; None for all
     pattern: str | None = None
 

@@ -58,6 +58,8 @@ def summary(record: Record) -> Table:
         )
     if record.rounding:
         table.add_row("format" if record.kept_format else "grid", record.rounding)
+    if record.embeddings:
+        table.add_row("embeddings", f"{record.embeddings}, and the head")
     if record.own_text:
         table.add_row("own text", f"{record.own_text}, to calibrate on")
     if record.fits:

@@ -106,13 +106,13 @@ class Matrix:
         return value[self.start : self.start + self.shape[0]]
 
 
-def check_dtypes(checkpoint: Checkpoint, matrices: Iterable[Matrix]) -> None:
-    """Raises UnsupportedModelError where pruned weights cannot be written in the dtype of one of ``matrices``."""
-    for matrix in matrices:
-        if checkpoint.dtype(matrix.key) not in _STORED:
-            stored = checkpoint.entries[matrix.key].dtype
+def check_dtypes(checkpoint: Checkpoint, keys: Iterable[str]) -> None:
+    """UnsupportedModelError where the dtype of one of the tensors ``keys`` is none for weights that change."""
+    for key in keys:
+        if checkpoint.dtype(key) not in _STORED:
+            stored = checkpoint.entries[key].dtype
             raise UnsupportedModelError(
-                f"{checkpoint.path}: {matrix.key!r} is {stored}, in which nothing can be pruned; load the model in "
+                f"{checkpoint.path}: {key!r} is {stored}, in which nothing can be pruned; load the model in "
                 "transformers in bfloat16, save it, and prune that"
             )
 

@@ -16,12 +16,23 @@ from niwaki.models.layout import Matrix
 #: In a folder of its own, because some programs load every safetensors file that lies beside config.json.
 FOLDER = "quantization"
 FILE = f"{FOLDER}/scales.safetensors"
+#: Of token embeddings and the head, which are on a grid of their own.
+EMBEDDINGS = f"{FOLDER}/embeddings.safetensors"
 
 
 def grid_of(checkpoint: Checkpoint) -> Grid | None:
     """The grid of a model's weights, as its configuration names it; CheckpointError where there is none such."""
+    return _parsed(checkpoint, checkpoint.pruning.quantization)
+
+
+def embedding_grid_of(checkpoint: Checkpoint) -> Grid | None:
+    """That of its token embeddings and head, likewise."""
+    return _parsed(checkpoint, checkpoint.pruning.embeddings)
+
+
+def _parsed(checkpoint: Checkpoint, name: str | None) -> Grid | None:
     try:
-        return parse_grid(checkpoint.pruning.quantization) if checkpoint.pruning.quantization else None
+        return parse_grid(name) if name else None
     except UsageError as error:
         raise CheckpointError(f"{checkpoint.path / 'config.json'}, pruning_config: {error}") from error
 
@@ -62,6 +73,24 @@ def read_scales(checkpoint: Checkpoint, matrix: Matrix, grid: Grid) -> Tensor:
     (scales,) = read_beside(file, places(checkpoint, [matrix], grid), f"scales of {matrix.key!r}", why)
     scales = scales if matrix.index is None else scales[matrix.index]
     check_scales(scales, file, scale_key(matrix))
+    return scales
+
+
+def embedding_places(checkpoint: Checkpoint, keys: Iterable[str], grid: Grid) -> dict[str, Entry]:
+    """Where the scales of token embeddings and a head go, the tensors ``keys``: (rows, groups)."""
+    tensors = {}
+    for key in keys:
+        rows, columns = checkpoint.entries[key].shape
+        tensors[f"{key}_scale"] = scale_dtype(checkpoint.dtype(key)), (rows, grid.groups(columns))
+    return new_shard(EMBEDDINGS, tensors)
+
+
+def read_embedding_scales(checkpoint: Checkpoint, key: str, grid: Grid) -> Tensor:
+    """(rows, groups), in their own dtype; CheckpointError where they are not there, or cannot be its scales."""
+    file = checkpoint.path / EMBEDDINGS
+    why = f", as embeddings on {grid} have it"
+    (scales,) = read_beside(file, embedding_places(checkpoint, [key], grid), f"scales of {key!r}", why)
+    check_scales(scales, file, f"{key}_scale")
     return scales
 
 

@@ -31,7 +31,7 @@ from niwaki.models.interface import (
     record_text,
     replaced_blocks,
 )
-from niwaki.models.layout import Layout, Matrix
+from niwaki.models.layout import Layout, Matrix, check_dtypes
 from niwaki.models.left_dense import coverage, left_dense
 from niwaki.models.processes import World
 from niwaki.models.sharing import by_first_use, only_in
@@ -255,6 +255,28 @@ class StreamedModel:
         if not self.has_head:
             path = self.checkpoint.path
             raise UnsupportedModelError(f"{path} has no head, and makes no predictions of words; it can only be pruned")
+
+    @property
+    def embedding_keys(self) -> list[str]:
+        """The keys of the token embeddings and the head, of which one is both where they are tied.
+
+        UnsupportedModelError where they are not matrices of the checkpoint with a row for each token.
+        """
+        parts = {"embeddings": self.model.get_input_embeddings(), "head": self._parts.head}
+        found = dict[str, None]()
+        for what, module in parts.items():
+            if module is None:
+                continue
+            names = [name for name, each in self.model.named_modules(remove_duplicate=False) if each is module]
+            keys = [key for name in names for key in self.layout.keys(f"{name}.weight")]
+            if not isinstance(module, nn.Embedding | nn.Linear) or len({*keys}) != 1:
+                raise UnsupportedModelError(
+                    f"the {what} of {self.checkpoint.path} are {type(module).__name__}, and not one matrix of its "
+                    "files; they cannot be put on a grid"
+                )
+            found[keys[0]] = None
+        check_dtypes(self.checkpoint, found)
+        return list(found)
 
     @contextlib.contextmanager
     def head(self, dtype: torch.dtype | None = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:

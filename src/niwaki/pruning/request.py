@@ -203,7 +203,7 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
     :func:`~niwaki.models.layout.check_dtypes`.
     """
     matrices = streamed.matrices()
-    check_dtypes(streamed.checkpoint, matrices)
+    check_dtypes(streamed.checkpoint, (matrix.key for matrix in matrices))
     if wanted is not None:
         for matrix in matrices:
             with named(matrix.label):

@@ -172,6 +172,7 @@ class Record(JsonFile):
         tf32: What used TF32 on a GPU, as in :class:`~niwaki.options.Compute`; "never" on a device that has none.
         structure: What structured pruning removed; None where weights became zeros.
         quantization: The grid that weights are on, such as "int4:128"; None for none.
+        embeddings: The grid that token embeddings and the head are on; None for none.
         kept_format: The format of the dense model's files in which matrices were written again, such as "MXFP4"; None
             where numbers are stored as they are.
         healing: How the weights were trained after pruning; None where they were not.
@@ -206,6 +207,7 @@ class Record(JsonFile):
     effort: dict[str, Any] = field(default_factory=dict)
     structure: StructureRecord | None = None
     quantization: str | None = None
+    embeddings: str | None = None
     kept_format: str | None = None
     healing: HealingRecord | None = None
     left_dense: Annotated[list[LeftDense], msgspec.Meta(max_length=1000)] = field(default_factory=list)
@@ -287,7 +289,7 @@ class Record(JsonFile):
     @property
     def only_quantizes(self) -> bool:
         """Whether weights were put on a grid, and neither this run nor one before it has made zeros."""
-        if self.quantization is None or self.structure or not self.pattern.endswith(":0"):
+        if not (self.quantization or self.embeddings) or self.structure or not self.pattern.endswith(":0"):
             return False
         zeros = sum(int(matrix.stats.get("zeros_before", 0)) for matrix in self.matrices)
         return zeros <= FEW_ZEROS * sum(math.prod(matrix.shape) for matrix in self.matrices)
@@ -359,6 +361,7 @@ class Record(JsonFile):
             where = "" if self.structure or self.only_heals else self.where
             parts.append(f"{100 * self.sparsity:.4g} % sparse{where}")
         parts += [self.quantization] if self.quantization else []
+        parts += [f"embeddings in {self.embeddings}"] if self.embeddings else []
         return ", ".join(parts + ["healed"] * bool(self.healing or self.only_heals))
 
     @property

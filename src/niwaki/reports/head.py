@@ -138,6 +138,7 @@ def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
         "mask from": record.mask_from,
         "left dense": "" if structure else record.stays,
         "format" if record.kept_format else "grid": record.rounding,
+        "embeddings and head": record.embeddings or "",
         "own text": record.own_text,
     }
     if record.matrices:

@@ -78,7 +78,7 @@ def pruning_config(record: Record) -> dict[str, Any]:
         "version": __version__,
         **{name: getattr(record, name) for name in ("method", "solver", "effort", "mask_from", "pattern")},
         "sparsity": round(record.sparsity, 6),
-        **{name: value for name in ("quantization", "blocks") if (value := getattr(record, name))},
+        **{name: value for name in ("quantization", "embeddings", "blocks") if (value := getattr(record, name))},
     }
 
 
@@ -128,6 +128,7 @@ def _rows(record: Record) -> dict[str, object]:
         ),
         "left dense": None if record.structure else record.stays,
         "format of the weights" if record.kept_format else "grid of the weights": record.rounding,
+        "grid of the embeddings and the head": record.embeddings,
         "calibration": calibration
         and f"{_samples(calibration)} of "
         f"{' + '.join(Path(source).name for source in calibration['source'].split(' + '))}",

@@ -146,7 +146,7 @@ class Shrinking:
         removals: list[Removal] = [*self.columns, *self.mixtures]
         output = self.tensors.size(model, removals, depth - stage.blocks)
         self.carried = run.carried(checkpoint, output, scratch=self._scratch_size(removals))
-        check_dtypes(checkpoint, (matrix for removal in removals for matrix in removal.matrices))
+        check_dtypes(checkpoint, (matrix.key for removal in removals for matrix in removal.matrices))
         run.progress.status("reading the text to calibrate on")
         written = with_answers(model, run.calibration, compute.budget, run.world, run.progress)
         self.texts = Texts.read(model, written, run.measurement, USUAL_WINDOWS)

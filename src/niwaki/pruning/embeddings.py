@@ -1,0 +1,174 @@
+"""The stage that puts token embeddings and the head on a grid."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from niwaki.arguments import check_fields, checked_names
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.writing import CheckpointWriter, verify
+from niwaki.choices import NEAREST
+from niwaki.errors import OutputError, UnsupportedModelError, UsageError
+from niwaki.layer.grid import Grid, parse_grid, scale_dtype
+from niwaki.layer.products import products
+from niwaki.layer.rounding import to_nearest
+from niwaki.models.factors import FILE as FACTORS
+from niwaki.models.scales import EMBEDDINGS, FILE as SCALES, embedding_places, read_embedding_scales
+from niwaki.models.streamed import StreamedModel
+from niwaki.options import Measurement
+from niwaki.records.perplexity import Perplexity
+from niwaki.records.record import Record
+from niwaki.runs.begin import begin_record, usually_asked
+from niwaki.runs.card import write_config
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
+
+
+@checked_names
+@dataclass(frozen=True)
+class QuantizeEmbeddings:
+    """Rounds the token embeddings and the head to the nearest numbers of a ``grid``, such as "int8:64".
+
+    In small models they are much of what is stored and read for each token. It needs no text, and comes after all that
+    changes weights. With fewer than 8 bits this costs far more than in the blocks: docs/quantization.md.
+    """
+
+    grid: str | Grid = "int8:64"
+
+    name: ClassVar[str] = "embeddings"
+    is_format: ClassVar[bool] = False
+    keeps_factors: ClassVar[bool] = True
+    only_formats_follow: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def wanted(self) -> Grid:
+        """The grid."""
+        return parse_grid(self.grid) if isinstance(self.grid, str) else self.grid
+
+    def check_order(self, before: tuple[Stage, ...]) -> None:
+        """It can follow all other stages."""
+
+    def open(self, run: Run) -> QuantizingEmbeddings:
+        return QuantizingEmbeddings(self, run)
+
+    def __str__(self) -> str:
+        return str(self.grid)
+
+
+class QuantizingEmbeddings:
+    """:class:`QuantizeEmbeddings`, opened for a run: the tensors, and the text to measure on."""
+
+    def __init__(self, stage: QuantizeEmbeddings, run: Run) -> None:
+        self.stage, self.grid = stage, stage.wanted
+        self._open(run)
+        self.texts = Texts.to_measure(self.model, run.calibration, self._measurement(run), USUAL_WINDOWS)
+        self._begun = begin_record(
+            run.model,
+            self.model,
+            self.texts,
+            run.calibration,
+            method=NEAREST,
+            solver={"name": NEAREST},
+            pattern="unstructured:0",
+            mask_from=None,
+            embeddings=str(self.grid),
+        )
+        self._asked = usually_asked(self.model, self.texts, self._begun)
+        if not run.is_first:
+            del self._asked["model"]
+        run.foreseen["pruning_config"] = {**run.foreseen.get("pruning_config", {}), "embeddings": str(self.grid)}
+
+    def _open(self, run: Run) -> None:
+        """Opens the model that is read, and checks that its embeddings can be on the grid."""
+        self.checkpoint = checkpoint = Checkpoint(run.reading)
+        if run.is_first and "pruning_config" in checkpoint.config:
+            raise UsageError(
+                f"{run.model} was made by niwaki, and its record would be lost: put embeddings on a grid in the run "
+                "that makes it, as in niwaki quantize --embeddings, or in a list of stages"
+            )
+        self.model = StreamedModel(checkpoint, run.compute.device, run.compute.dtype, run.budget)
+        if checkpoint.is_encoded:
+            raise UnsupportedModelError(f"{run.model} is in FP8 or MXFP4; quantize it first, and its embeddings then")
+        self.keys = self.model.embedding_keys
+        self.grid.check(checkpoint.entries[key].shape[1] for key in self.keys)
+        self.carried = run.carried(checkpoint, checkpoint.size, (SCALES, FACTORS))
+
+    def _measurement(self, run: Run) -> Measurement:
+        return run.measured if self.model.has_head else dataclasses.replace(run.measured, samples=0)
+
+    def measure_on(self, heldout: dict[str, Windows]) -> None:
+        self.texts = dataclasses.replace(self.texts, heldout=heldout)
+
+    def asked(self) -> dict[str, Any]:
+        return {**self._asked, "embeddings": str(self.grid)}
+
+    def extent(self, run: Run) -> tuple[int, int]:
+        return 0, 0
+
+    def work(self, run: Run) -> Record:
+        if not run.is_first:
+            self._open(run)
+        record = self._record(run)
+        run.progress.begin(dataclasses.replace(self._begun, perplexity={}), len(self.model.blocks), len(self.keys))
+        if not (run.place and self.carried):
+            return record
+        heldout = self.texts.only
+        with products(tf32=False):
+            if heldout and run.measured.before:
+                record.perplexity["before"] = self._perplexity(self.model, heldout, run)
+            self._write(run, record)
+            if heldout:
+                written = StreamedModel(Checkpoint(run.place.directory), run.compute.device, run.compute.dtype)
+                record.perplexity["after"] = self._perplexity(written, heldout, run)
+        return record
+
+    def _write(self, run: Run, record: Record) -> None:
+        checkpoint, place = self.checkpoint, run.place
+        assert place
+        assert self.carried
+        place.clear([*checkpoint.shards, EMBEDDINGS])
+        self.carried.copy(place.directory)
+        places = embedding_places(checkpoint, self.keys, self.grid)
+        zeros = {}
+        with CheckpointWriter(checkpoint, place.directory, added=places) as writer:
+            for key, scale_key in zip(self.keys, places, strict=True):
+                weights, scales = self._rounded(key)
+                writer.write(key, weights)
+                writer.write(scale_key, scales)
+                zeros[key] = weights.numel() - int(weights.count_nonzero())
+        run.clock.lap("solve")
+        write_config(place.directory, checkpoint.config, record)
+        verify(place.directory, checkpoint, zeros)
+        written = Checkpoint(place.directory)
+        for key in self.keys:
+            if not self.grid.has(written.read(key), read_embedding_scales(written, key, self.grid)):
+                raise OutputError(
+                    f"{place.directory}: {key!r} has weights on disk that are not on its grid {self.grid}"
+                )
+        run.clock.lap("check")
+
+    def _rounded(self, key: str) -> tuple[Tensor, Tensor]:
+        """The tensor as the file has it, on the grid, and its scales."""
+        stored = self.checkpoint.dtype(key)
+        weights, scales = to_nearest(self.checkpoint.read(key).float(), self.grid, scale_dtype(stored))
+        return weights.to(stored).add_(0.0), scales.to(scale_dtype(stored))
+
+    def _perplexity(self, model: StreamedModel, heldout: Windows, run: Run) -> Perplexity:
+        measured = model.perplexity(heldout, lambda i, _: run.progress.stage(i - 1, "perplexity", 1))
+        run.clock.lap("perplexity")
+        return measured
+
+    def _record(self, run: Run) -> Record:
+        """The record before anything is measured: that of the stages before, if there were any."""
+        if not run.earlier:
+            return dataclasses.replace(self._begun, perplexity={})
+        before = {name: value for name, value in run.earlier.perplexity.items() if name != "after"}
+        return dataclasses.replace(run.earlier, embeddings=str(self.grid), perplexity=before)
