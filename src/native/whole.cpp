@@ -93,20 +93,14 @@ inline void unpack(const std::uint8_t* word, __m256i (&numbers)[2]) {
     }
 }
 
-// A word of `rows` rows, `apart` from each other, times those of the vectors, added to `parts`.
+// A word of `rows` rows, `apart` from each other, times those of the vectors at `at` and `words` behind it, and times the
+// `scales` of the rows, added to `total`.
 template <int dtype, bool rounded, int vectors, int rows>
 TARGET(NIWAKI_AVX2)
 inline void avx2_word(const Product& p, std::int64_t at, std::int64_t words, const std::uint8_t* place,
-                      std::int64_t apart, __m256 (&parts)[rows][vectors]) {
+                      std::int64_t apart, const __m256 (&scales)[rows], __m256 (&total)[rows][vectors]) {
     if constexpr (rounded) {
         const __m256i ones = _mm256_set1_epi16(1);
-        __m256i x[vectors][2];
-        __m256 units[vectors];
-        for (int v = 0; v < vectors; ++v) {
-            const auto* source = reinterpret_cast<const __m256i*>(p.rounded->numbers.data() + (at + v * words) * WORD);
-            for (int half = 0; half < 2; ++half) x[v][half] = _mm256_loadu_si256(source + half);
-            units[v] = _mm256_set1_ps(p.rounded->units[at + v * words]);
-        }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
             __m256i numbers[2];
@@ -116,15 +110,21 @@ inline void avx2_word(const Product& p, std::int64_t at, std::int64_t words, con
             const __m256i sizes[2] = {_mm256_abs_epi8(numbers[0]), _mm256_abs_epi8(numbers[1])};
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; ++v) {
+                const auto* x = reinterpret_cast<const __m256i*>(p.rounded->numbers.data() + (at + v * words) * WORD);
                 __m256i sums[2];
-                for (int half = 0; half < 2; ++half)
-                    sums[half] = _mm256_madd_epi16(
-                        _mm256_maddubs_epi16(sizes[half], _mm256_sign_epi8(x[v][half], numbers[half])), ones);
+                for (int half = 0; half < 2; ++half) {
+                    const __m256i turned = _mm256_sign_epi8(_mm256_loadu_si256(x + half), numbers[half]);
+                    sums[half] = _mm256_madd_epi16(_mm256_maddubs_epi16(sizes[half], turned), ones);
+                }
                 const __m256 sum = _mm256_cvtepi32_ps(_mm256_add_epi32(sums[0], sums[1]));
-                parts[r][v] = _mm256_fmadd_ps(sum, units[v], parts[r][v]);
+                const __m256 unit = _mm256_broadcast_ss(p.rounded->units.data() + at + v * words);
+                total[r][v] = _mm256_fmadd_ps(_mm256_mul_ps(sum, unit), scales[r], total[r][v]);
             }
         }
     } else {
+        __m256 parts[rows][vectors];
+        for (auto& those : parts)
+            for (auto& sum : those) sum = _mm256_setzero_ps();
         const std::uint8_t* bytes[rows];
         alignas(32) std::uint8_t unpacked[dtype == INT4 ? rows : 1][WORD];
         for (int r = 0; r < rows; ++r) {
@@ -149,6 +149,8 @@ inline void avx2_word(const Product& p, std::int64_t at, std::int64_t words, con
                 for (int v = 0; v < vectors; ++v) parts[r][v] = _mm256_fmadd_ps(weights, x[v], parts[r][v]);
             }
         }
+        for (int r = 0; r < rows; ++r)
+            for (int v = 0; v < vectors; ++v) total[r][v] = _mm256_fmadd_ps(parts[r][v], scales[r], total[r][v]);
     }
 }
 
@@ -165,27 +167,24 @@ void avx2_streams(const Product& p, std::int64_t b, std::int64_t first, std::int
             for (auto& sum : those) sum = _mm256_setzero_ps();
         std::int64_t at = b * words;
         for (std::int64_t group = 0; group < m.groups; ++group) {
-            __m256 parts[rows][vectors];
-            for (auto& those : parts)
-                for (auto& sum : those) sum = _mm256_setzero_ps();
+            __m256 scales[rows];
+            for (int r = 0; r < rows; ++r)
+                scales[r] = _mm256_broadcast_ss(m.scales + (row + r * step) * m.groups + group);
             for (const std::int64_t end = at + each; at != end; ++at, place += SIZE<dtype>) {
                 ask_for<rows, SIZE<dtype>>(place, apart);
-                avx2_word<dtype, rounded>(p, at, words, place, apart, parts);
-            }
-            for (int r = 0; r < rows; ++r) {
-                const __m256 scale = _mm256_set1_ps(m.scales[(row + r * step) * m.groups + group] * UNIT<dtype>);
-                for (int v = 0; v < vectors; ++v) total[r][v] = _mm256_fmadd_ps(parts[r][v], scale, total[r][v]);
+                avx2_word<dtype, rounded>(p, at, words, place, apart, scales, total);
             }
         }
         for (int r = 0; r < rows; ++r)
-            for (int v = 0; v < vectors; ++v) p.y[(b + v) * m.rows + row + r * step] = sum_of(total[r][v]);
+            for (int v = 0; v < vectors; ++v)
+                p.y[(b + v) * m.rows + row + r * step] = sum_of(total[r][v]) * UNIT<dtype>;
     }
 }
 
 template <int dtype, bool rounded>
 void avx2_rows(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
     with_number(vectors, [&](auto number) {
-        constexpr int most = number == 1 ? 4 : number < 4 ? 2 : 1;
+        constexpr int most = number == 1 ? 4 : 2;
         in_streams<most>(first, last, [&](auto rows, std::int64_t from, std::int64_t step) {
             avx2_streams<dtype, rounded, number, rows>(p, b, from, step);
         });
@@ -214,49 +213,57 @@ inline __m512i unpack(const std::uint8_t* word) {
 template <int dtype, bool rounded, int vectors, int rows>
 TARGET(NIWAKI_AVX512VNNI)
 inline void avx512_word(const Product& p, std::int64_t at, std::int64_t words, const std::uint8_t* place,
-                        std::int64_t apart, __m512 (&parts)[rows][vectors]) {
+                        std::int64_t apart, const __m512 (&scales)[rows], __m512 (&total)[rows][vectors]) {
     if constexpr (rounded) {
         // Instructions multiply what has no sign with what has one: numbers are 128 more, and sums begin with as much
         // less.
         const __m512i more = _mm512_set1_epi32(static_cast<int>(0x80808080u));
-        __m512i x[vectors], less[vectors];
-        __m512 units[vectors];
-        for (int v = 0; v < vectors; ++v) {
-            x[v] = _mm512_loadu_si512(p.rounded->numbers.data() + (at + v * words) * WORD);
-            less[v] = _mm512_loadu_si512(p.rounded->less.data() + (at + v * words) * WORD / 4);
-            units[v] = _mm512_set1_ps(p.rounded->units[at + v * words]);
-        }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
             const __m512i numbers = _mm512_xor_si512(unpack<dtype>(place + r * apart), more);
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; ++v) {
-                const __m512 sum = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(less[v], numbers, x[v]));
-                parts[r][v] = _mm512_fmadd_ps(sum, units[v], parts[r][v]);
+                const std::int64_t word = at + v * words;
+                const __m512i x = _mm512_loadu_si512(p.rounded->numbers.data() + word * WORD);
+                const __m512i less = _mm512_loadu_si512(p.rounded->less.data() + word * WORD / 4);
+                const __m512 sum = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(less, numbers, x));
+                const __m512 unit = _mm512_set1_ps(p.rounded->units[word]);
+                total[r][v] = _mm512_fmadd_ps(_mm512_mul_ps(sum, unit), scales[r], total[r][v]);
             }
         }
     } else {
-        const std::uint8_t* bytes[rows];
-        alignas(64) std::uint8_t unpacked[dtype == INT4 ? rows : 1][WORD];
-        for (int r = 0; r < rows; ++r) {
-            bytes[r] = place + r * apart;
-            if constexpr (dtype == INT4) {
-                _mm512_storeu_si512(unpacked[r], unpack<dtype>(bytes[r]));
-                bytes[r] = unpacked[r];
-            }
-        }
+        __m512 parts[rows][vectors];
+        for (auto& those : parts)
+            for (auto& sum : those) sum = _mm512_setzero_ps();
+        // Of INT4, by the bits of a number; a look-up takes the lowest four only.
+        alignas(64) static constexpr float HALVES[16] = {0,    16,   32,  48,  64,  80,  96,  112,
+                                                         -128, -112, -96, -80, -64, -48, -32, -16};
+        const __m512 halves = _mm512_loadu_ps(HALVES);
 #pragma GCC unroll 4
-        for (int i = 0; i < WORD; i += 16) {
-            __m512 x[vectors];
-            for (int v = 0; v < vectors; ++v) x[v] = _mm512_loadu_ps(p.x + (at + v * words) * WORD + i);
+        for (int i = 0; i < SIZE<dtype>; i += 16) {
+            __m512 x[vectors][2];
+            for (int v = 0; v < vectors; ++v)
+                for (int half = 0; half < 1 + (dtype == INT4); ++half)
+                    x[v][half] = _mm512_loadu_ps(p.x + (at + v * words) * WORD + i + half * WORD / 2);
 #pragma GCC unroll 4
             for (int r = 0; r < rows; ++r) {
-                const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes[r] + i));
-                const __m512 weights = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(some));
+                const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(place + r * apart + i));
+                if constexpr (dtype == INT4) {
+                    const __m512i both = _mm512_cvtepu8_epi32(bytes);
+                    const __m512 lower = _mm512_permutexvar_ps(both, halves);
+                    const __m512 upper = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), halves);
 #pragma GCC unroll 4
-                for (int v = 0; v < vectors; ++v) parts[r][v] = _mm512_fmadd_ps(weights, x[v], parts[r][v]);
+                    for (int v = 0; v < vectors; ++v)
+                        parts[r][v] = _mm512_fmadd_ps(upper, x[v][1], _mm512_fmadd_ps(lower, x[v][0], parts[r][v]));
+                } else {
+                    const __m512 weights = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#pragma GCC unroll 4
+                    for (int v = 0; v < vectors; ++v) parts[r][v] = _mm512_fmadd_ps(weights, x[v][0], parts[r][v]);
+                }
             }
         }
+        for (int r = 0; r < rows; ++r)
+            for (int v = 0; v < vectors; ++v) total[r][v] = _mm512_fmadd_ps(parts[r][v], scales[r], total[r][v]);
     }
 }
 
@@ -273,29 +280,23 @@ void avx512_streams(const Product& p, std::int64_t b, std::int64_t first, std::i
             for (auto& sum : those) sum = _mm512_setzero_ps();
         std::int64_t at = b * words;
         for (std::int64_t group = 0; group < m.groups; ++group) {
-            __m512 parts[rows][vectors];
-            for (auto& those : parts)
-                for (auto& sum : those) sum = _mm512_setzero_ps();
+            __m512 scales[rows];
+            for (int r = 0; r < rows; ++r) scales[r] = _mm512_set1_ps(m.scales[(row + r * step) * m.groups + group]);
             for (const std::int64_t end = at + each; at != end; ++at, place += SIZE<dtype>) {
                 ask_for<rows, SIZE<dtype>>(place, apart);
-                avx512_word<dtype, rounded>(p, at, words, place, apart, parts);
-            }
-            for (int r = 0; r < rows; ++r) {
-                const __m512 scale = _mm512_set1_ps(m.scales[(row + r * step) * m.groups + group] * UNIT<dtype>);
-                for (int v = 0; v < vectors; ++v) total[r][v] = _mm512_fmadd_ps(parts[r][v], scale, total[r][v]);
+                avx512_word<dtype, rounded>(p, at, words, place, apart, scales, total);
             }
         }
         for (int r = 0; r < rows; ++r)
             for (int v = 0; v < vectors; ++v)
-                p.y[(b + v) * m.rows + row + r * step] = _mm512_reduce_add_ps(total[r][v]);
+                p.y[(b + v) * m.rows + row + r * step] = _mm512_reduce_add_ps(total[r][v]) * UNIT<dtype>;
     }
 }
 
 template <int dtype, bool rounded>
 void avx512_rows(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
     with_number(vectors, [&](auto number) {
-        constexpr int most = number > 2 ? 2 : 4;
-        in_streams<most>(first, last, [&](auto rows, std::int64_t from, std::int64_t step) {
+        in_streams<4>(first, last, [&](auto rows, std::int64_t from, std::int64_t step) {
             avx512_streams<dtype, rounded, number, rows>(p, b, from, step);
         });
     });

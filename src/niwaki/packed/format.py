@@ -93,7 +93,7 @@ class PackedTensor:
             raise ValueError("what has no two factors cannot have inner columns, or values or scales of a right one")
         if not self.packed:
             if self.whole:
-                raise ValueError("what is not packed has a mask or none")
+                raise ValueError("what is not packed cannot be whole numbers without a mask")
             return
         if DTYPES[self.dtype] not in PACKABLE or len(self.shape) < 2 or 0 in self.shape:
             raise ValueError(f"{self.dtype} {self.shape} cannot be packed")

@@ -146,7 +146,7 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path | None = None, rounded: bool
     y = torch.empty(len(x), rows)
     rounded = rounds(x.dtype) if rounded is None else rounded
     vectors = (wide.data_ptr(), x.dtype == torch.bfloat16, rounded, len(x), y.data_ptr())
-    path = best_path() if path is None else path
+    path = (best_path() or Path.PORTABLE) if path is None else path
     native.niwaki_multiply(path, ctypes.byref(matrix), *vectors, torch.get_num_threads())
     return y
 
@@ -164,7 +164,8 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
             raw = (raw.to(torch.float32).unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)).flatten(1)
     else:
         raw = torch.empty(last - first, W.columns, dtype=torch.float32 if W.scales is not None else W.values.dtype)
-        path, matrix = best_path() if path is None else path, native_matrix(W)
+        path = (best_path() or Path.PORTABLE) if path is None else path
+        matrix = native_matrix(W)
         native.niwaki_expand(
             path, ctypes.byref(matrix), W.columns, first, last, raw.data_ptr(), torch.get_num_threads()
         )

@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -213,7 +214,7 @@ class Packed(Form):
         groups = [0 if each.scales is None else each.scales.shape[1] for each in W] or [0]
         digest, inner = sha256(map(raw_bytes, tensors)), W[0].columns if len(W) > 1 else 0
         given = (file, entry.dtype, entry.shape, bool(W), transposed, counts[0], bits, groups[0], digest, inner)
-        right = {} if len(W) < 2 else {"count_right": counts[1], "groups_right": groups[1]}
+        right: dict[str, Any] = {} if len(W) < 2 else {"count_right": counts[1], "groups_right": groups[1]}
         whole = any(each.mask is None for each in W)
         self._tensors[key] = stored = PackedTensor(*given, **right, whole=whole)
         named = dict(zip(stored.components(key), tensors, strict=True))
