@@ -1,8 +1,8 @@
 // Products with matrices of whole numbers of which all are stored, without a mask: most of their weights are not zero.
 //
 // Rows are whole words of 64 columns, 64 bytes each of INT8 and 32 of INT4, of which byte i has column i in its lower
-// half and column i + 32 in the upper one: a shift and a mask make bytes of them. Here these bytes are 16 times what the
-// numbers are, which keeps signs where they are.
+// half and column i + 32 in the upper one: a shift and a mask make bytes of them. Here these bytes are 16 times what
+// the numbers are, which keeps signs where they are.
 //
 // There are two kinds of products. Exact ones are those of the numbers as float32. The others take vectors that were
 // rounded to whole numbers too, 64 at a time (Rounded), and add up in 32 bits: four products for each lane and
@@ -93,8 +93,8 @@ inline void unpack(const std::uint8_t* word, __m256i (&numbers)[2]) {
     }
 }
 
-// A word of `rows` rows, `apart` from each other, times those of the vectors at `at` and `words` behind it, and times the
-// `scales` of the rows, added to `total`.
+// A word of `rows` rows, `apart` from each other, times those of the vectors at `at` and `words` behind it, and times
+// the `scales` of the rows, added to `total`.
 template <int dtype, bool rounded, int vectors, int rows>
 TARGET(NIWAKI_AVX2)
 inline void avx2_word(const Product& p, std::int64_t at, std::int64_t words, const std::uint8_t* place,
@@ -350,7 +350,8 @@ Rounded::Rounded(const float* x, std::int64_t count) : numbers(count), units(cou
     for (std::int64_t word = 0; word < count / WORD; ++word) {
         const float* from = x + word * WORD;
         std::int8_t* to = numbers.data() + word * WORD;
-        // As whole numbers, of which that of infinity is larger than all others, and that of what is no number above it.
+        // As whole numbers, of which that of infinity is larger than all others, and that of what is no number above
+        // it.
         std::int32_t most = 0;
         for (int i = 0; i < WORD; ++i) most = std::max(most, load<std::int32_t>(from + i) & 0x7fffffff);
         const float largest = from_bits(static_cast<std::uint32_t>(most));

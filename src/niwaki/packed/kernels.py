@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from niwaki.errors import UsageError, shown
-from niwaki.packed.matrix import DTYPES, PackedMatrix, all_numbers, in_bytes, size_of_whole, stride
+from niwaki.packed.matrix import DTYPES, PackedMatrix, all_numbers, groups_fit, in_bytes, size_of_whole, stride
 
 #: Weights that are unpacked at a time where products cannot read a matrix as it is: a tile stays in the cache.
 TILE = 1 << 20
@@ -182,17 +182,21 @@ def native_matrix(W: PackedMatrix) -> NativeMatrix:
             raise RuntimeError(
                 f"a packed matrix has its {name} in {tensor.dtype} on {tensor.device}; load the model again"
             )
-    if (W.mask is None) != (W.starts is None) or (W.mask is None and not _has_all_numbers(W)):
-        raise RuntimeError("a packed matrix lacks a part; load the model again")
+    if (W.mask is None) != (W.starts is None) or not _fits(W):
+        raise RuntimeError("the parts of a packed matrix do not fit each other; load the model again")
     mask, starts = (None if part is None else part.data_ptr() for part in (W.mask, W.starts))
     pointers = (mask, W.values.data_ptr(), starts)
     scales, groups = (None, 1) if W.scales is None else (W.scales.data_ptr(), W.scales.shape[1])
     return NativeMatrix(_DTYPES[W.values.dtype], W.shape[0], stride(W.columns), *pointers, scales, groups)
 
 
-def _has_all_numbers(W: PackedMatrix) -> bool:
-    """Whether a matrix without a mask is one."""
-    return W.scales is not None and W.count == size_of_whole(*W.shape, 4 if W.values.dtype == torch.uint8 else 8)
+def _fits(W: PackedMatrix) -> bool:
+    """Whether a matrix has the mask or, without one, the numbers and scales that its columns need."""
+    if W.mask is not None:
+        return W.mask.shape[1] == stride(W.columns)
+    bits = 4 if W.values.dtype == torch.uint8 else 8
+    fit = W.scales is not None and groups_fit(W.columns, W.scales.shape[1])
+    return fit and W.count == size_of_whole(*W.shape, bits)
 
 
 def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:
