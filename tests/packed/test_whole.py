@@ -21,7 +21,7 @@ from torch import Tensor
 import niwaki
 from niwaki.errors import CheckpointError, UsageError
 from niwaki.models.scales import FILE as SCALES
-from niwaki.packed import kernels
+from niwaki.packed import kernels, linear
 from niwaki.packed.format import Index
 from niwaki.packed.kernels import Path as Instructions
 from niwaki.packed.linear import DIRECT, SparseLinear
@@ -290,6 +290,13 @@ class TestLayer:
         monkeypatch.setattr(kernels, "library", lambda: None)
         assert torch.allclose(layer(x), x @ W.float().T, atol=1e-3)
 
+    def test_on_a_gpu_by_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Triton's kernels read masks; a model that is loaded there has them."""
+        monkeypatch.setattr(linear, "_has_triton", lambda: True)
+        packed, _, _ = whole(40, 100, 1, 4)
+        x = vectors(1, 100)
+        assert torch.equal(linear._multiply(packed, x, "cuda"), kernels.multiply_by_tiles(packed, x))
+
     def test_large_pages(self) -> None:
         packed, W, _ = whole(2_048, 4_096, 1, 4)
         moved = in_large_pages(packed)
@@ -409,9 +416,11 @@ def test_decoding(bits: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: py
     tokens, seen = random_tokens(1, 8), []
     before = torch.get_num_threads()
 
-    def last(run: Any) -> Tensor:
+    def last(run: Any, exact: bool = True) -> Tensor:
+        monkeypatch.setattr(kernels, "asked_to_be_exact", lambda: True)
         with torch.no_grad():
             cache = run(tokens[:, :7], use_cache=True)[CACHE]
+            monkeypatch.setattr(kernels, "asked_to_be_exact", lambda: exact)
             return torch.as_tensor(run(tokens[:, 7:], **{CACHE: cache}).logits.double())
 
     expected = last(reference(dense))
@@ -419,12 +428,11 @@ def test_decoding(bits: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: py
         for path in PATHS:
             monkeypatch.setattr(kernels, "best_path", lambda path=path: path)
             for exact in (True, False):
-                monkeypatch.setattr(kernels, "asked_to_be_exact", lambda exact=exact: exact)
                 found = []
                 for threads in (1, 3):
                     torch.set_num_threads(threads)
                     with counting() as steps:
-                        found.append(last(niwaki.load(tmp_path / "packed", "cpu")))
+                        found.append(last(niwaki.load(tmp_path / "packed", "cpu"), exact))
                     assert len(steps) == 2
                 assert torch.equal(*found)
                 most = 1e-5 if dtype == torch.float32 else 5e-2

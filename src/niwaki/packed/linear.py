@@ -149,7 +149,7 @@ def _multiply(W: PackedMatrix, x: Tensor, device: str) -> Tensor:
     direct = 0 < len(x) <= DIRECT.get(device, 0) and not derived and torch.float64 not in (W.dtype, x.dtype)
     if direct and device == "cpu" and kernels.library() is not None:
         return kernels.multiply(W, x).to(x.dtype)
-    if direct and device == "cuda" and _has_triton():
+    if direct and device == "cuda" and W.mask is not None and _has_triton():
         from niwaki.packed import gpu
 
         return gpu.multiply(W, x)
