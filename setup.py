@@ -13,7 +13,7 @@ REPOSITORY = "https://github.com/niwaki/niwaki"
 # (niwaki.packed.kernels).
 KERNELS = Extension(
     "niwaki._kernels",
-    ["src/native/kernels.cpp", "src/native/lanes.cpp", "src/native/decoding.cpp"],
+    [f"src/native/{name}.cpp" for name in ("kernels", "lanes", "whole", "decoding")],
     depends=["src/native/products.h", "src/native/streams.h"],
     extra_compile_args=["-std=c++17", "-O3", "-g0"],
     extra_link_args=["-pthread"],

@@ -4,6 +4,7 @@
     python benchmarks/processor.py decode --threads 1 --sizes 4096x4096
     python benchmarks/processor.py decode --threads 2 --batches 1 --bits 16,8,4 --sparsities 0,0.3,0.5,0.7   # on a grid
     python benchmarks/processor.py paths --record benchmarks/results/paths.json
+    python benchmarks/processor.py whole --record benchmarks/results/whole.json
     python benchmarks/processor.py products
 
 Matrices are several, more than caches hold, and used in turn, as a model does.
@@ -188,7 +189,7 @@ def paths(
         matrices = [in_large_pages(copy.deepcopy(matrix)) for _ in range(_count(rows, columns))]
         for number in integers(threads):
             torch.set_num_threads(number)
-            found = _least_seconds(matrices, _paths_of(name, best), seconds)
+            found = _least_seconds(matrices, _paths_of(name, best, matrix.mask is None), seconds)
             case = {"size": size, "dtype": name, "sparsity": sparsity, "threads": number}
             results += [{**case, "path": path, "seconds": took} for path, took in found.items()]
             shown = (f"{path} {1e3 * took:.3f} ms ({found['AVX2'] / took:.2f})" for path, took in found.items())
@@ -196,13 +197,52 @@ def paths(
     common.save(record, kernels=kernels.describe(), results=results)
 
 
-def _paths_of(name: str, best: kernels.Path) -> list[kernels.Path]:
+def _paths_of(name: str, best: kernels.Path, whole: bool) -> list[kernels.Path]:
     """Those up to ``best`` whose kernels for a dtype differ, from AVX2 on."""
-    last = best if name in WITH_VBMI2 else min(best, kernels.Path.AVX512BW)
+    last = best if name in WITH_VBMI2 or whole else min(best, kernels.Path.AVX512BW)
     return [path for path in kernels.Path if kernels.Path.AVX2 <= path <= last]
 
 
-def _random(rows: int, columns: int, name: str, sparsity: float) -> PackedMatrix:
+def whole(
+    sizes: Sizes = "11008x4096,1536x576",
+    batches: Annotated[str, Option(help="Numbers of vectors.")] = "1,4",
+    threads: Threads = "1,2",
+    seconds: Annotated[float, Option(help="For each line.")] = 2.0,
+    record: Record = None,
+) -> None:
+    """Products with matrices of whole numbers without zeros: with a mask, and with all numbers, exact and rounded.
+
+    By each path that this machine has, in turns; the least time of each counts. The time of the mask divided by each is
+    shown. The vectors are bfloat16, and there is a scale for each 64 numbers.
+    """
+    best, results = kernels.best_path(), []
+    if best is None:
+        sys.exit(f"whole needs the native library, and here products are {kernels.describe()}")
+    for size, name in itertools.product(names(sizes), BITS):
+        rows, columns = common.shape_of(size)
+        forms = {
+            form: [in_large_pages(copy.deepcopy(matrix)) for _ in range(_count(rows, columns) // 4)]
+            for form, matrix in ((form, _random(rows, columns, name, 0.0, form)) for form in (False, True))
+        }
+        for number, batch, path in itertools.product(integers(threads), integers(batches), kernels.Path):
+            if path > best:
+                continue
+            torch.set_num_threads(number)
+            x = torch.randn(batch, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
+            calls: dict[str, list[Call]] = {
+                "mask": [partial(kernels.multiply, W, x, path) for W in forms[False]],
+                "exact": [partial(kernels.multiply, W, x, path, rounded=False) for W in forms[True]],
+                "rounded": [partial(kernels.multiply, W, x, path, rounded=True) for W in forms[True]],
+            }
+            found = _least(calls, seconds)
+            case = {"size": size, "dtype": name, "threads": number, "batch": batch, "path": path.name}
+            results += [{**case, "products": kind, "seconds": took} for kind, took in found.items()]
+            shown = (f"{kind} {1e3 * took:.3f} ms ({found['mask'] / took:.2f})" for kind, took in found.items())
+            print(f"{size}, {name}, {number} threads, {batch} vectors, {path.name}: {', '.join(shown)}", flush=True)
+    common.save(record, kernels=kernels.describe(), results=results)
+
+
+def _random(rows: int, columns: int, name: str, sparsity: float, whole: bool | None = None) -> PackedMatrix:
     generator = torch.Generator().manual_seed(0)
     kept = torch.rand(rows, columns, generator=generator) >= sparsity
     if name in FLOATS:
@@ -213,14 +253,21 @@ def _random(rows: int, columns: int, name: str, sparsity: float) -> PackedMatrix
     codes = (sizes * signs * kept).to(torch.int8)
     scales = (torch.rand(rows, columns // GROUP, generator=generator) + 0.5).bfloat16().float()
     W = (codes.float().unflatten(1, (-1, GROUP)) * scales.unsqueeze(2)).flatten(1).bfloat16()
-    return pack(W, codes, scales, bits)
+    return pack(W, codes, scales, bits, whole)
 
 
 def _least_seconds(matrices: list[PackedMatrix], paths: list[kernels.Path], limit: float) -> dict[str, float]:
     """Of one product by each path, in rounds that take about so many seconds together."""
     x = torch.randn(1, matrices[0].columns, generator=torch.Generator().manual_seed(1)).bfloat16()
-    measured = common.turns({path.name: [partial(kernels.multiply, W, x, path) for W in matrices] for path in paths})
-    best = {path.name: float("inf") for path in paths}
+    calls: dict[str, list[Call]] = {}
+    for path in paths:
+        calls[path.name] = [partial(kernels.multiply, W, x, path) for W in matrices]
+    return _least(calls, limit)
+
+
+def _least(calls: dict[str, list[Call]], limit: float) -> dict[str, float]:
+    measured = common.turns(calls)
+    best = dict.fromkeys(calls, float("inf"))
     end = time.perf_counter() + limit
     while time.perf_counter() < end:
         best = {name: min(best[name], *those) for name, those in next(measured).items()}
@@ -258,4 +305,4 @@ def products(rounds: Rounds = 10, record: Record = None) -> None:
 
 
 if __name__ == "__main__":
-    common.main(decode, paths, products, about=__doc__)
+    common.main(decode, paths, whole, products, about=__doc__)

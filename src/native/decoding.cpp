@@ -16,10 +16,6 @@
 #include <immintrin.h>
 #endif
 
-// Loops are written so that compilers make vectors of them, here with the instructions of the function that they are
-// part of.
-#define PART_OF_CALLER inline __attribute__((always_inline))
-
 namespace niwaki {
 namespace {
 
@@ -44,6 +40,7 @@ struct Norm {
 struct Block {
     int path;
     int half;                                       // activations are bfloat16, or else float32
+    int rounds;                                     // as niwaki_multiply has it
     std::int64_t width, heads, pairs, size, inner;  // heads of queries; those of keys and values; their size
     float scaling;                                  // of the products of queries and keys
     Norm before_attention, before_mlp, queries, keys;
@@ -249,6 +246,11 @@ std::int64_t padded(std::int64_t size) {
     return (size + 63) / 64 * 64;
 }
 
+// A vector, which has to stay where it is, with zeros behind its `size`.
+Operand operand_of(const Block& b, const float* x, std::int64_t size) {
+    return Operand(b.path, x, 1, padded(size), b.half, b.rounds);
+}
+
 // Rows `first` to `last` of a layer for one vector, into `out`, which has all of them.
 void rows_of_layer(const Block& b, const Linear& layer, Operand& operand, std::int64_t first, std::int64_t last,
                    float* out) {
@@ -273,7 +275,7 @@ class Middle {
     // What the layer's weight is multiplied with: `x` if that is not a left factor; each thread has its `own` else.
     Operand& operand(const Block& b, Operand& x, std::vector<Operand>& own) {
         if (!layer.inner) return x;
-        if (own.empty()) own.emplace_back(b.path, numbers.data(), 1, padded(layer.inner), b.half);
+        if (own.empty()) own.push_back(operand_of(b, numbers.data(), layer.inner));
         return own[0];
     }
 
@@ -325,7 +327,7 @@ void niwaki_block_begin(const Block* block, const void* x, const void* cosines, 
                 normal.resize(padded(b.width));
                 for (std::int64_t i = 0; i < b.width; ++i) state[i] = number(x, b.half, i);
                 parts.normalize(b.before_attention, state.data(), b.width, b.half, normal.data());
-                operand.emplace_back(b.path, normal.data(), 1, padded(b.width), b.half);
+                operand.push_back(operand_of(b, normal.data(), b.width));
             }
             return operand[0];
         };
@@ -381,7 +383,7 @@ void niwaki_block_end(const Block* block, const void* x, const void* queries, co
             parts.attend(*attention, query.data(), head / shared, b.size, b.scaling, b.half, scores.data(), place);
             for (std::int64_t i = 0; i < b.size; ++i) place[i] = rounded(place[i], b.half);
         });
-        Operand attended(b.path, found.data(), 1, padded(seen), b.half);
+        Operand attended = operand_of(b, found.data(), seen);
         output_rights.work([&](std::int64_t i) { to_output.part(b, attended, i); });
         outputs.work([&](std::int64_t i) {
             Operand& operand = to_output.operand(b, attended, of_output);
@@ -394,7 +396,7 @@ void niwaki_block_end(const Block* block, const void* x, const void* queries, co
             if (operand.empty()) {
                 normal.resize(padded(b.width));
                 parts.normalize(b.before_mlp, state.data(), b.width, b.half, normal.data());
-                operand.emplace_back(b.path, normal.data(), 1, padded(b.width), b.half);
+                operand.push_back(operand_of(b, normal.data(), b.width));
             }
             return operand[0];
         };
@@ -409,7 +411,7 @@ void niwaki_block_end(const Block* block, const void* x, const void* queries, co
             rows_of_layer(b, b.up, for_up, wide.first(i), wide.last(i), up.data());
             parts.gated(gate.data() + wide.first(i), up.data() + wide.first(i), wide.last(i) - wide.first(i), b.half);
         });
-        Operand inner(b.path, gate.data(), 1, padded(b.inner), b.half);
+        Operand inner = operand_of(b, gate.data(), b.inner);
         down_rights.work([&](std::int64_t i) { to_down.part(b, inner, i); });
         downs.work([&](std::int64_t i) {
             rows_of_layer(b, b.down, to_down.operand(b, inner, of_down), narrow.first(i), narrow.last(i), last.data());

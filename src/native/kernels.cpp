@@ -216,12 +216,7 @@ void avx2_streams(const Product& p, std::int64_t b, std::int64_t first, std::int
             }
         }
         for (int r = 0; r < rows; ++r)
-            for (int v = 0; v < vectors; ++v) {
-                __m128 half = _mm_add_ps(_mm256_castps256_ps128(total[r][v]), _mm256_extractf128_ps(total[r][v], 1));
-                half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-                half = _mm_add_ss(half, _mm_shuffle_ps(half, half, 1));
-                p.y[(b + v) * m.rows + row + r * step] = _mm_cvtss_f32(half);
-            }
+            for (int v = 0; v < vectors; ++v) p.y[(b + v) * m.rows + row + r * step] = sum_of(total[r][v]);
     }
 }
 
@@ -404,7 +399,9 @@ int best_path() {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
         return PORTABLE;
     if (!__builtin_cpu_supports("avx512bw")) return AVX2;
-    if (!__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vbmi2")) return AVX512BW;
+    for (const bool there : {__builtin_cpu_supports("avx512vl"), __builtin_cpu_supports("avx512vbmi2"),
+                             __builtin_cpu_supports("avx512vnni")})
+        if (!there) return AVX512BW;
     return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
 #else
     return PORTABLE;
@@ -412,6 +409,7 @@ int best_path() {
 }
 
 Rows rows_of([[maybe_unused]] int path, [[maybe_unused]] const Product& product) {
+    if (is_whole(product.matrix)) return whole_rows_of(path, product);
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
     const int dtype = product.matrix.dtype;
     if (path >= AVX512 && dtype == BF16)
@@ -443,7 +441,12 @@ static std::int64_t source(std::int64_t i, bool halves) {
 }
 
 Product Operand::with(const Matrix& matrix, float* y) {
-    Product product{matrix, x, nullptr, batch, y};
+    Product product{matrix, x, nullptr, batch, y, nullptr};
+    if (is_whole(matrix)) {
+        if (rounds && !rounded) rounded.emplace(x, batch * width);
+        if (rounds) product.rounded = &*rounded;
+        return product;
+    }
     const bool halves = matrix.dtype == INT4;
     if (path < AVX512 || (matrix.dtype != BF16 && !halves)) return product;
     const std::int64_t size = batch * width;
@@ -622,11 +625,11 @@ int niwaki_best_path() {
 }
 
 // y = x W^T, where x is (batch, 8 stride) with zeros behind the last column and y is (batch, rows). `exact`: every x is
-// a bfloat16.
-void niwaki_multiply(int path, const Matrix* matrix, const float* x, int exact, std::int64_t batch, float* y,
-                     int threads) {
+// a bfloat16. `rounds`: for a matrix without a mask x may be rounded to whole numbers, 64 at a time.
+void niwaki_multiply(int path, const Matrix* matrix, const float* x, int exact, int rounds, std::int64_t batch,
+                     float* y, int threads) {
     path = std::min(path, best_path());
-    Operand operand(path, x, batch, 8 * matrix->stride, exact);
+    Operand operand(path, x, batch, 8 * matrix->stride, exact, rounds);
     const Product p = operand.with(*matrix, y);
     const Rows function = rows_of(path, p);
     const std::int64_t rows = matrix->rows;
@@ -651,7 +654,9 @@ void niwaki_expand(int path, const Matrix* matrix, std::int64_t columns, std::in
                 const std::uint8_t* bits = matrix->mask + (first + row) * matrix->stride;
                 expand_row(path, Row<T>{bits, values, columns, static_cast<T*>(out) + row * columns, 0});
             };
-            if (scaled(*matrix))
+            if (is_whole(*matrix))
+                expand_whole(path, *matrix, first + row, columns, static_cast<float*>(out) + row * columns);
+            else if (scaled(*matrix))
                 expand_scaled(path, *matrix, first + row, columns, static_cast<float*>(out) + row * columns);
             else if (matrix->dtype == FP32)
                 as_they_are(std::uint32_t{});

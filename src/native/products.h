@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #if defined(NIWAKI_EMULATE)
@@ -17,21 +18,39 @@
 
 #define NIWAKI_AVX2 "avx2,fma,f16c,popcnt"
 
+// Loops are written so that compilers make vectors of them, with the instructions of the function that they are part
+// of.
+#define PART_OF_CALLER inline __attribute__((always_inline))
+
 namespace niwaki {
 
 enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3, INT4 = 4 };
 enum Path : int { PORTABLE = 0, AVX2 = 1, AVX512BW = 2, AVX512 = 3, AVX512_BF16 = 4 };
 
 // Where values begin, and where the next ones: of INT4 two share a byte, the first of which is the lower half, and
-// those of a word of the mask begin with one; `starts` counts bytes then.
+// those of a word of the mask begin with one; `starts` counts bytes then. Without a mask, of INT8 and INT4 only, all
+// numbers are there (whole.cpp), and no `starts`.
 struct Matrix {
     int dtype;
     std::int64_t rows, stride;
-    const std::uint8_t* mask;
+    const std::uint8_t* mask;  // may be null
     const void* values;
     const std::int64_t* starts;
     const float* scales;  // (rows, groups), of INT8 and INT4
     std::int64_t groups;
+};
+
+inline bool is_whole(const Matrix& matrix) {
+    return !matrix.mask && matrix.scales;
+}
+
+// Vectors as whole numbers: of each 64 in a row, from -127 to 127 and what to multiply them with. What is infinite or
+// no number makes that no number.
+struct Rounded {
+    Rounded(const float* x, std::int64_t count);
+    std::vector<std::int8_t> numbers;
+    std::vector<float> units;
+    std::vector<std::int32_t> less;  // for each 4 numbers -128 times their sum
 };
 
 struct Product {
@@ -39,7 +58,8 @@ struct Product {
     const float* x;  // (batch, 8 stride), with zeros behind the last column
     const std::uint16_t* x_bf16;
     std::int64_t batch;
-    float* y;  // (batch, rows)
+    float* y;                // (batch, rows)
+    const Rounded* rounded;  // instead of x, where products are to be those of whole numbers; or null
 };
 
 // Computes `vectors` columns of y from `b` on, at most VECTORS, in rows `first` to `last`.
@@ -51,9 +71,10 @@ constexpr int VECTORS = 4;
 // Vectors in the order in which the products of a path want them.
 class Operand {
   public:
-    // Of x (batch, width); `exact`: every number is a bfloat16. x has to stay where it is.
-    Operand(int path, const float* x, std::int64_t batch, std::int64_t width, bool exact)
-        : path(path), x(x), batch(batch), width(width), exact(exact) {}
+    // Of x (batch, width); `exact`: every number is a bfloat16; `rounds`: may be rounded to whole numbers for matrices
+    // without a mask. x has to stay where it is.
+    Operand(int path, const float* x, std::int64_t batch, std::int64_t width, bool exact, bool rounds)
+        : path(path), x(x), batch(batch), width(width), exact(exact), rounds(rounds) {}
     // The product of `matrix`, whose rows have `width` columns, with them.
     Product with(const Matrix& matrix, float* y);
 
@@ -61,9 +82,10 @@ class Operand {
     int path;
     const float* x;
     std::int64_t batch, width;
-    bool exact;
+    bool exact, rounds;
     std::vector<float> mixed[2];  // in the order of BF16, and of INT4
     std::vector<std::uint16_t> pairs[2];
+    std::optional<Rounded> rounded;
 };
 
 // What this machine can do.
@@ -72,6 +94,10 @@ int best_path();
 Rows rows_of(int path, const Product& product);
 // The one of lanes.cpp for a dtype.
 Rows lane_rows_of(int dtype);
+// The one of whole.cpp, for a matrix without a mask.
+Rows whole_rows_of(int path, const Product& product);
+// A row of such a matrix as float32.
+void expand_whole(int path, const Matrix& matrix, std::int64_t row, std::int64_t columns, float* out);
 // Calls `body(data)` in up to `threads` threads at once.
 void in_threads(int threads, void (*body)(void*), void* data);
 

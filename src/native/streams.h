@@ -41,6 +41,25 @@ struct Streams {
     }
 };
 
+// Asks for what `rows` rows, `apart` from each other, have later on, as much as `size` bytes of each are.
+template <int rows, int size>
+inline void ask_for(const std::uint8_t* place, std::int64_t apart) {
+    for (int r = 0; r < rows; ++r)
+        if (size == 64 || (reinterpret_cast<std::uintptr_t>(place + r * apart) & 32) == 0)
+            _mm_prefetch(reinterpret_cast<const char*>(place + r * apart + PREFETCH), _MM_HINT_T0);
+}
+
+#if defined(NIWAKI_X86)
+
+TARGET(NIWAKI_AVX2)
+inline float sum_of(__m256 numbers) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(numbers), _mm256_extractf128_ps(numbers, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_shuffle_ps(half, half, 1)));
+}
+
+#endif
+
 // Calls `function` for rows `first` to `last`, with how many are computed together, where the first of them begin, and
 // how far they are apart: `rows` at a time, then those that are left.
 template <int rows, typename Function>

@@ -24,7 +24,7 @@ from niwaki.packed.matrix import pack
 from support.caches import CACHE
 from support.decoding import counting
 from support.models import random_tokens, sparse_model
-from support.sparse import on_grid, sparse, vectors
+from support.sparse import dense_of, in_whole_numbers, on_grid, sparse, vectors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
 
@@ -50,6 +50,21 @@ for rows, columns, dtype, sparsity in itertools.product((1, 37), (1, 100, 192), 
                 right = x.double() @ W.double().T
                 off = (kernels.multiply(packed, x, path) - right).abs()
                 assert (off <= 1e-6 * (x.abs().double() @ W.abs().double().T) + 1e-30).all()
+
+# All numbers of a matrix, without a mask.
+for rows, (columns, groups), bits in itertools.product((1, 4, 37), ((1, 1), (100, 1), (192, 3), (192, 1)), (4, 8)):
+    W, codes, scales = on_grid(rows, columns, groups, bits, zeros=0.1)
+    packed, exact = pack(W, codes, scales, bits, whole=True), dense_of(codes, scales)
+    for path in paths:
+        assert torch.equal(kernels.expand(packed, path=path), W)
+        for batch, rounded in itertools.product((1, 2, 3, 5), (False, True)):
+            x = vectors(batch, columns)
+            right = (in_whole_numbers(x) if rounded else x.double()) @ exact.T
+            off = (kernels.multiply(packed, x, path, rounded) - right).abs()
+            assert (off <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
+        odd = vectors(1, columns)
+        odd[0, -1] = torch.nan
+        assert kernels.multiply(packed, odd, path, rounded=True).isnan().all()
 
 # A token through each kind of block, behind a few others, in caches that end where their numbers do.
 for case, dtype in itertools.product(("llama", "llama biases", "qwen3"), (torch.bfloat16, torch.float32)):

@@ -48,6 +48,8 @@ def amid(value: Tensor, filler: float) -> Tensor:
 
 def in_hostile_memory(W: PackedMatrix) -> PackedMatrix:
     """With ones, NaNs and far places before and behind its parts, and behind the last value."""
+    assert W.mask is not None
+    assert W.starts is not None
     whole = W.values.dtype == torch.int8
     values = W.values.clone()
     values[int(W.starts[-1]) :] = 99 if whole else torch.nan

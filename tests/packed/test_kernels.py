@@ -19,7 +19,7 @@ from niwaki.packed.matrix import pack
 from support.caches import CACHE
 from support.covering import covered
 from support.models import random_tokens, reference, sparse_model
-from support.sparse import on_grid, sparse, vectors
+from support.sparse import dense_of, in_whole_numbers, on_grid, sparse, vectors
 
 SOURCES = sorted((Path(niwaki.__file__).parents[1] / "native").glob("*.cpp"))
 EMULATED = [Instructions.AVX512BW, Instructions.AVX512, Instructions.AVX512_BF16]
@@ -72,6 +72,21 @@ def test_product_with_whole_numbers(
         x = vectors(batch, columns, dtype)
         y = kernels.multiply(pack(W, codes, scales, bits), x, path)
         assert ((y - x.double() @ exact.T).abs() <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
+
+
+@pytest.mark.parametrize("path", EMULATED)
+@pytest.mark.parametrize(("columns", "groups"), [(192, 1), (192, 3), (100, 1)])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_product_without_a_mask(path: Instructions, columns: int, groups: int, bits: int, rounded: bool) -> None:
+    W, codes, scales = on_grid(37, columns, groups, bits, zeros=0.1)
+    packed, exact = pack(W, codes, scales, bits, whole=True), dense_of(codes, scales)
+    assert torch.equal(kernels.expand(packed, path=path), W)
+    for batch in (1, 2, 3, 4, 5):
+        x = vectors(batch, columns)
+        y = kernels.multiply(packed, x, path, rounded)
+        expected = (in_whole_numbers(x) if rounded else x.double()) @ exact.T
+        assert ((y - expected).abs() <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

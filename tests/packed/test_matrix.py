@@ -51,6 +51,8 @@ def test_layout() -> None:
     """The format by hand: bits from the lowest, rows of whole words, values in order, -0.0 kept."""
     W = torch.tensor([[0.0, 1.0, 0.0, -0.0, 2.0, 0, 0, 0, 0, 3.0], [0] * 10, [0] * 9 + [4.0]])
     found = pack(W)
+    assert found.mask is not None
+    assert found.starts is not None
     assert found.mask.tolist() == [[0b00011010, 0b10, *[0] * 6], [0] * 8, [0, 0b10, *[0] * 6]]
     assert found.values[:5].tolist() == [1.0, 0.0, 2.0, 3.0, 4.0]
     assert found.values[1].signbit()
@@ -84,6 +86,8 @@ def test_comes_back_bit_for_bit(dtype: torch.dtype, columns: int, sparsity: floa
     assert same_bits(kernels._expanded(packed, 0, 9), W)
     assert same_bits(kernels._expanded(packed, 2, 7), W[2:7])
     again = unpacked(packed.mask, packed.values, columns, dtype)
+    assert again.starts is not None
+    assert packed.starts is not None
     assert torch.equal(again.starts, packed.starts)
 
 
@@ -106,6 +110,8 @@ def test_whole_numbers_come_back_bit_for_bit(columns: int, groups: int, bits: in
     assert torch.equal(kernels._expanded(packed, 0, 20), codes)
     assert torch.equal(kernels._expanded(packed, 3, 11), codes[3:11])
     again = unpacked(packed.mask, packed.values, columns, W.dtype, scales.bfloat16())
+    assert again.starts is not None
+    assert packed.starts is not None
     assert torch.equal(again.starts, packed.starts)
     assert again.scales is not None
     assert torch.equal(again.scales, scales)
@@ -123,6 +129,7 @@ def test_numbers_of_four_bits_lie_in_halves_of_bytes() -> None:
     packed = pack(codes.float(), codes, torch.ones(2, 1), 4)
     assert packed.values[:5].tolist() == [0xF1, 0x07, 0x08, 0x02, 0]
     assert packed.values.shape == (4 + 64,)
+    assert packed.starts is not None
     assert packed.starts.tolist() == [0, 3, 4]
 
 
@@ -284,6 +291,11 @@ class TestParts:
     def packed(self) -> PackedMatrix:
         return pack(sparse(5, 70, 0.5))
 
+    def mask(self) -> Tensor:
+        mask = self.packed().mask
+        assert mask is not None
+        return mask.clone()
+
     def refused(self, **changes: object) -> str:
         good = self.packed()
         parts = {
@@ -299,14 +311,14 @@ class TestParts:
         return str(caught.value)
 
     def test_a_bit_too_many(self) -> None:
-        mask = self.packed().mask.clone()
+        mask = self.mask()
         mask[0, 0] ^= 1
         assert "values" in self.refused(mask=mask)
 
     @pytest.mark.parametrize("column", [70, 71, 127])
     def test_a_bit_behind_the_last_column(self, column: int) -> None:
         good = self.packed()
-        mask = good.mask.clone()
+        mask = self.mask()
         mask[4, column // 8] |= 1 << column % 8
         values = torch.cat([good.values, good.values.new_zeros(1)])
         assert "after column 70" in self.refused(mask=mask, values=values)
@@ -428,6 +440,7 @@ class TestSparseLinear:
         layer.type(torch.float64).float()
         assert torch.allclose(layer(x), dense(x), atol=1e-5)
         layer.to_empty(device="cpu")
+        assert layer.mask is not None
         assert layer.mask.any()
         layer.to("meta")
         with pytest.raises(RuntimeError, match="packed weights on meta"):
@@ -435,6 +448,8 @@ class TestSparseLinear:
         with pytest.raises(RuntimeError, match="int64"):
             self.layers()[1](x.long())
         W = pack(*on_grid(64, 64, 1))
+        assert W.mask is not None
+        assert W.starts is not None
         assert W.scales is not None
         for broken in (
             dataclasses.replace(W, scales=W.scales.half()),

@@ -52,6 +52,18 @@ inline __m512i _mm512_cvtepu8_epi16(__m256i from) {
     return all;
 }
 
+inline __m512i _mm512_cvtepu8_epi32(__m128i from) {
+    __m512i all{};
+    for (int i = 0; i < 16; ++i) all.lane[2 * i] = from.lane[i];
+    return all;
+}
+
+inline __m512i _mm512_broadcast_i64x4(__m256i from) {
+    __m512i all;
+    for (int i = 0; i < 2; ++i) std::memcpy(all.lane + 16 * i, from.lane, sizeof from);
+    return all;
+}
+
 inline __m512i _mm512_slli_epi16(__m512i from, unsigned count) {
     for (auto& lane : from.lane) lane = static_cast<std::uint16_t>(lane << count);
     return from;
@@ -114,6 +126,39 @@ inline __m512i of_bytes(Function&& byte) {
 
 inline std::uint8_t byte_of(const __m512i& from, int i) {
     return static_cast<std::uint8_t>(from.lane[i / 2] >> i % 2 * 8);
+}
+
+inline __m512i _mm512_xor_si512(__m512i a, __m512i b) {
+    return of_bytes([&](int i) { return byte_of(a, i) ^ byte_of(b, i); });
+}
+
+// Four products of bytes, without a sign and with one, added to each number of 32 bits.
+inline __m512i _mm512_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
+    for (int i = 0; i < 16; ++i) {
+        std::int32_t sum;
+        std::memcpy(&sum, sums.lane + 2 * i, sizeof sum);
+        for (int j = 4 * i; j < 4 * i + 4; ++j) sum += byte_of(a, j) * static_cast<std::int8_t>(byte_of(b, j));
+        std::memcpy(sums.lane + 2 * i, &sum, sizeof sum);
+    }
+    return sums;
+}
+
+// The first number is the last argument.
+inline __m512i _mm512_set_epi64(std::int64_t h, std::int64_t g, std::int64_t f, std::int64_t e, std::int64_t d,
+                                std::int64_t c, std::int64_t b, std::int64_t a) {
+    const std::int64_t numbers[8] = {a, b, c, d, e, f, g, h};
+    __m512i all;
+    std::memcpy(&all, numbers, sizeof all);
+    return all;
+}
+
+inline __m512i _mm512_sllv_epi64(__m512i from, __m512i counts) {
+    std::uint64_t numbers[8], by[8];
+    std::memcpy(numbers, &from, sizeof numbers);
+    std::memcpy(by, &counts, sizeof by);
+    for (int i = 0; i < 8; ++i) numbers[i] = by[i] < 64 ? numbers[i] << by[i] : 0;
+    std::memcpy(&from, numbers, sizeof numbers);
+    return from;
 }
 
 inline __m512i _mm512_mask_expand_epi8(__m512i others, std::uint64_t mask, __m512i from) {
@@ -200,6 +245,16 @@ inline __m512i _mm512_slli_epi32(__m512i from, unsigned count) {
     return all;
 }
 
+inline __m512i _mm512_srli_epi32(__m512i from, unsigned count) {
+    for (int i = 0; i < 16; ++i) {
+        std::uint32_t value;
+        std::memcpy(&value, from.lane + 2 * i, sizeof value);
+        value >>= count;
+        std::memcpy(from.lane + 2 * i, &value, sizeof value);
+    }
+    return from;
+}
+
 inline __m512i _mm512_and_si512(__m512i a, __m512i b) {
     for (int i = 0; i < 32; ++i) a.lane[i] &= b.lane[i];
     return a;
@@ -214,6 +269,18 @@ inline __m512 _mm512_castsi512_ps(__m512i from) {
 inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
     for (int i = 0; i < 16; ++i) c.lane[i] = std::fma(a.lane[i], b.lane[i], c.lane[i]);
     return c;
+}
+
+inline __m512 _mm512_mul_ps(__m512 a, __m512 b) {
+    for (int i = 0; i < 16; ++i) a.lane[i] *= b.lane[i];
+    return a;
+}
+
+// By the lowest four bits of each number.
+inline __m512 _mm512_permutexvar_ps(__m512i at, __m512 table) {
+    __m512 all;
+    for (int i = 0; i < 16; ++i) all.lane[i] = table.lane[at.lane[2 * i] & 15];
+    return all;
 }
 
 inline __m512 _mm512_add_ps(__m512 a, __m512 b) {

@@ -43,7 +43,10 @@ def write_file(path: Path, tensors: dict[str, Raw]) -> None:
 
 def component_names(key: str, stored: dict[str, Any]) -> list[str]:
     """What a tensor consists of, in the order of its digest."""
-    return [f"{key}.mask", *[f"{key}.scales"] * bool(stored["groups"]), f"{key}.values"] if stored["packed"] else [key]
+    if not stored["packed"]:
+        return [key]
+    masks = [] if stored.get("whole") else [f"{key}.mask"]
+    return [*masks, *[f"{key}.scales"] * bool(stored["groups"]), f"{key}.values"]
 
 
 def decode(directory: Path) -> dict[str, Raw]:
@@ -65,10 +68,6 @@ def _dense(stored: dict[str, Any], parts: list[Raw]) -> Raw:
     if stored["transposed"]:
         rows, columns = columns, rows
     lines = math.prod(experts) * rows
-    assert parts[0][:2] == ("U8", (lines, math.ceil(columns / 64) * 8))
-    mask = np.frombuffer(parts[0][2], np.uint8).reshape(parts[0][1])
-    bits = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
-    assert not bits[:, columns:].any()
     kind = {"F32": "<u4", "F16": "<u2", "BF16": "<u2"}[dtype]
     assert bool(stored["bits"]) == bool(groups)
     assert parts[-1][0] == {0: dtype, 4: "U8", 8: "I8"}[stored["bits"]]
@@ -76,13 +75,23 @@ def _dense(stored: dict[str, Any], parts: list[Raw]) -> Raw:
     assert len(values) == stored["count"] + 64
     assert not values[-64:].any()
     values = values[:-64]
-    values = _from_halves(values, bits) if stored["bits"] == 4 else values
-    assert len(values) == bits.sum()
-    W = np.zeros((lines, columns), values.dtype)
-    W[bits[:, :columns]] = values
+    if stored.get("whole"):
+        W = _all_numbers(values.reshape(lines, -1), stored["bits"])
+        assert W.shape == (lines, math.ceil(columns / 64) * 64)
+        assert not W[:, columns:].any()
+        W = W[:, :columns]
+    else:
+        assert parts[0][:2] == ("U8", (lines, math.ceil(columns / 64) * 8))
+        mask = np.frombuffer(parts[0][2], np.uint8).reshape(parts[0][1])
+        bits = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
+        assert not bits[:, columns:].any()
+        values = _from_halves(values, bits) if stored["bits"] == 4 else values
+        assert len(values) == bits.sum()
+        W = np.zeros((lines, columns), values.dtype)
+        W[bits[:, :columns]] = values
     if groups:
-        assert parts[1][:2] == (dtype, (lines, groups))
-        scales = np.frombuffer(parts[1][2], "<f2" if dtype == "F16" else kind)
+        assert parts[-2][:2] == (dtype, (lines, groups))
+        scales = np.frombuffer(parts[-2][2], "<f2" if dtype == "F16" else kind)
         if dtype == "BF16":
             scales = (scales.astype("<u4") << 16).view("<f4")
         scales = scales.view("<f4") if dtype == "F32" else scales.astype("<f4")
@@ -90,6 +99,15 @@ def _dense(stored: dict[str, Any], parts: list[Raw]) -> Raw:
             W = _rounded(W.astype("<f4") * scales.reshape(lines, groups).repeat(columns // groups, axis=1), dtype)
     W = W.reshape(*experts, rows, columns)
     return dtype, shape, (W.swapaxes(-1, -2) if stored["transposed"] else W).tobytes()
+
+
+def _all_numbers(values: np.ndarray, bits: int) -> np.ndarray:
+    """The numbers of rows without a mask: of 4 bits byte i of 32 has columns i and i + 32 of 64."""
+    if bits == 8:
+        return values
+    words = values.reshape(len(values), -1, 32)
+    halves = np.concatenate([words & 15, words >> 4], axis=2).reshape(len(values), -1).astype("i1")
+    return np.where(halves > 7, halves - 16, halves)
 
 
 def _from_halves(values: np.ndarray, bits: np.ndarray) -> np.ndarray:

@@ -39,6 +39,7 @@ class _Block(ctypes.Structure):
     _fields_ = [
         ("path", ctypes.c_int),
         ("half", ctypes.c_int),
+        ("rounds", ctypes.c_int),
         *((name, ctypes.c_int64) for name in ("width", "heads", "pairs", "size", "inner")),
         ("scaling", ctypes.c_float),
         *((name, _Norm) for name in ("before_attention", "before_mlp", "queries", "keys")),
@@ -170,12 +171,12 @@ def prepare(modules: dict[str, Any], pointers: list[int], tensors: list[Tensor])
         or pairs == 0
         or heads % pairs
         or any(t.dtype != dtype or t.device.type != "cpu" or not t.is_contiguous() for t in small)
-        or any(modules[name].mask.device.type != "cpu" for name in shapes)
+        or any(modules[name].values.device.type != "cpu" for name in shapes)
     ):
         return None
     numbers = (width, heads, pairs, size, inner, modules["self_attn"].scaling)
     parts = [*(_norm(modules.get(name)) for name in norms), *(_linear(modules[name]) for name in shapes)]
-    native = _Block(kernels.best_path(), dtype == torch.bfloat16, *numbers, *parts)
+    native = _Block(kernels.best_path(), dtype == torch.bfloat16, kernels.rounds(dtype), *numbers, *parts)
     return Prepared(native, dtype, pointers, tensors)
 
 

@@ -20,14 +20,14 @@ from niwaki.checkpoints.reading import INDEX_NAME, PACKED_INDEX, Checkpoint, sha
 from niwaki.checkpoints.tensors import DTYPES, Entry, raw_bytes, read_header, read_json, read_tensor
 from niwaki.errors import CheckpointError, shown
 from niwaki.packed.kernels import expand
-from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, stride, unpacked
+from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, size_of_whole, stride, unpacked
 
 INDEX = PACKED_INDEX
-#: The second version is for models without two factors, the third for those whose factors are on no grid: readers of
-#: these versions can read them.
-FORMAT, VERSIONS = "niwaki-packed", (2, 3, 4)
+#: The second version is for models without two factors, the third for those whose factors are on no grid, the fourth
+#: for those all of whose matrices have masks: readers of these versions can read them.
+FORMAT, VERSIONS = "niwaki-packed", (2, 3, 4, 5)
 #: The first version that has them.
-_SINCE = {"inner": 3, "count_right": 3, "groups_right": 4}
+_SINCE = {"inner": 3, "count_right": 3, "groups_right": 4, "whole": 5}
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
@@ -39,7 +39,7 @@ class PackedTensor:
     file: str
     dtype: str
     shape: tuple[Number, ...]
-    packed: bool  # as a mask and values, or else as it is
+    packed: bool  # as a mask and values, or all of its whole numbers, or else as it is
     transposed: bool  # packed rows run along its last dimension but one, and not the last
     count: Number  # of values, if it is packed; with 4 bits, of their bytes
     bits: Number  # of its values, if these are whole numbers with scales: 4 or 8, or else 0
@@ -48,6 +48,7 @@ class PackedTensor:
     inner: Number = 0  # the columns of the left one of the two factors whose product it is; 0 if it is no product
     count_right: Number = 0  # of values of the right one; ``count`` then are those of the left one
     groups_right: Number = 0  # scales for each row of the right one, if values of both are whole numbers
+    whole: bool = False  # all of its whole numbers are stored, without a mask
 
     def components(self, key: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """(dtype, shape) of the tensors that it is stored as, by their keys in the file, in the order of its digest."""
@@ -64,7 +65,7 @@ class PackedTensor:
         self, key: str, rows: int, columns: int, count: int, groups: int
     ) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The same of one matrix with so many values, and scales for each row."""
-        mask = {f"{key}.mask": ("U8", (rows, stride(columns)))}
+        mask = {} if self.whole else {f"{key}.mask": ("U8", (rows, stride(columns)))}
         values = {0: self.dtype, 4: "U8", 8: "I8"}[self.bits]
         scales = {f"{key}.scales": (self.dtype, (rows, groups))} if self.bits else {}
         return mask | scales | {f"{key}.values": (values, (count + PADDING,))}
@@ -91,13 +92,19 @@ class PackedTensor:
         if (self.inner > 0 and not self.packed) or (self.count_right + self.groups_right > 0 and not self.inner):
             raise ValueError("what has no two factors cannot have inner columns, or values or scales of a right one")
         if not self.packed:
+            if self.whole:
+                raise ValueError("what is not packed cannot be whole numbers without a mask")
             return
         if DTYPES[self.dtype] not in PACKABLE or len(self.shape) < 2 or 0 in self.shape:
             raise ValueError(f"{self.dtype} {self.shape} cannot be packed")
         if self.inner and (len(self.shape) != 2 or self.bits not in (0, 8)):
             raise ValueError(f"{self.dtype} {self.shape} with {self.bits} bits is not a product of two factors here")
-        columns = self.untransposed[-1]
+        *outer, columns = self.untransposed
         right = [(columns, self.groups_right)] if self.inner else []
+        if self.whole and (self.inner or not self.bits):
+            raise ValueError("only one matrix of whole numbers can have no mask")
+        if self.whole and self.count != size_of_whole(math.prod(outer), columns, self.bits):
+            raise ValueError(f"{self.count} is not the number of bytes of {self.shape} in {self.bits} bits")
         for width, groups in [(self.inner or columns, self.groups), *right]:
             if self.bits not in (0, 4, 8) or (self.bits > 0) != (groups > 0):
                 raise ValueError(f"values of {self.bits} bits cannot have {groups} scales for a row")
@@ -271,7 +278,8 @@ class PackedCheckpoint(Checkpoint):
     def _sparse(self, key: str, tensors: list[Tensor], columns: int) -> PackedMatrix:
         """A matrix of so many ``columns`` from its ``tensors``."""
         stored = self.index.tensors[key]
-        mask, *scales, values = tensors
+        mask = None if stored.whole else tensors[0]
+        *scales, values = tensors if stored.whole else tensors[1:]
         try:
             W = unpacked(mask, values, columns, DTYPES[stored.dtype], *scales)
             # All else is finite. What the largest scale cannot make infinite need not be looked at.

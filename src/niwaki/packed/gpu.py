@@ -39,7 +39,9 @@ def multiply(W: PackedMatrix, x: Tensor) -> Tensor:
     assert vectors > 0
     assert x.shape == (vectors, columns)
     assert {W.dtype, x.dtype} <= _DTYPES.keys()
-    assert W.values.dtype != torch.uint8  # models have values of 8 bits on a GPU instead
+    # Models have masks, and values of 8 bits, on a GPU instead.
+    assert W.mask is not None
+    assert W.values.dtype != torch.uint8
     y = torch.empty(vectors, rows, dtype=x.dtype, device=x.device)
     words = W.mask.shape[1] // 4
     tensors = (W.mask.view(torch.uint32), W.values, W.starts, W.scales, x.contiguous(), y)

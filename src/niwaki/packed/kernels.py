@@ -4,13 +4,15 @@ import ctypes
 import functools
 import importlib.machinery
 import importlib.util
+import os
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from niwaki.packed.matrix import DTYPES, PackedMatrix, in_bytes
+from niwaki.errors import UsageError, shown
+from niwaki.packed.matrix import DTYPES, PackedMatrix, all_numbers, groups_fit, in_bytes, size_of_whole, stride
 
 #: Weights that are unpacked at a time where products cannot read a matrix as it is: a tile stays in the cache.
 TILE = 1 << 20
@@ -66,7 +68,7 @@ def open_library(path: str) -> ctypes.CDLL:
     native = ctypes.CDLL(path)
     pointer, size, int_ = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     native.niwaki_best_path.restype = int_
-    native.niwaki_multiply.argtypes = [int_, pointer, pointer, int_, size, pointer, int_]
+    native.niwaki_multiply.argtypes = [int_, pointer, pointer, int_, int_, size, pointer, int_]
     native.niwaki_expand.argtypes = [int_, pointer, size, size, size, pointer, int_]
     native.niwaki_block_begin.argtypes = [pointer, pointer, pointer, pointer, size, pointer, pointer, pointer, int_]
     native.niwaki_block_end.argtypes = [pointer, pointer, pointer, pointer, pointer, int_]
@@ -76,27 +78,58 @@ def open_library(path: str) -> ctypes.CDLL:
     return native
 
 
+@functools.cache
+def asked_path() -> Path:
+    """The best one that the environment allows; UsageError where it names none."""
+    paths = {path.name.lower(): path for path in Path}
+    name = os.environ.get("NIWAKI_KERNELS", "")
+    if name and name not in paths:
+        raise UsageError(
+            f"the environment variable NIWAKI_KERNELS is {shown(name)}, and not one of {', '.join(paths)}; unset it "
+            "for the best that this machine has"
+        )
+    return paths[name] if name else max(Path)
+
+
+@functools.cache
+def asked_to_be_exact() -> bool:
+    """Whether the environment wants no vectors rounded to whole numbers; UsageError where that is not clear."""
+    value = os.environ.get("NIWAKI_EXACT", "")
+    if value not in ("", "0", "1"):
+        raise UsageError(f"the environment variable NIWAKI_EXACT is {shown(value)}, and not 0 or 1; unset it for 0")
+    return value == "1"
+
+
 def best_path() -> Path | None:
-    """What the native library uses on this machine; None without a library."""
-    native = library()
-    return None if native is None else Path(native.niwaki_best_path())
+    """What the native library uses on this machine, see :func:`asked_path`; None without a library."""
+    native, most = library(), asked_path()
+    return None if native is None else min(most, Path(native.niwaki_best_path()))
+
+
+def rounds(dtype: torch.dtype) -> bool:
+    """Whether vectors of this dtype are rounded to whole numbers for products with matrices of these without a mask.
+
+    With vector instructions that is faster. Who computes in float32 wants its digits.
+    """
+    return dtype != torch.float32 and (best_path() or Path.PORTABLE) >= Path.AVX2 and not asked_to_be_exact()
 
 
 def describe() -> str:
     """Which kernels are used, in words."""
     if (path := best_path()) is not None:
-        return f"native, {_NAMES[path]}"
+        return f"native, {_NAMES[path]}" + (", exact" if asked_to_be_exact() else "")
     return (
         "pure torch, because the native kernels are not built: products with packed weights are slower than with "
         "dense ones; install a C++ compiler (Debian: apt install g++) and install niwaki again"
     )
 
 
-def multiply(W: PackedMatrix, x: Tensor, path: Path = Path.AVX512_BF16) -> Tensor:
+def multiply(W: PackedMatrix, x: Tensor, path: Path | None = None, rounded: bool | None = None) -> Tensor:
     """(n, rows) float32: x W^T for x (n, columns) of any float dtype, added up in float32; all on the CPU.
 
-    Reads W as it is, by the instructions of ``path`` or the best ones below that this machine has. RuntimeError where
-    there is no native library, or a tensor has another device, dtype or shape.
+    Reads W as it is, by the instructions of ``path``, if this machine has them, or the best ones. If W has no mask, x
+    is ``rounded`` to whole numbers, 64 at a time, or not; see :func:`rounds`. RuntimeError where there is no native
+    library, or a tensor has another device, dtype or shape.
     """
     native = library()
     if native is None:
@@ -107,22 +140,23 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path = Path.AVX512_BF16) -> Tenso
         raise RuntimeError(
             f"a packed matrix with {columns} columns cannot be multiplied with {x.dtype} {tuple(x.shape)} on {x.device}"
         )
-    stride = W.mask.shape[1]
     wide = x.detach().to(torch.float32).contiguous()
-    if columns != 8 * stride:
-        wide = torch.nn.functional.pad(wide, (0, 8 * stride - columns))
+    if columns != 8 * stride(columns):
+        wide = torch.nn.functional.pad(wide, (0, 8 * stride(columns) - columns))
     y = torch.empty(len(x), rows)
-    vectors = (wide.data_ptr(), x.dtype == torch.bfloat16, len(x), y.data_ptr())
+    rounded = rounds(x.dtype) if rounded is None else rounded
+    vectors = (wide.data_ptr(), x.dtype == torch.bfloat16, rounded, len(x), y.data_ptr())
+    path = (best_path() or Path.PORTABLE) if path is None else path
     native.niwaki_multiply(path, ctypes.byref(matrix), *vectors, torch.get_num_threads())
     return y
 
 
-def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path = Path.AVX512_BF16) -> Tensor:
+def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path | None = None) -> Tensor:
     """(last - first, columns): rows of W as they were, bit for bit, on its device; RuntimeError without such rows."""
     last = W.shape[0] if last is None else last
     if not 0 <= first <= last <= W.shape[0]:
         raise RuntimeError(f"a packed matrix with {W.shape[0]} rows has no rows {first} to {last}")
-    native = library() if W.mask.device.type == "cpu" else None
+    native = library() if W.values.device.type == "cpu" else None
     if native is None:
         raw = _expanded(W, first, last)
         if W.scales is not None:
@@ -130,6 +164,7 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
             raw = (raw.to(torch.float32).unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)).flatten(1)
     else:
         raw = torch.empty(last - first, W.columns, dtype=torch.float32 if W.scales is not None else W.values.dtype)
+        path = (best_path() or Path.PORTABLE) if path is None else path
         matrix = native_matrix(W)
         native.niwaki_expand(
             path, ctypes.byref(matrix), W.columns, first, last, raw.data_ptr(), torch.get_num_threads()
@@ -147,9 +182,21 @@ def native_matrix(W: PackedMatrix) -> NativeMatrix:
             raise RuntimeError(
                 f"a packed matrix has its {name} in {tensor.dtype} on {tensor.device}; load the model again"
             )
-    pointers = (W.mask.data_ptr(), W.values.data_ptr(), W.starts.data_ptr())
+    if (W.mask is None) != (W.starts is None) or not _fits(W):
+        raise RuntimeError("the parts of a packed matrix do not fit each other; load the model again")
+    mask, starts = (None if part is None else part.data_ptr() for part in (W.mask, W.starts))
+    pointers = (mask, W.values.data_ptr(), starts)
     scales, groups = (None, 1) if W.scales is None else (W.scales.data_ptr(), W.scales.shape[1])
-    return NativeMatrix(_DTYPES[W.values.dtype], W.shape[0], W.mask.shape[1], *pointers, scales, groups)
+    return NativeMatrix(_DTYPES[W.values.dtype], W.shape[0], stride(W.columns), *pointers, scales, groups)
+
+
+def _fits(W: PackedMatrix) -> bool:
+    """Whether a matrix has the mask or, without one, the numbers and scales that its columns need."""
+    if W.mask is not None:
+        return W.mask.shape[1] == stride(W.columns)
+    bits = 4 if W.values.dtype == torch.uint8 else 8
+    fit = W.scales is not None and groups_fit(W.columns, W.scales.shape[1])
+    return fit and W.count == size_of_whole(*W.shape, bits)
 
 
 def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:
@@ -165,6 +212,9 @@ def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:
 
 def _expanded(W: PackedMatrix, first: int, last: int) -> Tensor:
     """As the native library does it, by operations that all devices have; without scales."""
+    if W.mask is None:
+        return all_numbers(W, first, last)
+    assert W.starts is not None
     shifts = torch.arange(8, dtype=torch.uint8, device=W.mask.device)
     bits = (W.mask[first:last].unsqueeze(2) >> shifts) & 1
     nonzero = bits.flatten(1)[:, : W.columns].bool()

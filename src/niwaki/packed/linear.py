@@ -27,11 +27,11 @@ class SparseLinear(nn.Module):
     and so has ``weight``, in the model's ``dtype``.
     """
 
-    mask: Tensor
+    mask: Tensor | None
     values: Tensor
-    starts: Tensor
+    starts: Tensor | None
     scales: Tensor | None
-    right_mask: Tensor | None
+    right_values: Tensor | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -65,14 +65,14 @@ class SparseLinear(nn.Module):
     @property
     def is_product(self) -> bool:
         """Whether W is a product of two factors."""
-        return self.right_mask is not None
+        return self.right_values is not None
 
     @property
     def right(self) -> PackedMatrix | None:
         """The right factor, if W is a product."""
         buffers = cast("dict[str, Any]", self._buffers)
         found = {name: buffers[f"right_{name}"] for name in COMPONENTS}
-        if found["mask"] is None:
+        if found["values"] is None:
             return None
         return PackedMatrix(**found, columns=self.in_features, dtype=self._dtype)
 
@@ -91,7 +91,7 @@ class SparseLinear(nn.Module):
         # A change of dtype is for what is computed with: packed values only move to another device.
         buffers = cast("dict[str, Any]", self._buffers)
         before = {name: value for name, value in buffers.items() if value is not None}
-        self._dense_dtype = fn(torch.empty(0, dtype=self._dense_dtype, device=self.mask.device)).dtype
+        self._dense_dtype = fn(torch.empty(0, dtype=self._dense_dtype, device=self.values.device)).dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in before.items():
             setattr(self, name, value.to(getattr(self, name).device))
@@ -121,9 +121,9 @@ class SparseLinear(nn.Module):
         if torch._C._get_tracing_state() is not None:
             raise RuntimeError("layers with packed weights cannot be traced; unpack the model for that")
         kind = x.device.type
-        if not x.is_floating_point() or self.mask.device.type != kind:
+        if not x.is_floating_point() or self.values.device.type != kind:
             raise RuntimeError(
-                f"packed weights on {self.mask.device} cannot be multiplied with {x.dtype} on {x.device}"
+                f"packed weights on {self.values.device} cannot be multiplied with {x.dtype} on {x.device}"
             )
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
@@ -135,7 +135,7 @@ class SparseLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        kept = int(self.starts[-1]) + (0 if (right := self.right) is None else int(right.starts[-1]))
+        kept = self.packed.kept + (0 if (right := self.right) is None else right.kept)
         sparsity = 1 - kept / (self.out_features * self.in_features)
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
@@ -149,7 +149,7 @@ def _multiply(W: PackedMatrix, x: Tensor, device: str) -> Tensor:
     direct = 0 < len(x) <= DIRECT.get(device, 0) and not derived and torch.float64 not in (W.dtype, x.dtype)
     if direct and device == "cpu" and kernels.library() is not None:
         return kernels.multiply(W, x).to(x.dtype)
-    if direct and device == "cuda" and _has_triton():
+    if direct and device == "cuda" and W.mask is not None and _has_triton():
         from niwaki.packed import gpu
 
         return gpu.multiply(W, x)

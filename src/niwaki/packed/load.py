@@ -97,7 +97,7 @@ def in_large_pages(W: PackedMatrix) -> PackedMatrix:
 
     Small tensors stay where they are, and so does everything on systems other than Linux.
     """
-    return replace(W, mask=_moved(W.mask), values=_moved(W.values))
+    return replace(W, mask=None if W.mask is None else _moved(W.mask), values=_moved(W.values))
 
 
 def _moved(value: Tensor) -> Tensor:

@@ -1,15 +1,17 @@
-"""A matrix as a bit mask and its values that are not zero, in the order of rows."""
+"""A matrix as a bit mask and its values that are not zero, in the order of rows; or all of its whole numbers."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-WORD = 64  # columns whose bits are one word of the mask
+WORD = 64  # columns whose bits are one word of the mask; rows are filled up to whole ones
 PADDING = 64  # zeros after the last value, so that whole registers can be read anywhere
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that a matrix can have
 COMPONENTS = ("mask", "values", "starts", "scales")  # the tensors that a packed matrix consists of
@@ -21,29 +23,44 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class PackedMatrix:
     """W (rows, columns) without its zeros.
 
-    A zero is +0.0, all bits of which are 0; everything else is a value, so that W comes back bit for bit.
+    A zero is +0.0, all bits of which are 0; everything else is a value, so that W comes back bit for bit. Of whole
+    numbers few of which are 0 all are there instead, without a mask: the matrix is whole then.
 
     Attributes:
         mask: (rows, stride) uint8: bit j % 8, counted from the lowest, of byte j / 8 says whether column j has a value.
-            Rows are whole words of 64 columns; bits after the last column are 0.
+            Rows are whole words of 64 columns; bits after the last column are 0. None: every column has one.
         values: (count + PADDING,) row by row, then zeros; of W's dtype, or with ``scales`` int8, or uint8 with two
             numbers of 4 bits in each, the first one in the lower half; those of a word of the mask begin with a byte.
+            Without a mask rows are whole words too, filled up with 0, and of 4 bits byte i of the 32 of a word has its
+            column i in the lower half and column i + 32 in the other one.
         dtype: That of W.
-        starts: (rows + 1,) int64: where each row's values begin, and where the last one's end.
+        starts: (rows + 1,) int64: where each row's values begin, and where the last one's end. None without a mask.
         scales: (rows, groups) float32: W is a whole number times that of its row and group of columns, rounded to
             ``dtype``.
     """
 
-    mask: Tensor
+    mask: Tensor | None
     values: Tensor
     columns: int
     dtype: torch.dtype
-    starts: Tensor
+    starts: Tensor | None
     scales: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.mask.shape[0], self.columns
+        rows = self.scales if self.mask is None else self.mask
+        assert rows is not None
+        return len(rows), self.columns
+
+    @property
+    def count(self) -> int:
+        """Of values, or of their bytes, where two share one."""
+        return len(self.values) - PADDING
+
+    @property
+    def kept(self) -> int:
+        """The weights that are stored."""
+        return math.prod(self.shape) if self.mask is None else int(_counts(self.mask.cpu()).sum())
 
     @property
     def components(self) -> dict[str, Tensor]:
@@ -54,60 +71,131 @@ class PackedMatrix:
         return sum(value.nbytes for value in self.components.values())
 
     def to(self, device: torch.device) -> PackedMatrix:
-        moved = {name: value.to(device) for name, value in self.components.items()}
-        return PackedMatrix(columns=self.columns, dtype=self.dtype, **moved)
+        moved: dict[str, Any] = {name: value.to(device) for name, value in self.components.items()}
+        return replace(self, **moved)
 
 
-def pack(W: Tensor, codes: Tensor | None = None, scales: Tensor | None = None, bits: int = 8) -> PackedMatrix:
+def pack(
+    W: Tensor, codes: Tensor | None = None, scales: Tensor | None = None, bits: int = 8, whole: bool | None = None
+) -> PackedMatrix:
     """``W`` (rows, columns), a float tensor on the CPU, packed.
 
     ``codes`` int8, 0 only where W is 0, and ``scales`` replace its values; they have to give W to the bit. Of 4
-    ``bits`` they are from -8 to 7.
+    ``bits`` they are from -8 to 7. ``whole`` says whether all of them are kept, without a mask; None: if that takes
+    fewer bytes.
     """
-    rows, columns = W.shape
     nonzero = W.contiguous().view(_BITS[W.dtype.itemsize]) != 0
+    if codes is None:
+        return _masked(nonzero, W, W.dtype)
+    masked = _masked(nonzero, codes, W.dtype, scales, bits)
+    assert masked.mask is not None
+    if whole is None:
+        whole = size_of_whole(*masked.shape, bits) < masked.mask.nbytes + masked.count
+    return _whole(codes, W.dtype, scales, bits) if whole else masked
+
+
+def _whole(codes: Tensor, dtype: torch.dtype, scales: Tensor | None, bits: int) -> PackedMatrix:
+    """A matrix with all of the ``codes``."""
+    columns = codes.shape[1]
+    values = functional.pad(codes, (0, -columns % WORD))
+    if bits == 4:
+        lower, upper = (values.view(torch.uint8) & 15).unflatten(1, (-1, 2, WORD // 2)).unbind(2)
+        values = lower | upper << 4
+    return PackedMatrix(None, functional.pad(values.flatten(), (0, PADDING)), columns, dtype, None, scales)
+
+
+def _masked(
+    nonzero: Tensor, values: Tensor, dtype: torch.dtype, scales: Tensor | None = None, bits: int = 8
+) -> PackedMatrix:
+    """A matrix with those of the ``values`` (rows, columns) that are ``nonzero``."""
+    rows, columns = nonzero.shape
     wide = torch.zeros(rows, stride(columns) * 8, dtype=torch.bool)
     wide[:, :columns] = nonzero
     mask = torch.from_numpy(np.packbits(wide.numpy(), axis=1, bitorder="little"))
-    values = (W if codes is None else codes)[nonzero]
+    values = values[nonzero]
     if bits == 4:
         halves = torch.zeros(2 * int(_starts(mask, 4)[-1]), dtype=torch.uint8)
         halves[_places_of_halves(mask)] = values.view(torch.uint8) & 15
         values = halves[::2] | halves[1::2] << 4
     values = torch.cat([values, torch.zeros(PADDING, dtype=values.dtype)])
-    return PackedMatrix(mask, values, columns, W.dtype, _starts(mask, bits if codes is not None else 8), scales)
+    return PackedMatrix(mask, values, columns, dtype, _starts(mask, bits), scales)
 
 
 def unpacked(
-    mask: Tensor, values: Tensor, columns: int, dtype: torch.dtype, scales: Tensor | None = None
+    mask: Tensor | None, values: Tensor, columns: int, dtype: torch.dtype, scales: Tensor | None = None
 ) -> PackedMatrix:
     """What :func:`pack` made, from tensors of a file whose dtypes and dimensions agree with its index.
 
     ``scales`` may have another float dtype. ValueError where their contents do not go together: kernels rely on what is
     checked here.
     """
+    if scales is not None and not bool((scales > 0).all()):
+        raise ValueError("a scale is not above 0")
+    wide = None if scales is None else scales.float()
+    if mask is None:
+        return _checked_whole(PackedMatrix(None, values, columns, dtype, None, wide))
     starts = _starts(mask, 4 if values.dtype == torch.uint8 else 8)
     if len(values) != int(starts[-1]) + PADDING or bool(values[-PADDING:].any()):
         raise ValueError(f"a mask of {int(starts[-1]):,} ones needs as many values and {PADDING} zeros")
     last = np.unpackbits(mask[:, -WORD // 8 :].numpy(), axis=1, bitorder="little")
     if columns % WORD and last[:, columns % WORD :].any():
         raise ValueError(f"a mask has ones after column {columns}")
-    if scales is not None and not bool((scales > 0).all()):
-        raise ValueError("a scale is not above 0")
-    return PackedMatrix(mask, values, columns, dtype, starts, None if scales is None else scales.float())
+    return PackedMatrix(mask, values, columns, dtype, starts, wide)
+
+
+def _checked_whole(W: PackedMatrix) -> PackedMatrix:
+    """``W``, which has no mask; ValueError where it is not valid."""
+    if W.scales is None or W.values.dtype not in (torch.int8, torch.uint8):
+        raise ValueError("what has no mask needs whole numbers and scales")
+    count = size_of_whole(*W.shape, 8 if W.values.dtype == torch.int8 else 4)
+    if W.count != count or bool(W.values[count:].any()):
+        raise ValueError(f"a matrix without a mask needs {count:,} bytes of numbers and {PADDING} zeros")
+    last = _numbers(_rows(W)[:, -WORD * W.count // (W.shape[0] * 8 * stride(W.columns)) :])
+    if W.columns % WORD and last[:, W.columns % WORD :].any():
+        raise ValueError(f"a matrix has numbers after column {W.columns}")
+    return W
+
+
+def all_numbers(W: PackedMatrix, first: int = 0, last: int | None = None) -> Tensor:
+    """Those of rows ``first`` to ``last`` of a matrix without a mask, (last - first, columns) int8."""
+    return _numbers(_rows(W)[first:last])[:, : W.columns]
+
+
+def _rows(W: PackedMatrix) -> Tensor:
+    """The values of a matrix without a mask, a row of them for each row."""
+    return W.values[: W.count].view(W.shape[0], -1)
+
+
+def _numbers(values: Tensor) -> Tensor:
+    """Rows of whole words as int8."""
+    if values.dtype == torch.int8:
+        return values
+    return _signed(
+        torch.stack([values & 15, values >> 4], dim=1).unflatten(2, (-1, WORD // 2)).transpose(1, 2).flatten(1)
+    )
+
+
+def _signed(halves: Tensor) -> Tensor:
+    """From 0 to 15 as -8 to 7."""
+    found = halves.to(torch.int8)
+    return torch.where(found > 7, found - 16, found)
 
 
 def in_bytes(W: PackedMatrix, first: int = 0, last: int | None = None) -> Tensor:
     """The values of rows ``first`` to ``last`` of a matrix with 4 bits as int8, without zeros behind them."""
     last = W.shape[0] if last is None else last
+    assert W.mask is not None
+    assert W.starts is not None
     values = W.values[int(W.starts[first]) : int(W.starts[last])]
     halves = torch.stack([values & 15, values >> 4], dim=1).flatten()
-    found = halves[_places_of_halves(W.mask[first:last].cpu()).to(halves.device)].to(torch.int8)
-    return torch.where(found > 7, found - 16, found)
+    return _signed(halves[_places_of_halves(W.mask[first:last].cpu()).to(halves.device)])
 
 
 def with_bytes(W: PackedMatrix) -> PackedMatrix:
-    """``W`` on the CPU; if its values have 4 bits, with the same ones in 8, for kernels that read no others."""
+    """``W`` on the CPU with a mask, and no fewer than 8 bits for a value, for kernels that read nothing else."""
+    if W.mask is None:
+        numbers = all_numbers(W)
+        return _masked(numbers != 0, numbers, W.dtype, W.scales)
     if W.values.dtype != torch.uint8:
         return W
     values = torch.cat([in_bytes(W), torch.zeros(PADDING, dtype=torch.int8)])
@@ -117,6 +205,11 @@ def with_bytes(W: PackedMatrix) -> PackedMatrix:
 def stride(columns: int) -> int:
     """Bytes of mask for a row."""
     return math.ceil(columns / WORD) * (WORD // 8)
+
+
+def size_of_whole(rows: int, columns: int, bits: int) -> int:
+    """Bytes of the numbers of a matrix without a mask."""
+    return rows * stride(columns) * bits
 
 
 def groups_fit(columns: int, groups: int) -> bool:

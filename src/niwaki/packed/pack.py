@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ class Sizes:
                 sizes.matrices += entry.size
                 sizes.packed += size
                 named = zip(stored.components(key), tensors, strict=True)
-                values = [tensor for name, tensor in named if name.endswith(".values")]
+                values = [tensor for name, tensor in named if name.endswith(".values") and not stored.bits]
                 sizes.negative_zeros += sum(int((each[:-PADDING] == 0).sum()) for each in values)
         return sizes
 
@@ -83,8 +84,9 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
     """Writes the pruned ``model``, a directory or hub id, without its zeros to ``out``, a new or empty directory.
 
     Each matrix that gets smaller becomes a mask and its values, which are whole numbers of 4 or 8 bits with scales if
-    ``prune(..., quantize=...)`` put it on a grid. All else stays. Every file is rebuilt in memory and compared. It is
-    the same as :func:`niwaki.export` with ``format="packed"``, and says by how much the model got smaller.
+    ``prune(..., quantize=...)`` put it on a grid; if hardly any of these are 0, all of them, without a mask. All else
+    stays. Every file is rebuilt in memory and compared. It is the same as :func:`niwaki.export` with
+    ``format="packed"``, and says by how much the model got smaller.
 
     Raises:
         UsageError: no matrix would be smaller, or the model is packed.
@@ -208,11 +210,13 @@ class Packed(Form):
         transposed, bits = bool(W) and matrices[0].is_stored_transposed, 0
         if W and W[0].scales is not None:
             bits = 4 if W[0].values.dtype == torch.uint8 else 8
-        counts = [int(each.starts[-1]) for each in W] or [0]
+        counts = [each.count for each in W] or [0]
         groups = [0 if each.scales is None else each.scales.shape[1] for each in W] or [0]
         digest, inner = sha256(map(raw_bytes, tensors)), W[0].columns if len(W) > 1 else 0
         given = (file, entry.dtype, entry.shape, bool(W), transposed, counts[0], bits, groups[0], digest, inner)
-        self._tensors[key] = stored = PackedTensor(*given, *counts[1:], *groups[1:])
+        right: dict[str, Any] = {} if len(W) < 2 else {"count_right": counts[1], "groups_right": groups[1]}
+        whole = any(each.mask is None for each in W)
+        self._tensors[key] = stored = PackedTensor(*given, **right, whole=whole)
         named = dict(zip(stored.components(key), tensors, strict=True))
         if taken := sorted(self._names & named.keys()):
             raise UnsupportedModelError(
@@ -234,7 +238,7 @@ class Packed(Form):
             raise CheckpointError(f"{self._path}: {key!r} is not the product of its factors any more; prune it again")
         if self._grid is None:
             return _if_smaller((pack_matrix(left), pack_matrix(right)), value)
-        packed = [self._on_grid(factor, each) for factor, each in zip((left, right), scales, strict=True)]
+        packed = [self._on_grid(factor, each, whole=False) for factor, each in zip((left, right), scales, strict=True)]
         if not all(packed):
             raise CheckpointError(f"{self._path}: {key!r} has factors that are not on {self._grid}; prune it again")
         return _if_smaller(tuple(filter(None, packed)), value)
@@ -256,8 +260,8 @@ class Packed(Form):
         scales = torch.cat([read_scales(self.checkpoint, matrix, grid) for matrix in matrices])
         return self._on_grid(W, scales)
 
-    def _on_grid(self, W: Tensor, scales: Tensor) -> PackedMatrix | None:
-        """The same with these ``scales``."""
+    def _on_grid(self, W: Tensor, scales: Tensor, whole: bool | None = None) -> PackedMatrix | None:
+        """The same with these ``scales``; ``whole`` as in :func:`niwaki.packed.matrix.pack`."""
         grid, scales = self._grid, scales.float()
         if grid is None or len(scales) != len(W) or not groups_fit(W.shape[1], scales.shape[1]):
             return None
@@ -265,7 +269,7 @@ class Packed(Form):
         values = grid.values(codes.float(), scales, W.dtype).to(W.dtype)
         if bytes(raw_bytes(values)) != bytes(raw_bytes(W)):
             return None
-        return pack_matrix(W, codes, scales, bits=4 if grid.bits <= 4 else 8)
+        return pack_matrix(W, codes, scales, bits=4 if grid.bits <= 4 else 8, whole=whole)
 
 
 def _if_smaller(packed: tuple[PackedMatrix, ...], value: Tensor) -> tuple[PackedMatrix, ...]:
@@ -275,8 +279,9 @@ def _if_smaller(packed: tuple[PackedMatrix, ...], value: Tensor) -> tuple[Packed
 
 def _written(W: PackedMatrix) -> list[Tensor]:
     """The tensors of ``W`` that are written, in the order of :meth:`PackedTensor.components`."""
+    mask = [] if W.mask is None else [W.mask]
     scales = [] if W.scales is None else [W.scales.to(W.dtype)]  # as they were read
-    return [W.mask, *scales, W.values]
+    return [*mask, *scales, W.values]
 
 
 def _text(path: Path) -> str:

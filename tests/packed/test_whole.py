@@ -1,0 +1,554 @@
+"""Matrices of whole numbers without a mask: what comes back, and products, against numpy and torch in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import niwaki
+from niwaki.errors import CheckpointError, UsageError
+from niwaki.models.scales import FILE as SCALES
+from niwaki.packed import kernels, linear
+from niwaki.packed.format import Index
+from niwaki.packed.kernels import Path as Instructions
+from niwaki.packed.linear import DIRECT, SparseLinear
+from niwaki.packed.load import in_large_pages
+from niwaki.packed.matrix import PADDING, PackedMatrix, all_numbers, pack, unpacked, with_bytes
+from support.caches import CACHE
+from support.covering import covered
+from support.decoding import counting
+from support.models import edit_json, is_pruned, message, random_model, random_tokens, reference
+from support.packed import Raw, decode, read_file, seal, write_file
+from support.sparse import dense_of, in_whole_numbers, on_grid, sparse, vectors
+
+#: What this machine can do, from the plainest on; none without a library.
+PATHS = [path for path in Instructions if path <= (kernels.best_path() or -1)]
+SHAPES = [(7, 1), (64, 1), (100, 1), (192, 1), (192, 3), (640, 5)]
+
+
+def whole(rows: int, columns: int, groups: int, bits: int) -> tuple[PackedMatrix, Tensor, Tensor]:
+    """A matrix without a mask, W in bfloat16, and what products take, in float64."""
+    W, codes, scales = on_grid(rows, columns, groups, bits, zeros=0.1)
+    return pack(W, codes, scales, bits, whole=True), W, dense_of(codes, scales)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_form_of_fewer_bytes_is_chosen(bits: int) -> None:
+    chosen = []
+    for zeros in (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5):
+        W, codes, scales = on_grid(40, 640, 10, bits, zeros)
+        forms = {form: pack(W, codes, scales, bits, whole=form) for form in (False, True)}
+        found = pack(W, codes, scales, bits)
+        assert (forms[True].mask, forms[True].starts) == (None, None)
+        assert forms[False].mask is not None
+        sizes = [form.values.nbytes + (0 if form.mask is None else form.mask.nbytes) for form in forms.values()]
+        assert found.values.nbytes + (0 if found.mask is None else found.mask.nbytes) == min(sizes)
+        chosen.append(found.mask is None)
+    assert chosen[0]
+    assert not chosen[-1]
+    assert pack(sparse(9, 640, 0.0)).mask is not None  # of what are no whole numbers
+
+
+def test_layout() -> None:
+    """Rows of whole words; of 4 bits columns i and i + 32 share a byte, the first one in the lower half."""
+    codes = torch.zeros(2, 70, dtype=torch.int8)
+    codes[0, [0, 1, 32, 64, 69]] = torch.tensor([1, -1, 7, -8, 3], dtype=torch.int8)
+    codes[1, 63] = -2
+    scales = torch.ones(2, 1)
+    eight, four = (pack(codes.float(), codes, scales, bits, whole=True) for bits in (8, 4))
+    assert eight.values.dtype == torch.int8
+    assert eight.values.shape == (2 * 128 + PADDING,)
+    assert torch.equal(eight.values[:256].view(2, 128)[:, :70], codes)
+    assert eight.values.count_nonzero() == 6
+    assert four.values.dtype == torch.uint8
+    assert four.values.shape == (2 * 64 + PADDING,)
+    expected = torch.zeros(2 * 64 + PADDING, dtype=torch.uint8)
+    expected[[0, 1, 32, 37, 64 + 31]] = torch.tensor([0x71, 0x0F, 0x08, 0x03, 0xE0], dtype=torch.uint8)
+    assert torch.equal(four.values, expected)
+    assert four.shape == (2, 70)
+    assert four.nbytes == 128 + PADDING + 8
+    assert (four.count, four.kept) == (128, 140)
+
+
+@pytest.mark.parametrize(("columns", "groups"), SHAPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_comes_back_bit_for_bit(columns: int, groups: int, bits: int) -> None:
+    packed, W, _ = whole(20, columns, groups, bits)
+    _, codes, scales = on_grid(20, columns, groups, bits, zeros=0.1)
+    for path in PATHS:
+        assert torch.equal(kernels.expand(packed, path=path), W)
+        assert torch.equal(kernels.expand(packed, 3, 11, path=path), W[3:11])
+    assert torch.equal(all_numbers(packed), codes)
+    assert torch.equal(kernels._expanded(packed, 3, 11), codes[3:11])
+    again = unpacked(None, packed.values, columns, W.dtype, scales.bfloat16())
+    assert again.scales is not None
+    assert torch.equal(again.scales, scales)
+    assert torch.equal(kernels.expand(again), W)
+    masked = with_bytes(packed)
+    assert masked.mask is not None
+    assert masked.values.dtype == torch.int8
+    assert torch.equal(kernels.expand(masked), W)
+
+
+def test_small_scales_lose_no_digits() -> None:
+    codes = torch.tensor([[-8, -1, 3, 7] * 16], dtype=torch.int8)
+    for scale in (1e-44, 3e-39, 1e-30, 4e37):
+        scales = torch.full((1, 1), scale)
+        for bits in (4, 8):
+            packed = pack(codes * scales, codes, scales, bits, whole=True)
+            for path in PATHS:
+                assert torch.equal(kernels.expand(packed, path=path), codes * scales)
+
+
+@covered
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 4, 37])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_product(path: Instructions, shape: tuple[int, int], bits: int, rows: int, rounded: bool) -> None:
+    """Of the vectors as they are; or rounded, where all paths have the same whole numbers."""
+    packed, _, W = whole(rows, *shape, bits)
+    for batch in (1, 2, 3, 4, 5, 9):
+        x = vectors(batch, shape[0], torch.bfloat16 if batch == 2 else torch.float32)
+        y = kernels.multiply(packed, x, path, rounded)
+        assert y.dtype == torch.float32
+        expected = (in_whole_numbers(x) if rounded else x.double()) @ W.T
+        assert ((y - expected).abs() <= 1e-6 * (x.abs().double() @ W.abs().T)).all()
+        # Nobody sees how many vectors there are.
+        assert torch.equal(kernels.multiply(packed, x[:1], path, rounded), y[:1])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_sums(path: Instructions, bits: int) -> None:
+    """Of the largest numbers of both, of either sign."""
+    most = 1 << (bits - 1)
+    for code in (-most, most - 1):
+        codes = torch.full((5, 64), code, dtype=torch.int8)
+        packed = pack(codes.float(), codes, torch.ones(5, 1), bits, whole=True)
+        for sign in (1.0, -1.0):
+            y = kernels.multiply(packed, torch.full((1, 64), 127 * sign), path, rounded=True)
+            assert torch.equal(y, torch.full((1, 5), 64 * 127 * sign * code))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_odd_vectors(path: Instructions, bits: int) -> None:
+    """Zeros and what is next to zero give zeros, and what is not finite nothing that is."""
+    packed, _, W = whole(9, 192, 3, bits)
+    for value, found in ((0.0, 0.0), (1e-44, 0.0), (1e-38, 0.0)):
+        y = kernels.multiply(packed, torch.full((1, 192), value), path, rounded=True)
+        assert torch.equal(y, torch.full((1, 9), found))
+    large = torch.full((1, 192), 1e33)
+    expected = large.double() @ W.T
+    off = (kernels.multiply(packed, large, path, rounded=True) - expected).abs()
+    assert (off <= 1e-6 * (large.double() @ W.abs().T)).all()
+    for value in (torch.inf, -torch.inf, torch.nan):
+        x = vectors(2, 192)
+        x[0, 100] = value
+        y = kernels.multiply(packed, x, path, rounded=True)
+        assert y[0].isnan().all()
+        assert torch.equal(y[1:], kernels.multiply(packed, x[1:], path, rounded=True))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_threads_give_the_same_bytes(path: Instructions, bits: int, rounded: bool) -> None:
+    packed, W, _ = whole(1_501, 256, 4, bits)
+    x = vectors(3, 256)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = kernels.multiply(packed, x, path, rounded)
+    try:
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(kernels.multiply(packed, x, path, rounded), expected)
+            assert torch.equal(kernels.multiply(packed, x[:1], path, rounded), expected[:1])
+            assert torch.equal(kernels.expand(packed, path=path), W)
+    finally:
+        torch.set_num_threads(before)
+
+
+class TestParts:
+    """Parts that contradict each other are errors, before a kernel reads them."""
+
+    def refused(self, bits: int = 4, **changes: object) -> str:
+        good, _, _ = whole(5, 70, 1, bits)
+        parts = {"mask": None, "values": good.values, "columns": 70, "dtype": torch.bfloat16, "scales": good.scales}
+        unpacked(**parts)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r".") as caught:
+            unpacked(**{**parts, **changes})  # type: ignore[arg-type]
+        return str(caught.value)
+
+    def values(self, bits: int, at: int, value: int) -> Tensor:
+        values = whole(5, 70, 1, bits)[0].values.clone()
+        values[at] = value
+        return values
+
+    @pytest.mark.parametrize("bits", [4, 8])
+    @pytest.mark.parametrize("more", [-64, -1, 1, 64])
+    def test_size(self, bits: int, more: int) -> None:
+        values = whole(5, 70, 1, bits)[0].values
+        changed = values[-more:] if more < 0 else torch.cat([values, values.new_zeros(more)])
+        assert "bytes of numbers and 64 zeros" in self.refused(bits, values=changed)
+
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_padding_that_is_not_zero(self, bits: int) -> None:
+        for at in (-1, -64):
+            assert "64 zeros" in self.refused(bits, values=self.values(bits, at, 1))
+
+    def test_a_number_behind_the_last_column(self) -> None:
+        """The first and the last one there are, of the first and the last row."""
+        for at in (70, 127, 4 * 128 + 70, 4 * 128 + 127):
+            assert "after column 70" in self.refused(8, values=self.values(8, at, 1))
+        # Column 70 is number 6 of the second word, in the lower half of its byte; column 96 is in an upper one.
+        for at, value in ((32 + 6, 1), (32, 0x10), (63, 0x10), (4 * 64 + 32 + 31, 1), (4 * 64 + 63, 0xF0)):
+            assert "after column 70" in self.refused(4, values=self.values(4, at, value))
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, torch.nan])
+    def test_a_scale_that_is_not_above_0(self, scale: float) -> None:
+        assert "not above 0" in self.refused(scales=torch.tensor([[1.0]] * 4 + [[scale]]))
+
+    def test_what_is_no_whole_numbers(self) -> None:
+        assert "needs whole numbers and scales" in self.refused(scales=None)
+        assert "needs whole numbers and scales" in self.refused(values=torch.zeros(5 * 128 + 64))
+
+    def test_products_look_too(self) -> None:
+        good, _, _ = whole(64, 64, 1, 8)
+        masked = with_bytes(good)
+        for broken in (
+            dataclasses.replace(good, scales=None),
+            dataclasses.replace(good, values=good.values[1:]),
+            dataclasses.replace(good, values=good.values.view(torch.uint8)),
+            dataclasses.replace(good, columns=65),
+            dataclasses.replace(good, scales=torch.ones(64, 2)),
+            dataclasses.replace(good, starts=masked.starts),
+            dataclasses.replace(masked, columns=65),
+            dataclasses.replace(masked, mask=None),
+            dataclasses.replace(masked, starts=None),
+            dataclasses.replace(good, scales=None if good.scales is None else good.scales.half()),
+        ):
+            for use in (lambda W: kernels.multiply(W, vectors(1, 64)), kernels.native_matrix):
+                with pytest.raises((RuntimeError, AssertionError)):
+                    use(broken)
+
+
+class TestLayer:
+    def layers(self, bits: int = 4) -> tuple[Tensor, SparseLinear]:
+        packed, W, _ = whole(40, 100, 1, bits)
+        return W, SparseLinear(packed)
+
+    @pytest.mark.parametrize("bits", [4, 8])
+    @pytest.mark.parametrize("count", [1, 5, DIRECT["cpu"] + 1])
+    def test_as_the_dense_layer(self, bits: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In float32 as ever; in bfloat16 few vectors are rounded."""
+        monkeypatch.setattr(kernels, "TILE", 700)  # 7 of 40 rows
+        _, layer = self.layers(bits)
+        _, _, W = whole(40, 100, 1, bits)
+        x = vectors(count, 100)
+        size = x.abs().double() @ W.abs().T
+        with torch.no_grad():
+            # Tiles are rounded to the dtype of the weights.
+            most = 1e-6 if count <= DIRECT["cpu"] else 4e-3
+            assert ((layer(x) - x.double() @ W.T).abs() <= most * size).all()
+            found = layer(x.bfloat16())
+            assert found.dtype == torch.bfloat16
+            assert ((found - x.bfloat16().double() @ W.T).abs() <= 0.02 * size).all()
+
+    def test_its_state_is_that_of_the_dense_layer(self) -> None:
+        W, layer = self.layers()
+        assert torch.equal(layer.state_dict()["weight"], W)
+        assert torch.equal(layer.weight, W)
+        layer.load_state_dict({"weight": W})
+        assert "sparsity=0.000" in repr(layer)
+
+    def test_moves(self) -> None:
+        _, layer = self.layers()
+        layer.to(torch.float64).to(torch.float32).to("meta")
+        assert layer.mask is None
+        with pytest.raises(RuntimeError, match="packed weights on meta"):
+            layer(vectors(1, 100))
+
+    def test_without_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        x = vectors(3, 100)
+        W, layer = self.layers()
+        monkeypatch.setattr(kernels, "library", lambda: None)
+        assert torch.allclose(layer(x), x @ W.float().T, atol=1e-3)
+
+    def test_on_a_gpu_by_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Triton's kernels read masks; a model that is loaded there has them."""
+        monkeypatch.setattr(linear, "_has_triton", lambda: True)
+        packed, _, _ = whole(40, 100, 1, 4)
+        x = vectors(1, 100)
+        assert torch.equal(linear._multiply(packed, x, "cuda"), kernels.multiply_by_tiles(packed, x))
+
+    def test_large_pages(self) -> None:
+        packed, W, _ = whole(2_048, 4_096, 1, 4)
+        moved = in_large_pages(packed)
+        assert moved.values is not packed.values
+        assert torch.equal(kernels.expand(moved), W)
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """The environment is read once; here each time."""
+    caches = (kernels.asked_path, kernels.asked_to_be_exact)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+class TestEnvironment:
+    @pytest.mark.parametrize("path", PATHS)
+    def test_path(self, path: Instructions, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NIWAKI_KERNELS", path.name.lower())
+        assert kernels.best_path() == path
+        assert kernels.describe() == f"native, {kernels._NAMES[path]}"
+        assert kernels.rounds(torch.bfloat16) == (path >= Instructions.AVX2)
+        packed, _, _ = whole(37, 192, 3, 8)
+        x = vectors(1, 192, torch.bfloat16)
+        assert torch.equal(kernels.multiply(packed, x), kernels.multiply(packed, x, path, path >= Instructions.AVX2))
+
+    def test_exact(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        packed, _, _ = whole(37, 192, 3, 8)
+        x = vectors(1, 192, torch.bfloat16)
+        monkeypatch.setenv("NIWAKI_EXACT", "1")
+        assert not kernels.rounds(torch.bfloat16)
+        assert torch.equal(kernels.multiply(packed, x), kernels.multiply(packed, x, rounded=False))
+        if PATHS:
+            assert kernels.describe().endswith(", exact")
+
+    def test_float32_is_exact(self) -> None:
+        packed, _, _ = whole(37, 192, 3, 8)
+        x = vectors(1, 192)
+        assert torch.equal(kernels.multiply(packed, x), kernels.multiply(packed, x, rounded=False))
+
+    def test_values_that_mean_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as patched:
+            patched.setenv("NIWAKI_KERNELS", "AVX-3")
+            said = message(kernels.best_path, UsageError)
+            assert "NIWAKI_KERNELS is 'AVX-3', and not one of portable, avx2, avx512bw, avx512, avx512_bf16" in said
+        monkeypatch.setenv("NIWAKI_EXACT", "yes")
+        assert "NIWAKI_EXACT is 'yes', and not 0 or 1" in message(kernels.asked_to_be_exact, UsageError)
+
+
+def model_on_a_grid(path: Path, bits: int, dtype: torch.dtype, zeros: float = 0.0) -> Path:
+    """A LLaMA with weights of so many bits, and their scales, as ``prune`` would leave it; 120 inner columns."""
+    sizes = {"hidden_size": 128, "intermediate_size": 120, "head_dim": 32}
+    model = random_model("llama", dtype=dtype, **sizes)
+    generator, scales = torch.Generator().manual_seed(1), {}
+    grid = f"int{bits}"
+    most = (1 << (bits - 1)) - 1
+    for key, value in model.named_parameters():
+        if not is_pruned("llama", key) or value.ndim < 2:
+            continue
+        codes = torch.randint(-most, most + 1, value.shape, generator=generator).float()
+        codes[torch.rand(value.shape, generator=generator) < zeros] = 0
+        own = ((torch.rand(len(value), 1, generator=generator) + 0.5) * 0.2 / most).to(dtype)
+        value.data = (codes * own.float()).to(dtype)
+        scales[f"{key}_scale"] = own
+    model.save_pretrained(path)
+    (path / SCALES).parent.mkdir()
+    save_file(scales, path / SCALES)
+    edit_json(path / "config.json", pruning_config={"library": "niwaki", "quantization": grid})
+    return path
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
+def test_there_and_back(bits: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """As docs/format.md has it, in its fifth version."""
+    dense = model_on_a_grid(tmp_path / "dense", bits, dtype)
+    sizes = niwaki.pack(dense, tmp_path / "packed")
+    assert sizes.negative_zeros == 0
+    index = json.loads((tmp_path / "packed" / "packed.json").read_text())
+    assert index["version"] == 5
+    mark = {"quant_method": "niwaki-packed", "version": 5}
+    assert json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"] == mark
+    assert {stored["whole"] for stored in index["tensors"].values() if stored["packed"]} == {True}
+    assert not any("mask" in name for file in (tmp_path / "packed").glob("*.safetensors") for name in read_file(file))
+    expected, found = load_file(dense / "model.safetensors"), decode(tmp_path / "packed")
+    for key, value in expected.items():
+        assert found[key][2] == value.contiguous().view(torch.uint8).numpy().tobytes()
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (dense / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_older_versions_where_nothing_is_new(tmp_path: Path) -> None:
+    """With many zeros all has masks; and the index says nothing that older readers do not know."""
+    niwaki.pack(model_on_a_grid(tmp_path / "dense", 8, torch.bfloat16, 0.5), tmp_path / "packed")
+    index = json.loads((tmp_path / "packed" / "packed.json").read_text())
+    assert index["version"] == 2
+    assert not any("whole" in stored for stored in index["tensors"].values())
+    assert not any(stored.whole for stored in Index.read(tmp_path / "packed").tensors.values())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
+def test_decoding(bits: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token through blocks by the library, on each path, and with rounded vectors or not."""
+    if not PATHS:
+        pytest.skip("no native library")
+    dense = model_on_a_grid(tmp_path / "dense", bits, dtype)
+    niwaki.pack(dense, tmp_path / "packed")
+    tokens, seen = random_tokens(1, 8), []
+    before = torch.get_num_threads()
+
+    def last(load: Callable[[], Any], exact: bool = True) -> Tensor:
+        monkeypatch.setattr(kernels, "asked_to_be_exact", lambda: True)
+        with torch.no_grad():
+            cache = load()(tokens[:, :7], use_cache=True)[CACHE]
+            monkeypatch.setattr(kernels, "asked_to_be_exact", lambda: exact)
+            run = load()  # blocks are prepared once
+            return torch.as_tensor(run(tokens[:, 7:], **{CACHE: cache}).logits.double())
+
+    expected = last(lambda: reference(dense))
+    try:
+        for path in PATHS:
+            monkeypatch.setattr(kernels, "best_path", lambda path=path: path)
+            for exact in (True, False):
+                found = []
+                for threads in (1, 3):
+                    torch.set_num_threads(threads)
+                    with counting() as steps:
+                        found.append(last(lambda: niwaki.load(tmp_path / "packed", "cpu"), exact))
+                    assert len(steps) == 2
+                assert torch.equal(*found)
+                most = 1e-5 if dtype == torch.float32 else 5e-2
+                assert (found[0] - expected).norm() < most * expected.norm()
+                seen.append((path >= Instructions.AVX2 and not exact, found[0]))
+    finally:
+        torch.set_num_threads(before)
+    if dtype == torch.bfloat16 and any(rounded for rounded, _ in seen):  # and it is not the same
+        assert not torch.equal(seen[-1][1], seen[-2][1])
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    place = tmp_path_factory.mktemp("whole")
+    for bits in (4, 8):
+        niwaki.pack(model_on_a_grid(place / f"dense{bits}", bits, torch.float32), place / f"packed{bits}")
+    return {bits: place / f"packed{bits}" for bits in (4, 8)}
+
+
+class TestForged:
+    def refused(
+        self, packed: Path, place: Path, change: Callable[[dict[str, Any], dict[str, Raw], str], None], key: str
+    ) -> str:
+        """What is said of a copy with the right digests, whose index and tensors were changed."""
+        directory = shutil.copytree(packed, place / packed.name)
+        index = json.loads((directory / "packed.json").read_text())
+        full = next(name for name in index["tensors"] if key in name)
+        file = directory / index["tensors"][full]["file"]
+        tensors = read_file(file)
+        change(index, tensors, full)
+        write_file(file, tensors)
+        (directory / "packed.json").write_text(json.dumps(index))
+        with contextlib.suppress(AssertionError, KeyError, ValueError):
+            seal(directory)
+        for read in (lambda: niwaki.load(directory, "cpu"), lambda: niwaki.unpack(directory, place / "out")):
+            said = message(read, CheckpointError)
+        return said
+
+    @pytest.mark.parametrize("bits", [4, 8])
+    @pytest.mark.parametrize("at", [-1, -64, 120])
+    def test_numbers_that_no_column_has(self, bits: int, at: int, packed: dict[int, Path], tmp_path: Path) -> None:
+        """In the padding, and behind column 120 of 128."""
+
+        def change(_: dict[str, Any], tensors: dict[str, Raw], key: str) -> None:
+            dtype, shape, data = tensors[f"{key}.values"]
+            changed = bytearray(data)
+            if at < 0:
+                changed[at] = 1
+            elif bits == 8:
+                changed[120] = 1
+            else:
+                changed[32 + 24] |= 0x10  # the upper half of byte 24 is column 56 of the second word
+            tensors[f"{key}.values"] = dtype, shape, bytes(changed)
+
+        said = self.refused(packed[bits], tmp_path, change, "down_proj")
+        assert ("64 zeros" if at < 0 else "after column 120") in said
+
+    @pytest.mark.parametrize("bits", [4, 8])
+    @pytest.mark.parametrize("more", [-64, -1, 1, 64])
+    @pytest.mark.parametrize("honest", [False, True])
+    def test_size(self, bits: int, more: int, honest: bool, packed: dict[int, Path], tmp_path: Path) -> None:
+        def change(index: dict[str, Any], tensors: dict[str, Raw], key: str) -> None:
+            dtype, (size,), data = tensors[f"{key}.values"]
+            tensors[f"{key}.values"] = dtype, (size + more,), (data + bytes(64))[: size + more]
+            if honest:
+                index["tensors"][key]["count"] += more
+
+        said = self.refused(packed[bits], tmp_path, change, "q_proj")
+        assert ("is not the number of bytes" if honest else "is damaged") in said
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"bits": 0, "groups": 0}, "can have no mask"),
+            ({"inner": 4, "count_right": 5}, "can have no mask"),
+            ({"groups": 0}, "cannot have 0 scales"),
+            ({"groups": 3}, "cannot have 3 scales"),
+            ({"whole": False}, "is damaged"),
+            ({"whole": 1}, "bool"),
+            ({"bits": 12}, "number of bytes"),
+        ],
+    )
+    def test_index(self, changes: dict[str, Any], words: str, packed: dict[int, Path], tmp_path: Path) -> None:
+        def change(index: dict[str, Any], _: dict[str, Raw], key: str) -> None:
+            index["tensors"][key].update(changes)
+
+        assert words in self.refused(packed[8], tmp_path, change, "q_proj")
+
+    def test_what_is_not_packed(self, packed: dict[int, Path]) -> None:
+        stored = next(each for each in Index.read(packed[8]).tensors.values() if each.whole)
+        with pytest.raises(ValueError, match="cannot be whole numbers"):
+            dataclasses.replace(stored, packed=False).check()
+
+    def test_an_older_version(self, packed: dict[int, Path], tmp_path: Path) -> None:
+        def change(index: dict[str, Any], *_: object) -> None:
+            index["version"] = 4
+
+        assert "it is of version 5, and says that it is of 4" in self.refused(packed[8], tmp_path, change, "q_proj")
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 3e38])
+    def test_scales(self, scale: float, packed: dict[int, Path], tmp_path: Path) -> None:
+        def change(_: dict[str, Any], tensors: dict[str, Raw], key: str) -> None:
+            dtype, shape, data = tensors[f"{key}.scales"]
+            tensors[f"{key}.scales"] = dtype, shape, struct.pack("<f", scale) + data[4:]
+
+        said = self.refused(packed[8], tmp_path, change, "q_proj")
+        assert any(words in said for words in ("not above 0", "NaN or infinite", "infinite values"))
+
+    def test_a_byte_that_changed(self, packed: dict[int, Path], tmp_path: Path) -> None:
+        directory = shutil.copytree(packed[4], tmp_path / "copy")
+        file = directory / "packed-00001-of-00001.safetensors"
+        content = bytearray(file.read_bytes())
+        name = next(name for name in read_file(file) if name.endswith("q_proj.weight.values"))
+        digest = hashlib.sha256(content).hexdigest()
+        content[content.find(read_file(file)[name][2])] ^= 1
+        file.write_bytes(bytes(content))
+        assert hashlib.sha256(content).hexdigest() != digest
+        assert "is not what was written" in message(lambda: niwaki.load(directory, "cpu"), CheckpointError)
