@@ -10,7 +10,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from niwaki.errors import UsageError
 from niwaki.packed import kernels
-from niwaki.packed.matrix import COMPONENTS, PackedMatrix
+from niwaki.packed.matrix import COMPONENTS, PackedMatrix, numbers_of
 
 #: The most vectors for which a product reads the packed matrix as it is, by the kind of device. With more, unpacking it
 #: once for all is cheaper (docs/packed.md).
@@ -141,6 +141,25 @@ class SparseLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"sparsity={sparsity:.3f}, values={str(self.values.dtype).removeprefix('torch.')}"
         )
+
+
+class SparseEmbedding(SparseLinear):
+    """Token embeddings that stay packed, like ``nn.Embedding``: the rows of W that are asked for are made each time.
+
+    W has no mask, so that any of its rows can be read by itself.
+    """
+
+    def __init__(self, weight: PackedMatrix, dtype: torch.dtype | None = None) -> None:
+        super().__init__(weight, dtype=dtype)
+        self.num_embeddings, self.embedding_dim = weight.shape
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(...) int64 to (..., columns), in the dtype that the model computes in."""
+        W, rows = self.packed, tokens.flatten()
+        assert W.scales is not None
+        numbers = numbers_of(W, rows).to(torch.float32).unflatten(1, (W.scales.shape[1], -1))
+        found = (numbers * W.scales[rows].unsqueeze(2)).flatten(1).to(W.dtype)
+        return found.to(self._dense_dtype).view(*tokens.shape, W.columns)
 
 
 def _multiply(W: PackedMatrix, x: Tensor, device: str) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from niwaki.arguments import checked
@@ -17,7 +17,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
 from niwaki.packed import decoding, kernels, two_four as semi_structured
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
-from niwaki.packed.linear import SparseLinear
+from niwaki.packed.linear import SparseEmbedding, SparseLinear
 from niwaki.packed.matrix import PackedMatrix, with_bytes
 
 _log = logging.getLogger(__name__)
@@ -74,9 +74,22 @@ def load(
     on_cpu = streamed.device.type == "cpu"
     if packed and on_cpu and kernels.library() is None:
         _log.warning("packed weights are computed with by %s", kernels.describe())
-    whole = streamed.load(skip=[matrix.key for matrix in packed])
+    ends = _packed_ends(streamed, checkpoint)
+    whole = streamed.load(skip=[*(matrix.key for matrix in packed), *ends])
     # The model in memory has no such quantisation and can be saved like any other.
     vars(whole.config).pop("quantization_config", None)
+    for key, modules in ends.items():
+        (weight,) = checkpoint.packed(key)
+        weight = in_large_pages(weight) if on_cpu else weight.to(streamed.device)
+        for name in modules:
+            end: Any = whole.get_submodule(name)
+            is_head = isinstance(end, nn.Linear)
+            new = (
+                SparseLinear(weight, end.bias, dtype=streamed.dtype)
+                if is_head
+                else SparseEmbedding(weight, streamed.dtype)
+            )
+            whole.set_submodule(name, new.train(end.training))
     for matrix in packed:
         weights = [
             in_large_pages(each) if on_cpu else with_bytes(each).to(streamed.device)
@@ -90,6 +103,20 @@ def load(
     if on_cpu:
         decoding.attach(whole, streamed.blocks)
     return whole
+
+
+def _packed_ends(streamed: StreamedModel, checkpoint: PackedCheckpoint) -> dict[str, list[str]]:
+    """The modules that are token embeddings or the head and whose weights are packed, by the key of these.
+
+    None of a key that other modules read too, such as embeddings that are scaled: that is unpacked.
+    """
+    found: dict[str, list[str]] = {}
+    for name, module in streamed.model.named_modules(remove_duplicate=False):
+        for key in streamed.layout.keys(f"{name}.weight"):
+            found.setdefault(key, []).append(name if type(module) in (nn.Embedding, nn.Linear) else "")
+    stored = checkpoint.index.tensors
+    keys = [key for key in streamed.embedding_keys if stored[key].whole and not stored[key].transposed]
+    return {key: found[key] for key in keys if all(found[key])}
 
 
 def in_large_pages(W: PackedMatrix) -> PackedMatrix:

@@ -161,6 +161,11 @@ def all_numbers(W: PackedMatrix, first: int = 0, last: int | None = None) -> Ten
     return _numbers(_rows(W)[first:last])[:, : W.columns]
 
 
+def numbers_of(W: PackedMatrix, rows: Tensor) -> Tensor:
+    """Those of some ``rows`` (n,) int64 of a matrix without a mask, (n, columns) int8."""
+    return _numbers(_rows(W)[rows])[:, : W.columns]
+
+
 def _rows(W: PackedMatrix) -> Tensor:
     """The values of a matrix without a mask, a row of them for each row."""
     return W.values[: W.count].view(W.shape[0], -1)

@@ -19,11 +19,20 @@ from niwaki.checkpoints.shards import Shards
 from niwaki.checkpoints.tensors import DTYPES, Entry, header_bytes, raw_bytes, read_header, read_tensor
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import digest as file_digest, given_path, input_errors, write_json
+from niwaki.layer.grid import Grid
 from niwaki.models.factors import is_product
 from niwaki.models.formats import format_of
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
-from niwaki.models.scales import FILE as SCALES, grid_of, read_scales, scale_key
+from niwaki.models.scales import (
+    EMBEDDINGS,
+    FILE as SCALES,
+    embedding_grid_of,
+    grid_of,
+    read_embedding_scales,
+    read_scales,
+    scale_key,
+)
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, PackedTensor, Shard, dense, marked, sha256
@@ -113,7 +122,7 @@ class Packed(Form):
     UnsupportedModelError where no matrix has a dtype that can be packed.
     """
 
-    kept = (SCALES,)
+    kept = (SCALES, EMBEDDINGS)
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
         super().__init__(checkpoint, progress)
@@ -123,14 +132,16 @@ class Packed(Form):
         self._tensors: dict[str, PackedTensor] = {}  # those that are written
         self._names: set[str] = set()
         self._matrices: dict[str, list[Matrix]] = defaultdict(list)
-        for matrix in StreamedModel(checkpoint, "cpu").matrices():
+        streamed = StreamedModel(checkpoint, "cpu")
+        for matrix in streamed.matrices():
             self._matrices[matrix.key].append(matrix)
         stored = sorted({checkpoint.entries[key].dtype for key in self._matrices})
         if not any(DTYPES.get(dtype) in PACKABLE for dtype in stored):
             raise UnsupportedModelError(
                 f"the matrices of {checkpoint.path} are in {' and '.join(stored)}; only BF16, F16 and F32 can be packed"
             )
-        self._grid = grid_of(checkpoint)
+        self._grid, self._embedding_grid = grid_of(checkpoint), embedding_grid_of(checkpoint)
+        self._embeddings = streamed.embedding_keys if self._embedding_grid else []
 
     @cached_property
     def _headers(self) -> dict[str, dict[str, Entry]]:
@@ -149,6 +160,8 @@ class Packed(Form):
                 f"groups of {self._grid.group} cannot be packed as whole numbers, so values stay as they are stored; "
                 f"multiples of {WORD} can, as in int4:{WORD}"
             )
+        if self._embeddings:
+            return
         for shard, entries in self._headers.items():
             for key in self._matrices.keys() & entries.keys():
                 is_known = DTYPES.get(entries[key].dtype) in PACKABLE
@@ -205,9 +218,9 @@ class Packed(Form):
         if entry.dtype not in DTYPES:
             raise UnsupportedModelError(f"{self._path} has {key!r} in {entry.dtype}, unknown here")
         value, matrices = read_tensor(self._path / shard, key, entry), self._matrices[key]
-        W = self._factors(key, value) or self._packed(value, matrices)
+        W = self._factors(key, value) or self._packed(value, matrices) or self._embedding(key, value)
         tensors = [tensor for each in W for tensor in _written(each)] or [value]
-        transposed, bits = bool(W) and matrices[0].is_stored_transposed, 0
+        transposed, bits = bool(W and matrices) and matrices[0].is_stored_transposed, 0
         if W and W[0].scales is not None:
             bits = 4 if W[0].values.dtype == torch.uint8 else 8
         counts = [each.count for each in W] or [0]
@@ -238,7 +251,8 @@ class Packed(Form):
             raise CheckpointError(f"{self._path}: {key!r} is not the product of its factors any more; prune it again")
         if self._grid is None:
             return _if_smaller((pack_matrix(left), pack_matrix(right)), value)
-        packed = [self._on_grid(factor, each, whole=False) for factor, each in zip((left, right), scales, strict=True)]
+        both = zip((left, right), scales, strict=True)
+        packed = [_on_grid(factor, each, self._grid, whole=False) for factor, each in both]
         if not all(packed):
             raise CheckpointError(f"{self._path}: {key!r} has factors that are not on {self._grid}; prune it again")
         return _if_smaller(tuple(filter(None, packed)), value)
@@ -252,24 +266,42 @@ class Packed(Form):
         W = value.flatten(0, -2)
         return _if_smaller((self._in_whole_numbers(W, matrices) or pack_matrix(W),), value)
 
+    def _embedding(self, key: str, value: Tensor) -> tuple[PackedMatrix, ...]:
+        """The token embeddings or the head as numbers of their grid; none of another tensor.
+
+        CheckpointError where they are not on it.
+        """
+        grid = self._embedding_grid
+        if grid is None or key not in self._embeddings:
+            return ()
+        scales = read_embedding_scales(self.checkpoint, key, grid)
+        if value.dtype not in PACKABLE or not groups_fit(value.shape[1], scales.shape[1]):
+            self.progress.note(f"{key} stays as it is stored: only groups of {WORD} and their multiples can be packed")
+            return ()
+        # Without a mask, so that any row can be read by itself.
+        if (packed := _on_grid(value, scales, grid, whole=True)) is None:
+            raise CheckpointError(f"{self._path}: {key!r} is not on its grid {grid} any more; quantize the model again")
+        return (packed,)
+
     def _in_whole_numbers(self, W: Tensor, matrices: list[Matrix]) -> PackedMatrix | None:
         """``W`` as numbers of its grid and their scales; None if it is not on the grid, or has groups of odd sizes."""
         grid = self._grid
         if grid is None or not all(scale_key(matrix) in self._scaled for matrix in matrices):
             return None  # also of a block that was left as it is
         scales = torch.cat([read_scales(self.checkpoint, matrix, grid) for matrix in matrices])
-        return self._on_grid(W, scales)
+        return _on_grid(W, scales, grid)
 
-    def _on_grid(self, W: Tensor, scales: Tensor, whole: bool | None = None) -> PackedMatrix | None:
-        """The same with these ``scales``; ``whole`` as in :func:`niwaki.packed.matrix.pack`."""
-        grid, scales = self._grid, scales.float()
-        if grid is None or len(scales) != len(W) or not groups_fit(W.shape[1], scales.shape[1]):
-            return None
-        codes = grid.codes(W.float(), scales).to(torch.int8)  # which have no -0
-        values = grid.values(codes.float(), scales, W.dtype).to(W.dtype)
-        if bytes(raw_bytes(values)) != bytes(raw_bytes(W)):
-            return None
-        return pack_matrix(W, codes, scales, bits=4 if grid.bits <= 4 else 8, whole=whole)
+
+def _on_grid(W: Tensor, scales: Tensor, grid: Grid, whole: bool | None = None) -> PackedMatrix | None:
+    """``W`` as numbers of ``grid`` with these ``scales``; None if it is not on the grid, or has groups of odd sizes."""
+    scales = scales.float()
+    if len(scales) != len(W) or not groups_fit(W.shape[1], scales.shape[1]):
+        return None
+    codes = grid.codes(W.float(), scales).to(torch.int8)  # which have no -0
+    values = grid.values(codes.float(), scales, W.dtype).to(W.dtype)
+    if bytes(raw_bytes(values)) != bytes(raw_bytes(W)):
+        return None
+    return pack_matrix(W, codes, scales, bits=4 if grid.bits <= 4 else 8, whole=whole)
 
 
 def _if_smaller(packed: tuple[PackedMatrix, ...], value: Tensor) -> tuple[PackedMatrix, ...]:

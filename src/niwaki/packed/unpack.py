@@ -15,7 +15,7 @@ from niwaki.errors import CheckpointError, OutputError, UsageError
 from niwaki.files import digest as file_digest, output_errors
 from niwaki.models.factors import FILE as FACTORS, factor_keys
 from niwaki.models.locate import locate_model
-from niwaki.models.scales import FILE as SCALES
+from niwaki.models.scales import EMBEDDINGS, FILE as SCALES
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, PackedCheckpoint
 from niwaki.packed.kernels import expand
@@ -49,7 +49,7 @@ def unpack(model: str | Path, out: str | Path, progress: Progress | None = None)
 class Unpacked(Form):
     """A packed model, to be written as the dense one that it was made from."""
 
-    kept = (SCALES,)
+    kept = (SCALES, EMBEDDINGS)
 
     def __init__(self, checkpoint: PackedCheckpoint, progress: Progress | None = None) -> None:
         super().__init__(checkpoint, progress)

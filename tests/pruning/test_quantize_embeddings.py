@@ -1,0 +1,156 @@
+"""Token embeddings and the head on a grid, as a stage, and packed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import niwaki
+from niwaki.errors import CheckpointError, UsageError
+from niwaki.layer.grid import Grid
+from niwaki.layer.rounding import to_nearest
+from niwaki.models.scales import EMBEDDINGS
+from niwaki.packed.linear import SparseEmbedding, SparseLinear
+from niwaki.records.record import Record
+from support.models import random_model, random_tokens
+from support.runs import files, raw, tensors
+
+TEXT = random_tokens(2, 24, seed=1)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def wide(path: Path, tied: bool = False, case: str = "llama", **changes: int) -> Path:
+    """A model with rows of 64, which packed groups are multiples of, in bfloat16."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "tie_word_embeddings": tied, **changes}
+    random_model(case, dtype=torch.bfloat16, **sizes).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_they_are_the_nearest_numbers(tmp_path: Path, tied: bool) -> None:
+    model = wide(tmp_path / "model", tied)
+    record = niwaki.quantize(model, tmp_path / "out", "int8", embeddings="int8:64", measurement=TEXT)
+    before, after = tensors(model), tensors(tmp_path / "out")
+    scales = load_file(tmp_path / "out" / EMBEDDINGS)
+    keys = [EMBEDDING] if tied else [EMBEDDING, HEAD]
+    assert scales.keys() == {f"{key}_scale" for key in keys}
+    for key in keys:
+        expected, of_it = to_nearest(before[key].float(), Grid(8, 64), torch.bfloat16)
+        assert raw(after[key].float()) == raw(expected + 0.0)
+        assert raw(scales[f"{key}_scale"].float()) == raw(of_it)
+    assert record.embeddings == "int8:64"
+    assert record.outcome == "int8, embeddings in int8:64"
+    assert [stage.name for stage in record.stages] == ["quantize", "embeddings"]
+    measured = niwaki.evaluate(tmp_path / "out", measurement=TEXT)
+    assert record.perplexity["after"].value == pytest.approx(measured.value, rel=1e-6)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["pruning_config"]["embeddings"] == "int8:64"
+    assert Record.load(tmp_path / "out" / "niwaki.json") == record
+    assert "| grid of the embeddings and the head | int8:64 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("grid", ["int8:64", "int4:64", "int8"])
+def test_packed_it_is_the_same_model(tmp_path: Path, tied: bool, grid: str) -> None:
+    model = wide(tmp_path / "model", tied)
+    niwaki.quantize(model, tmp_path / "out", "int4:64", effort="none", embeddings=grid)
+    sizes = niwaki.pack(tmp_path / "out", tmp_path / "packed")
+    index = json.loads((tmp_path / "packed" / "packed.json").read_text())
+    assert index["tensors"][EMBEDDING]["whole"]
+    niwaki.unpack(tmp_path / "packed", tmp_path / "back")
+    assert files(tmp_path / "back") == files(tmp_path / "out")
+    dense, packed = niwaki.load(tmp_path / "out", "cpu", "float32"), niwaki.load(tmp_path / "packed", "cpu", "float32")
+    ends = packed.get_input_embeddings(), packed.get_output_embeddings()
+    assert [type(end) for end in ends] == [SparseEmbedding, SparseLinear]
+    assert (ends[0].values.data_ptr() == ends[1].values.data_ptr()) == tied  # type: ignore[union-attr, operator]
+    tokens = torch.tensor([[0, 5, 7], [3, 3, 1]])
+    assert torch.equal(ends[0](tokens), dense.get_input_embeddings()(tokens))
+    assert ends[0](tokens[:, :0]).shape == (2, 0, 64)
+    for shape in ((1, 3), (3, 40)):
+        asked = torch.randint(dense.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        wanted = dense(asked).logits
+        assert (packed(asked).logits - wanted).norm() <= 0.02 * wanted.norm()  # inputs may be rounded
+    written = sum(path.stat().st_size for path in (tmp_path / "packed").glob("*.safetensors"))
+    assert sizes.total <= written < sizes.dense / 1.5
+    state = packed.state_dict()
+    assert torch.equal(state[EMBEDDING].float(), dense.state_dict()[EMBEDDING])
+    packed.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(again(tokens).logits, dense(tokens).logits)
+
+
+def test_a_table_that_is_scaled_is_unpacked(tmp_path: Path) -> None:
+    """Gemma's class multiplies its rows; the head is the same tensor, and stays with it."""
+    model = wide(tmp_path / "model", True, "gemma3_text")
+    niwaki.quantize(model, tmp_path / "out", "int8", embeddings="int8:64")
+    niwaki.pack(tmp_path / "out", tmp_path / "packed")
+    dense, packed = niwaki.load(tmp_path / "out", "cpu", "float32"), niwaki.load(tmp_path / "packed", "cpu", "float32")
+    tokens = torch.tensor([[0, 5, 7]])
+    assert isinstance(packed.get_input_embeddings(), nn.Embedding)
+    assert torch.allclose(packed(tokens).logits, dense(tokens).logits, rtol=1e-2, atol=1e-2)
+
+
+def test_alone_and_at_the_end_of_a_list(tmp_path: Path) -> None:
+    model = wide(tmp_path / "model")
+    record = niwaki.run(model, tmp_path / "alone", ["embeddings int8:64"], measurement=TEXT)
+    assert (record.outcome, record.quantization) == ("embeddings in int8:64", None)
+    assert record.perplexity["before"].value != record.perplexity["after"].value
+    niwaki.pack(tmp_path / "alone", tmp_path / "packed")
+    stages = ["prune 0.5 solver=wanda quantize=int8:64", "heal tokens=100 own_text=0", "embeddings", "pack"]
+    niwaki.run(model, tmp_path / "out", stages, calibration=random_tokens(8, 24), measurement=TEXT)
+    stored = json.loads((tmp_path / "out" / "packed.json").read_text())["tensors"]
+    assert {stored[key]["whole"] for key in (EMBEDDING, HEAD)} == {True}
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (["embeddings int8", "heal"], "stage 2, heal: embeddings are put on a grid when all else is done"),
+        (["embeddings int8", "embeddings int8"], "stage 2, embeddings: embeddings are put on a grid when all else"),
+        (["embeddings int9"], "a grid has 2 to 8 bits; got 9"),
+        (["embeddings int8:48"], "64 inputs cannot be divided into groups of 48 that share a scale; try int8:32"),
+    ],
+)
+def test_bad_lists(tmp_path: Path, stages: list[str], message: str) -> None:
+    model = wide(tmp_path / "model")
+    with pytest.raises(UsageError, match=message):
+        niwaki.run(model, tmp_path / "out", stages)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
+    model = wide(tmp_path / "model")
+    niwaki.quantize(model, tmp_path / "out", "int8")
+    with pytest.raises(UsageError, match="was made by niwaki, and its record would be lost"):
+        niwaki.run(tmp_path / "out", tmp_path / "two", ["embeddings"])
+
+
+@pytest.mark.parametrize("damage", ["scale", "shape", "weight", "none"])
+def test_damaged_scales(tmp_path: Path, damage: str) -> None:
+    niwaki.quantize(wide(tmp_path / "model", True), tmp_path / "out", "int8", embeddings="int8:64")
+    file = tmp_path / "out" / EMBEDDINGS
+    scales = load_file(file)
+    key = f"{EMBEDDING}_scale"
+    if damage == "scale":
+        scales[key][0] = -1
+    elif damage == "shape":
+        scales[key] = scales[key][:-1]
+    elif damage == "weight":
+        scales[key] *= 1.5
+    save_file(scales, file)
+    if damage == "none":
+        file.unlink()
+    message = {
+        "scale": "not above 0 and finite",
+        "shape": "should be BF16",
+        "weight": "is not on its grid int8:64 any more",
+        "none": "has no scales of",
+    }[damage]
+    with pytest.raises(CheckpointError, match=message):
+        niwaki.pack(tmp_path / "out", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
