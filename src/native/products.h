@@ -44,13 +44,12 @@ inline bool is_whole(const Matrix& matrix) {
     return !matrix.mask && matrix.scales;
 }
 
-// Vectors as whole numbers: of each 64 in a row, from -127 to 127 and what to multiply them with. What is infinite or
-// no number makes that no number.
+// Vectors as whole numbers: of each 64 in a row, from -32767 to 32767 and what to multiply them with. What is infinite
+// or no number makes that no number.
 struct Rounded {
     Rounded(const float* x, std::int64_t count);
-    std::vector<std::int8_t> numbers;
+    std::vector<std::int16_t> numbers;
     std::vector<float> units;
-    std::vector<std::int32_t> less;  // for each 4 numbers -128 times their sum
 };
 
 struct Product {

@@ -141,8 +141,8 @@ def test_the_largest_sums(path: Instructions, bits: int) -> None:
         codes = torch.full((5, 64), code, dtype=torch.int8)
         packed = pack(codes.float(), codes, torch.ones(5, 1), bits, whole=True)
         for sign in (1.0, -1.0):
-            y = kernels.multiply(packed, torch.full((1, 64), 127 * sign), path, rounded=True)
-            assert torch.equal(y, torch.full((1, 5), 64 * 127 * sign * code))
+            y = kernels.multiply(packed, torch.full((1, 64), 32767 * sign), path, rounded=True)
+            assert torch.equal(y, torch.full((1, 5), 64 * 32767 * sign * code))
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -132,15 +132,39 @@ inline __m512i _mm512_xor_si512(__m512i a, __m512i b) {
     return of_bytes([&](int i) { return byte_of(a, i) ^ byte_of(b, i); });
 }
 
-// Four products of bytes, without a sign and with one, added to each number of 32 bits.
-inline __m512i _mm512_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
+// Two products of 16 bits, added to each number of 32.
+inline __m512i _mm512_dpwssd_epi32(__m512i sums, __m512i a, __m512i b) {
     for (int i = 0; i < 16; ++i) {
         std::int32_t sum;
         std::memcpy(&sum, sums.lane + 2 * i, sizeof sum);
-        for (int j = 4 * i; j < 4 * i + 4; ++j) sum += byte_of(a, j) * static_cast<std::int8_t>(byte_of(b, j));
+        for (int j = 2 * i; j < 2 * i + 2; ++j)
+            sum += static_cast<std::int16_t>(a.lane[j]) * static_cast<std::int16_t>(b.lane[j]);
         std::memcpy(sums.lane + 2 * i, &sum, sizeof sum);
     }
     return sums;
+}
+
+inline __m256i _mm512_castsi512_si256(__m512i from) {
+    __m256i half;
+    std::memcpy(&half, &from, sizeof half);
+    return half;
+}
+
+inline __m256i _mm512_extracti64x4_epi64(__m512i from, int which) {
+    __m256i half;
+    std::memcpy(&half, reinterpret_cast<const std::uint8_t*>(&from) + 32 * which, sizeof half);
+    return half;
+}
+
+inline __m512i _mm512_cvtepi8_epi16(__m256i from) {
+    __m512i all;
+    for (int i = 0; i < 32; ++i) {
+        std::int8_t value;
+        std::memcpy(&value, reinterpret_cast<const std::uint8_t*>(&from) + i, 1);
+        const std::int16_t wide = value;
+        std::memcpy(all.lane + i, &wide, sizeof wide);
+    }
+    return all;
 }
 
 // The first number is the last argument.

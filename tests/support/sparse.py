@@ -41,10 +41,10 @@ def dense_of(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def in_whole_numbers(x: Tensor) -> Tensor:
-    """Vectors as products of whole numbers take them, in float64: 64 at a time rounded to 127 parts of the largest."""
+    """Vectors as products of whole numbers take them, in float64: 64 at a time rounded to 32,767 parts of the largest."""
     wide = np.pad(x.float().numpy(), ((0, 0), (0, -x.shape[1] % 64))).reshape(len(x), -1, 64)
     largest = np.abs(wide).max(axis=2, keepdims=True)
     with np.errstate(all="ignore"):
-        numbers = np.where(largest > 0, np.rint(wide * (np.float32(127) / largest)), 0)
-    found = numbers.astype(np.float64) * (largest / np.float32(127))
+        numbers = np.where(largest > 0, np.rint(wide * (np.float32(32767) / largest)), 0)
+    found = numbers.astype(np.float64) * (largest / np.float32(32767))
     return torch.from_numpy(found.reshape(len(x), -1)[:, : x.shape[1]])
