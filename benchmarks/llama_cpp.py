@@ -53,10 +53,11 @@ def in_llama_cpp(peer: Path, file: Path, *numbers: int) -> Turn:
 
 
 def form_of(model: Path) -> str:
-    """What a pruned model is called here: the share of zeros that was asked for, and its grid."""
+    """What a pruned model is called here: the share of zeros that was asked for, and its grids."""
     record = niwaki.Record.load(model / "niwaki.json")
     sparsity = float(record.pattern.rpartition(":")[2])
-    return f"packed, {sparsity:.0%} zeros" + (f", {record.quantization}" if record.quantization else "")
+    grids = [record.quantization or "", f"embeddings {record.embeddings}" if record.embeddings else ""]
+    return ", ".join(["packed", f"{sparsity:.0%} zeros", *filter(None, grids)])
 
 
 def llama_cpp(

@@ -6,8 +6,8 @@
 //
 // There are two kinds of products. Exact ones are those of the numbers as float32. The others take vectors that were
 // rounded to whole numbers of 16 bits, 64 at a time (Rounded), and add up in 32 bits: two products for each lane and
-// instruction, instead of one, and fewer conversions. With 8 bits there would be four, but signs to move around, so that
-// it is no faster with AVX2; and models with large outliers would lose by it.
+// instruction, instead of one, and fewer conversions. With 8 bits there would be four, but signs to move around, so
+// that it is no faster with AVX2; and models with large outliers would lose by it.
 
 #include "streams.h"
 
@@ -17,7 +17,7 @@
 namespace niwaki {
 namespace {
 
-constexpr int WORD = 64;         // columns
+constexpr int WORD = 64;          // columns
 constexpr float MOST = 32767.0f;  // of a rounded vector
 
 // Bytes of a word, and what its unpacked numbers have to be multiplied with.
@@ -129,8 +129,8 @@ inline void avx2_word(const Product& p, std::int64_t at, std::int64_t words, con
                 __m256i sums[4];
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; ++i) sums[i] = _mm256_madd_epi16(numbers[i], _mm256_loadu_si256(x + i));
-                const __m256i both = _mm256_add_epi32(_mm256_add_epi32(sums[0], sums[1]),
-                                                      _mm256_add_epi32(sums[2], sums[3]));
+                const __m256i both =
+                    _mm256_add_epi32(_mm256_add_epi32(sums[0], sums[1]), _mm256_add_epi32(sums[2], sums[3]));
                 const __m256 unit = _mm256_broadcast_ss(p.rounded->units.data() + at + v * words);
                 total[r][v] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(both), unit), scales[r], total[r][v]);
             }

@@ -56,7 +56,8 @@ def run(
         out: A directory that does not exist or is empty. It appears when all is written and checked.
         stages: :class:`~niwaki.ShrinkVocabulary`, which has to be the first, and :class:`~niwaki.Shrink`, before which
             nothing else comes; :class:`~niwaki.Prune`, :class:`~niwaki.Quantize`, :class:`~niwaki.Heal`, which trains
-            towards ``model`` and so is not the first, and :class:`~niwaki.Export`, of which :class:`~niwaki.Pack` is
+            towards ``model`` and so is not the first, :class:`~niwaki.QuantizeEmbeddings`, after which only formats
+            come, and :class:`~niwaki.Export`, of which :class:`~niwaki.Pack` is
             one, which has to be the last; or text such as "shrink neurons=0.25" and "export gguf-q8_0".
         calibration: The text that all stages calibrate and train on, alone or as a
             :class:`~niwaki.options.Calibration`. Healing, which takes more, reads on where the others stop.

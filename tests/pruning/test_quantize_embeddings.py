@@ -67,7 +67,7 @@ def test_packed_it_is_the_same_model(tmp_path: Path, tied: bool, grid: str) -> N
     dense, packed = niwaki.load(tmp_path / "out", "cpu", "float32"), niwaki.load(tmp_path / "packed", "cpu", "float32")
     ends = packed.get_input_embeddings(), packed.get_output_embeddings()
     assert [type(end) for end in ends] == [SparseEmbedding, SparseLinear]
-    assert (ends[0].values.data_ptr() == ends[1].values.data_ptr()) == tied  # type: ignore[union-attr, operator]
+    assert (ends[0].values.data_ptr() == ends[1].values.data_ptr()) == tied  # type: ignore[operator]
     tokens = torch.tensor([[0, 5, 7], [3, 3, 1]])
     assert torch.equal(ends[0](tokens), dense.get_input_embeddings()(tokens))
     assert ends[0](tokens[:, :0]).shape == (2, 0, 64)
@@ -92,7 +92,8 @@ def test_a_table_that_is_scaled_is_unpacked(tmp_path: Path) -> None:
     dense, packed = niwaki.load(tmp_path / "out", "cpu", "float32"), niwaki.load(tmp_path / "packed", "cpu", "float32")
     tokens = torch.tensor([[0, 5, 7]])
     assert isinstance(packed.get_input_embeddings(), nn.Embedding)
-    assert torch.allclose(packed(tokens).logits, dense(tokens).logits, rtol=1e-2, atol=1e-2)
+    wanted = dense(tokens).logits
+    assert (packed(tokens).logits - wanted).norm() <= 0.02 * wanted.norm()
 
 
 def test_alone_and_at_the_end_of_a_list(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def dense_of(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def in_whole_numbers(x: Tensor) -> Tensor:
-    """Vectors as products of whole numbers take them, in float64: 64 at a time rounded to 32,767 parts of the largest."""
+    """Vectors as products of whole numbers take them, in float64: 64 at a time, to 32,767 parts of the largest."""
     wide = np.pad(x.float().numpy(), ((0, 0), (0, -x.shape[1] % 64))).reshape(len(x), -1, 64)
     largest = np.abs(wide).max(axis=2, keepdims=True)
     with np.errstate(all="ignore"):

@@ -94,7 +94,7 @@ class Export:
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if self.format == "packed":
-            if not any(stage.name in ("prune", "quantize") for stage in before):
+            if not any(stage.name in ("prune", "quantize", "embeddings") for stage in before):
                 raise UsageError(f"{self.name} comes after prune or quantize: there are no zeros to leave out yet")
             if any(getattr(stage, "keep_format", False) for stage in before):
                 raise UsageError("weights that stay in FP8 or MXFP4 cannot be packed; prune without keep_format")

@@ -158,7 +158,7 @@ class SparseEmbedding(SparseLinear):
         W, rows = self.packed, tokens.flatten()
         assert W.scales is not None
         numbers = numbers_of(W, rows).to(torch.float32).unflatten(1, (W.scales.shape[1], -1))
-        found = (numbers * W.scales[rows].unsqueeze(2)).flatten(1).to(W.dtype)
+        found: Tensor = (numbers * W.scales[rows].unsqueeze(2)).flatten(1).to(W.dtype)
         return found.to(self._dense_dtype).view(*tokens.shape, W.columns)
 
 
