@@ -154,6 +154,11 @@ def usual_effort(*methods: object) -> str:
 def make_effort(name: str) -> Effort:
     """The effort called ``name``, with parameters as in ``best:epochs=3``; raises UsageError where it is not valid."""
     name, given = parse_name(name)
+    if name == NO_EFFORT:
+        raise UsageError(
+            "the effort none rounds weights to a grid and does nothing else: it goes with quantize alone, without "
+            "zeros, a solver and parameters"
+        )
     effort = find("effort", name, EFFORTS)
     check_known(name, given, _flat(effort))
     for part in ("plan", "fit"):

@@ -467,7 +467,7 @@ def test_pack_and_unpack(niwaki_: Command, tmp_path: Path) -> None:
     said = niwaki_("pack", pruned, packed)
     assert said.code == 0
     assert f"written to {packed}" in said.out
-    assert re.search(r"pruned matrices: [\d.]+ MiB became [\d.]+ \(0\.\d+\)", said.out)
+    assert re.search(r"packed matrices: [\d.]+ MiB became [\d.]+ \(0\.\d+\)", said.out)
     assert niwaki_("unpack", packed, again).code == 0
     assert (again / "model.safetensors").read_bytes() == (pruned / "model.safetensors").read_bytes()
     said = niwaki_("pack", model, tmp_path / "other")

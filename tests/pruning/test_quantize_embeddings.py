@@ -80,6 +80,7 @@ def test_packed_it_is_the_same_model(tmp_path: Path, tied: bool, grid: str) -> N
     state = packed.state_dict()
     assert torch.equal(state[EMBEDDING].float(), dense.state_dict()[EMBEDDING])
     packed.save_pretrained(tmp_path / "saved")
+    assert {**load_file(tmp_path / "saved" / "model.safetensors")}.keys() == tensors(tmp_path / "out").keys()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert torch.equal(again(tokens).logits, dense(tokens).logits)
 
@@ -111,8 +112,8 @@ def test_alone_and_at_the_end_of_a_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        (["embeddings int8", "heal"], "stage 2, heal: embeddings are put on a grid when all else is done"),
-        (["embeddings int8", "embeddings int8"], "stage 2, embeddings: embeddings are put on a grid when all else"),
+        (["embeddings int8", "heal"], "stage 2, heal: only formats follow embeddings"),
+        (["embeddings int8", "embeddings int8"], "stage 2, embeddings: only formats follow embeddings"),
         (["embeddings int9"], "a grid has 2 to 8 bits; got 9"),
         (["embeddings int8:48"], "64 inputs cannot be divided into groups of 48 that share a scale; try int8:32"),
     ],
@@ -155,3 +156,28 @@ def test_damaged_scales(tmp_path: Path, damage: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         niwaki.pack(tmp_path / "out", tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
+
+
+def test_groups_that_cannot_be_packed(tmp_path: Path) -> None:
+    niwaki.run(wide(tmp_path / "model"), tmp_path / "out", ["embeddings int4:32"])
+    with pytest.raises(UsageError, match=r"no matrix of .* would be smaller"):
+        niwaki.pack(tmp_path / "out", tmp_path / "packed")
+    niwaki.quantize(tmp_path / "model", tmp_path / "both", "int8:64", embeddings="int8:32")
+    niwaki.pack(tmp_path / "both", tmp_path / "packed")
+    assert not json.loads((tmp_path / "packed" / "packed.json").read_text())["tensors"][EMBEDDING]["packed"]
+
+
+def test_what_is_made_of_it_says_that_the_grid_is_lost(tmp_path: Path) -> None:
+    niwaki.quantize(wide(tmp_path / "model"), tmp_path / "out", "int8:64", embeddings="int8:64")
+    record = niwaki.quantize(tmp_path / "out", tmp_path / "again", "int8:64")
+    assert any("embeddings and head were on the grid int8:64" in note for note in record.notes)
+    assert not (tmp_path / "again" / EMBEDDINGS).exists()
+
+
+def test_no_token_below_0(tmp_path: Path) -> None:
+    niwaki.quantize(wide(tmp_path / "model"), tmp_path / "out", "int8:64", embeddings="int8:64")
+    niwaki.pack(tmp_path / "out", tmp_path / "packed")
+    table = niwaki.load(tmp_path / "packed", "cpu").get_input_embeddings()
+    for token in (-1, 64):
+        with pytest.raises(IndexError):
+            table(torch.tensor([token]))

@@ -74,7 +74,7 @@ class Display(Screen):
             self._bar.remove_task(task)
         name = record.quantization or record.kept_format
         grid = f", {name}" if name and not record.has_factors else ""  # whose pattern says it
-        size = f"{counted(blocks, 'block')} with {counted(matrices, 'matrix', 'matrices')}"
+        size = counted(blocks, "block") + f" with {counted(matrices, 'matrix', 'matrices')}" * bool(matrices)
         what = (name or f"embeddings, {record.embeddings}") if record.only_quantizes else f"{record.pattern}{grid}"
         self.line(f"{record.model}: {size}, {what}")
         self.line(record.solved_by)

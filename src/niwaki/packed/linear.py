@@ -54,6 +54,8 @@ class SparseLinear(nn.Module):
             self.register_buffer(name, getattr(weight, name), persistent=False)
             self.register_buffer(f"right_{name}", getattr(right, name, None), persistent=False)
         self.register_parameter("bias", bias)
+        #: Whether the weights are those of another module, which has them in the ``state_dict()``.
+        self.is_tied = False
 
     @property
     def packed(self) -> PackedMatrix:
@@ -100,7 +102,8 @@ class SparseLinear(nn.Module):
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:  # type: ignore[no-untyped-def]
         # That of the dense layer, so that what is saved is the model.
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self._dense()
+        if not self.is_tied:
+            destination[f"{prefix}weight"] = self._dense()
 
     def _load_from_state_dict(  # type: ignore[no-untyped-def]  # as nn.Module has it
         self, state_dict, prefix, metadata, strict, missing, unexpected, errors
@@ -112,7 +115,7 @@ class SparseLinear(nn.Module):
             state_dict[key] = weight
             if not torch.equal(self._dense().to(weight), weight):
                 errors.append(f"packed weights are constants and {key} has others; unpack the model for that")
-        elif strict:
+        elif strict and not self.is_tied:
             missing.append(key)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # what compilers see of the library makes no sense
@@ -157,6 +160,8 @@ class SparseEmbedding(SparseLinear):
         """(...) int64 to (..., columns), in the dtype that the model computes in."""
         W, rows = self.packed, tokens.flatten()
         assert W.scales is not None
+        if rows.numel() and bool(rows.min() < 0):
+            raise IndexError("there is no token with a number below 0")
         numbers = numbers_of(W, rows).to(torch.float32).unflatten(1, (W.scales.shape[1], -1))
         found: Tensor = (numbers * W.scales[rows].unsqueeze(2)).flatten(1).to(W.dtype)
         return found.to(self._dense_dtype).view(*tokens.shape, W.columns)

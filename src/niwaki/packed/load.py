@@ -81,15 +81,14 @@ def load(
     for key, modules in ends.items():
         (weight,) = checkpoint.packed(key)
         weight = in_large_pages(weight) if on_cpu else weight.to(streamed.device)
-        for name in modules:
+        for number, name in enumerate(modules):
             end: Any = whole.get_submodule(name)
-            is_head = isinstance(end, nn.Linear)
-            new = (
-                SparseLinear(weight, end.bias, dtype=streamed.dtype)
-                if is_head
-                else SparseEmbedding(weight, streamed.dtype)
-            )
-            whole.set_submodule(name, new.train(end.training))
+            if isinstance(end, nn.Linear):
+                sparse = SparseLinear(weight, end.bias, dtype=streamed.dtype)
+            else:
+                sparse = SparseEmbedding(weight, streamed.dtype)
+            sparse.is_tied = number > 0
+            whole.set_submodule(name, sparse.train(end.training))
     for matrix in packed:
         weights = [
             in_large_pages(each) if on_cpu else with_bytes(each).to(streamed.device)

@@ -84,6 +84,8 @@ def pack(
     ``bits`` they are from -8 to 7. ``whole`` says whether all of them are kept, without a mask; None: if that takes
     fewer bytes.
     """
+    if codes is not None and whole:
+        return _whole(codes, W.dtype, scales, bits)
     nonzero = W.contiguous().view(_BITS[W.dtype.itemsize]) != 0
     if codes is None:
         return _masked(nonzero, W, W.dtype)

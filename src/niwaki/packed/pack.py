@@ -54,7 +54,7 @@ class Sizes:
 
     def __str__(self) -> str:
         return (
-            f"pruned matrices: {self.matrices / 2**20:,.1f} MiB became {self.packed / 2**20:,.1f} "
+            f"packed matrices: {self.matrices / 2**20:,.1f} MiB became {self.packed / 2**20:,.1f} "
             f"({self.packed / self.matrices:.3f}); all weights: {self.dense / 2**20:,.1f} MiB became "
             f"{self.total / 2**20:,.1f} ({self.total / self.dense:.3f})"
         )
@@ -160,7 +160,7 @@ class Packed(Form):
                 f"groups of {self._grid.group} cannot be packed as whole numbers, so values stay as they are stored; "
                 f"multiples of {WORD} can, as in int4:{WORD}"
             )
-        if self._embeddings:
+        if any(self._can_pack(key) for key in self._embeddings):
             return
         for shard, entries in self._headers.items():
             for key in self._matrices.keys() & entries.keys():
@@ -274,14 +274,24 @@ class Packed(Form):
         grid = self._embedding_grid
         if grid is None or key not in self._embeddings:
             return ()
-        scales = read_embedding_scales(self.checkpoint, key, grid)
-        if value.dtype not in PACKABLE or not groups_fit(value.shape[1], scales.shape[1]):
-            self.progress.note(f"{key} stays as it is stored: only groups of {WORD} and their multiples can be packed")
+        if not self._can_pack(key):
+            self.progress.note(
+                f"{key} stays as it is stored: only groups of {WORD} inputs and their multiples can be packed, of "
+                "numbers in bfloat16, float16 or float32"
+            )
             return ()
+        scales = read_embedding_scales(self.checkpoint, key, grid)
         # Without a mask, so that any row can be read by itself.
         if (packed := _on_grid(value, scales, grid, whole=True)) is None:
             raise CheckpointError(f"{self._path}: {key!r} is not on its grid {grid} any more; quantize the model again")
         return (packed,)
+
+    def _can_pack(self, key: str) -> bool:
+        """Whether these embeddings are of a dtype and in groups that the format has."""
+        columns = self.checkpoint.entries[key].shape[1]
+        assert self._embedding_grid
+        groups = self._embedding_grid.groups(columns)
+        return DTYPES.get(self.checkpoint.entries[key].dtype) in PACKABLE and groups_fit(columns, groups)
 
     def _in_whole_numbers(self, W: Tensor, matrices: list[Matrix]) -> PackedMatrix | None:
         """``W`` as numbers of its grid and their scales; None if it is not on the grid, or has groups of odd sizes."""

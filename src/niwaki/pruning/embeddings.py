@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from niwaki.arguments import check_fields, checked_names
@@ -14,8 +15,10 @@ from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.choices import NEAREST
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.layer.grid import Grid, parse_grid, scale_dtype
+from niwaki.layer.linalg import STRIP
 from niwaki.layer.products import products
 from niwaki.layer.rounding import to_nearest
+from niwaki.models.device import peak_memory
 from niwaki.models.factors import FILE as FACTORS
 from niwaki.models.scales import EMBEDDINGS, FILE as SCALES, embedding_places, read_embedding_scales
 from niwaki.models.streamed import StreamedModel
@@ -54,7 +57,10 @@ class QuantizeEmbeddings:
         return parse_grid(self.grid) if isinstance(self.grid, str) else self.grid
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
-        """It can follow all other stages."""
+        if any(getattr(stage, "keep_format", False) for stage in before):
+            raise UsageError(
+                "a model that stays in FP8 or MXFP4 has no embeddings on a grid; prune without keep_format"
+            )
 
     def open(self, run: Run) -> QuantizingEmbeddings:
         return QuantizingEmbeddings(self, run)
@@ -95,7 +101,7 @@ class QuantizingEmbeddings:
                 "that makes it, as in niwaki quantize --embeddings, or in a list of stages"
             )
         self.model = StreamedModel(checkpoint, run.compute.device, run.compute.dtype, run.budget)
-        if checkpoint.is_encoded:
+        if run.is_first and checkpoint.is_encoded:  # what a stage before writes is not
             raise UnsupportedModelError(f"{run.model} is in FP8 or MXFP4; quantize it first, and its embeddings then")
         self.keys = self.model.embedding_keys
         self.grid.check(checkpoint.entries[key].shape[1] for key in self.keys)
@@ -117,7 +123,7 @@ class QuantizingEmbeddings:
         if not run.is_first:
             self._open(run)
         record = self._record(run)
-        run.progress.begin(dataclasses.replace(self._begun, perplexity={}), len(self.model.blocks), len(self.keys))
+        run.progress.begin(dataclasses.replace(self._begun, perplexity={}), len(self.model.blocks), 0)
         if not (run.place and self.carried):
             return record
         heldout = self.texts.only
@@ -128,6 +134,8 @@ class QuantizingEmbeddings:
             if heldout:
                 written = StreamedModel(Checkpoint(run.place.directory), run.compute.device, run.compute.dtype)
                 record.perplexity["after"] = self._perplexity(written, heldout, run)
+        for where, most in peak_memory(self.model.device).items():
+            record.peak_memory[where] = max(most, record.peak_memory.get(where, 0))
         return record
 
     def _write(self, run: Run, record: Record) -> None:
@@ -149,7 +157,8 @@ class QuantizingEmbeddings:
         verify(place.directory, checkpoint, zeros)
         written = Checkpoint(place.directory)
         for key in self.keys:
-            if not self.grid.has(written.read(key), read_embedding_scales(written, key, self.grid)):
+            scales = read_embedding_scales(written, key, self.grid)
+            if not all(map(self.grid.has, written.read(key).split(STRIP), scales.split(STRIP))):
                 raise OutputError(
                     f"{place.directory}: {key!r} has weights on disk that are not on its grid {self.grid}"
                 )
@@ -157,9 +166,13 @@ class QuantizingEmbeddings:
 
     def _rounded(self, key: str) -> tuple[Tensor, Tensor]:
         """The tensor as the file has it, on the grid, and its scales."""
-        stored = self.checkpoint.dtype(key)
-        weights, scales = to_nearest(self.checkpoint.read(key).float(), self.grid, scale_dtype(stored))
-        return weights.to(stored).add_(0.0), scales.to(scale_dtype(stored))
+        value = self.checkpoint.read(key)
+        of_scales, strips = scale_dtype(value.dtype), []
+        for rows in value.split(STRIP):  # in float32 some at a time, as such tables are large
+            weights, scales = to_nearest(rows.float(), self.grid, of_scales)
+            rows.copy_(weights.to(value.dtype).add_(0.0))
+            strips.append(scales.to(of_scales))
+        return value, torch.cat(strips)
 
     def _perplexity(self, model: StreamedModel, heldout: Windows, run: Run) -> Perplexity:
         measured = model.perplexity(heldout, lambda i, _: run.progress.stage(i - 1, "perplexity", 1))
@@ -169,6 +182,8 @@ class QuantizingEmbeddings:
     def _record(self, run: Run) -> Record:
         """The record before anything is measured: that of the stages before, if there were any."""
         if not run.earlier:
-            return dataclasses.replace(self._begun, perplexity={})
+            return dataclasses.replace(self._begun, perplexity={}, peak_memory={})
         before = {name: value for name, value in run.earlier.perplexity.items() if name != "after"}
-        return dataclasses.replace(run.earlier, embeddings=str(self.grid), perplexity=before)
+        return dataclasses.replace(
+            run.earlier, embeddings=str(self.grid), perplexity=before, peak_memory=dict(run.earlier.peak_memory)
+        )

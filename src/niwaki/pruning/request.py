@@ -136,11 +136,6 @@ class Request:
         """The effort, also where none was given."""
         if self.rounds_to_nearest:
             return Effort()
-        if self.effort == NO_EFFORT:
-            raise UsageError(
-                "the effort none rounds weights to a grid and does nothing else: it goes with quantize alone, without "
-                "zeros and a solver"
-            )
         usual = usual_effort(self.solver, self.mask_from, self.makes_factors or None)
         given = usual if self.effort is None else self.effort
         return make_effort(given) if isinstance(given, str) else given

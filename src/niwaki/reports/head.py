@@ -95,7 +95,8 @@ def _removed_tiles(record: Record) -> list[Tile]:
     weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
     of = f"of {counted(len(record.matrices), 'matrix', 'matrices')}{record.where}, {weights / 1e6:,.4g} M weights"
     if record.only_quantizes:
-        shown.append(("grid", str(record.quantization), of))
+        where = of if record.quantization else "of the embeddings and the head"
+        shown.append(("grid", str(record.quantization or record.embeddings), where))
     elif not record.only_shrinks:
         what = "fewer weights" if record.has_factors else "zeros"
         shown.append((what, f"{100 * record.sparsity:.4g} %", "as before" if record.only_heals else of))

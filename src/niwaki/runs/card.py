@@ -37,7 +37,7 @@ _FACTORED = (
     "in factors/factors.safetensors, and `niwaki pack` writes these alone."
 )
 _QUANTIZED = (
-    "{name}, with the weights of its decoder blocks{where} put on a grid of whole numbers with niwaki{trained}. They "
+    "{name}, with {parts} put on a grid of whole numbers with niwaki{trained}. They "
     "are stored as usual, so this loads wherever the original does; `niwaki pack` makes it small."
 )
 _TRAINED = ", and what is left trained towards the dense model's predictions"
@@ -108,7 +108,12 @@ def _about(record: Record, name: str) -> str:
         return _HEALED.format(name=name)
     if record.has_factors:
         return _FACTORED.format(name=name, where=record.where)
-    about = _QUANTIZED if record.only_quantizes else _PRUNED
+    if record.only_quantizes:
+        parts = ["the weights of its decoder blocks{where}"] if record.quantization else []
+        parts += ["its embeddings and head"] if record.embeddings else []
+        about = _QUANTIZED.replace("{parts}", " and ".join(parts))
+    else:
+        about = _PRUNED
     return about.format(name=name, where=record.where, trained=_TRAINED * bool(record.healing))
 
 

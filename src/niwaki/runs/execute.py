@@ -96,7 +96,9 @@ def check_order(stages: Sequence[Stage], labels: Sequence[str]) -> None:
             if number and stages[number - 1].is_format:
                 raise UsageError(f"nothing comes after {stages[number - 1].name}, which is for files that are finished")
             if not stage.is_format and any(getattr(each, "only_formats_follow", False) for each in stages[:number]):
-                raise UsageError(f"embeddings are put on a grid when all else is done, and {stage.name} comes before")
+                raise UsageError(
+                    f"only formats follow embeddings, which are put on a grid last; {stage.name} comes after"
+                )
             if not stage.keeps_factors and any(getattr(each, "makes_factors", False) for each in stages[:number]):
                 raise UsageError(
                     f"{stage.name} would make dense matrices of two sparse factors: only healing and formats follow"
