@@ -161,6 +161,9 @@ def test_behind_other_stages_and_before_them(tmp_path: Path) -> None:
     record = niwaki.run(model, tmp_path / "out", stages, calibration=tokens, measurement=TEXT)
     assert [stage.perplexity is not None for stage in record.stages] == [True, True, True, False]
     assert not any("perplexity" in note for note in record.notes)
+    record = niwaki.run(model, tmp_path / "zeros", ["prune 2:4 solver=wanda", "quantize int8"], calibration=tokens)
+    assert (record.method, record.pattern, record.error_of) == ("wanda", "2:4", "weights'")
+    assert record.rounding.startswith("int8: 0")
     record = niwaki.run(model, tmp_path / "first", ["quantize int8", "pack"])
     assert record.calibration == {}
     assert (tmp_path / "first" / "packed.json").exists()

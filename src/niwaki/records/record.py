@@ -269,7 +269,12 @@ class Record(JsonFile):
     @property
     def error_of(self) -> str:
         """Of what errors are a share."""
-        return "weights'" if self.method == NEAREST else "output's"
+        return "weights'" if self._only_rounded else "output's"
+
+    @property
+    def _only_rounded(self) -> bool:
+        """Whether the last stage with matrices has rounded them to the nearest, without a text."""
+        return bool(self.matrices) and not any(matrix.tokens for matrix in self.matrices)
 
     @property
     def mean_error(self) -> float:
@@ -332,7 +337,7 @@ class Record(JsonFile):
         kept = sum(round((1 - matrix.sparsity) * math.prod(matrix.shape)) for matrix in matrices)
         kept += changed - raised if self.quantization else 0
         zeros = f"{100 * changed / max(1, kept):.2g} % of the remaining weights became {became}"
-        if self.method == NEAREST:
+        if self._only_rounded:
             return f"{name}: {zeros}"
         after = _geometric_mean([matrix.error for matrix in matrices])
         return f"{name}: error {_geometric_mean(before):.4g} before rounding, {after:.4g} after; {zeros}"
