@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
@@ -158,13 +159,9 @@ def sizes(
                 continue
             with tempfile.TemporaryDirectory(prefix="niwaki-") as place:
                 out = Path(place) / "out"
-                given: dict[str, Any] = {
-                    "quantize": grid or None,
-                    "effort": "balanced",
-                    "calibration": books,
-                    "measurement": None,
-                }
-                made = niwaki.prune(model, out, sparsity, **given)
+                made = niwaki.prune(
+                    model, out, sparsity, effort="balanced", quantize=grid or None, calibration=books, measurement=None
+                )
                 add(out, sparsity, grid, _bits_of(out, sparsity, grid, Path(place)), made.seconds["total"])
 
 
@@ -288,6 +285,22 @@ def experts(
             add(out, **case, removed=made.structure.removed, seconds=made.seconds["total"], errors=errors)
 
 
+def _add(
+    sheet: common.Sheet,
+    held: dict[str, str],
+    text_samples: int,
+    length: int,
+    dtype: str,
+    directory: Path,
+    **cell: Any,
+) -> None:
+    """Puts a ``cell`` with the losses of the model in ``directory`` on the ``sheet``, and says their means."""
+    found = measured(directory, held, text_samples, length, dtype)
+    losses = {name: list(each.losses) for name, each in found.items()}
+    print(f"{cell}: {common.means(losses)}", flush=True)
+    sheet.add(**cell, losses=losses)
+
+
 def removals(
     model: Model,
     corpus: Corpus,
@@ -307,12 +320,7 @@ def removals(
     held = {name: made.to_measure(name, text_samples) for name in common.chosen(texts, MEASURED)}
     books = Calibration(made.to_calibrate("books")[0], samples=samples, length=length)
 
-    def add(directory: Path, **cell: Any) -> None:
-        found = measured(directory, held, text_samples, length, dtype)
-        losses = {name: list(each.losses) for name, each in found.items()}
-        print(f"{cell}: {common.means(losses)}", flush=True)
-        sheet.add(**cell, losses=losses)
-
+    add = partial(_add, sheet, held, text_samples, length, dtype)
     if not sheet.has(removed="", effort=""):
         add(model, removed="", effort="", blocks=[], seconds=0.0)
     for effort, each in itertools.product(names(efforts), names(removed)):
@@ -352,11 +360,7 @@ def grids(
     held = {name: made.to_measure(name, text_samples) for name in common.chosen(texts, MEASURED)}
     books = Calibration(made.to_calibrate("books")[0], samples=samples, length=length)
 
-    def add(directory: Path, **cell: Any) -> None:
-        losses = {name: list(each.losses) for name, each in measured(directory, held, text_samples, length).items()}
-        print(f"{cell}: {common.means(losses)}", flush=True)
-        sheet.add(**cell, losses=losses)
-
+    add = partial(_add, sheet, held, text_samples, length, "auto")
     if not sheet.has(grid="", effort=""):
         add(model, grid="", effort="", seconds=0.0)
     for grid, effort in itertools.product(names(grids), names(efforts)):

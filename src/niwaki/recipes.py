@@ -171,8 +171,8 @@ def quantize(
             rounded when all else is done; by default they stay as they are.
         effort: "none" rounds each weight to the nearest number of the grid, and reads no text. A name of ``EFFORTS``,
             or an effort, makes up for what rounding changes, on the calibration text: "fast" within each matrix,
-            "balanced" and "best" within each block too. By default "none" for 8 bits, where the others gain nothing,
-            and "balanced" for fewer.
+            "balanced" and "best" within each block too. By default "none" for 8 bits, where the others gain next to
+            nothing, and "balanced" for fewer.
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow. Where no text is needed
             perplexity is measured on it, from its beginning, unless the measurement has another.
         measurement: What to measure perplexity on.

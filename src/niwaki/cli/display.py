@@ -8,7 +8,6 @@ from statistics import fmean
 from rich import progress as bars
 from rich.console import Console
 
-from niwaki.choices import NEAREST
 from niwaki.cli.common import out
 from niwaki.cli.screen import Screen
 from niwaki.cli.tables import perplexity_tables, summary
@@ -52,7 +51,6 @@ class Display(Screen):
         self._stage, self._steps, self._done = "", 1, 0
         self._planning, self._detail = False, ""
         self._solved: list[MatrixRecord] = []
-        self._shows_blocks = True
         self._names: list[str] = []
         self._healed: HealingPoint | None = None  # the last one
         self._at: tuple[str, float, str] | None = None  # where healing is
@@ -87,7 +85,6 @@ class Display(Screen):
         for note in record.notes:
             self.note(note)
         self._blocks, self._began = blocks, time.monotonic()
-        self._shows_blocks = record.method != NEAREST  # which takes no time
         if self._console.is_terminal:
             self.stop_spinner()
             self._task = self._bar.add_task("starting", total=1.0, left="", detail="")
@@ -161,7 +158,8 @@ class Display(Screen):
 
     def _close_block(self) -> None:
         spent, solved, self._spent, self._solved = self._spent, self._solved, [], []
-        if not (solved and self._shows_blocks):  # in blocks that an earlier run did, or that stay as they are
+        # In blocks that an earlier run did, that stay as they are, or whose weights are only rounded, in no time.
+        if not any(matrix.tokens for matrix in solved):
             return
         total = sum(spent)
         if total > 0:

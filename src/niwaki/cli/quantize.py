@@ -24,7 +24,8 @@ def quantize(
         embeddings: A grid for the token embeddings and the head as well, such as int8:64. In small models they are much
             of the size, and packed they are read for each token.
         effort: none rounds to the nearest, in seconds, without a text; fast, balanced and best make up for what
-            rounding changes, on --calibration. [default: none for int8, where more gains nothing; balanced below]
+            rounding changes, on --calibration. [default: none for int8, where more gains next to nothing; balanced
+            below]
     """
     with work.begun(f"quantizing {model}", output) as common:
         from niwaki.recipes import quantize as run

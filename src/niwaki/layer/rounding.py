@@ -75,8 +75,8 @@ def to_nearest(W: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tenso
     """W (out, in) rounded to the nearest numbers of ``grid``, and scales (out, groups), as if all inputs were alike.
 
     Both are in the dtype of W, with values that ``dtype`` has; scales are those of :meth:`Grid.scales` for inputs that
-    count the same. Nothing makes up for what rounding changes, so no text is needed: with 8 bits there is nothing that
-    it would gain. UsageError if the grid does not fit W.
+    count the same. Nothing makes up for what rounding changes, so no text is needed: with 8 bits it would gain next
+    to nothing. UsageError if the grid does not fit W.
 
     Cost: W rounded 12 times; memory of a copy of W and some of 1,024 rows.
     """

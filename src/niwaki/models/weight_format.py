@@ -125,8 +125,9 @@ class OnGrid(WeightFormat):
         return replace(solution, stats=stats), (rows.joined(scales).to(scale_dtype(stored)),)
 
     def nearest(self, W: Tensor, stored: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
-        weights, scales = to_nearest(W, self.grid, scale_dtype(stored))
-        return weights, (scales.to(scale_dtype(stored)),)
+        dtype = scale_dtype(stored)
+        weights, scales = to_nearest(W, self.grid, dtype)
+        return weights, (scales.to(dtype),)
 
     def project(self, matrix: Matrix, W: Tensor, parts: Sequence[Tensor]) -> Tensor:
         (scales,) = parts

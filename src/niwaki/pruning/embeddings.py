@@ -73,7 +73,7 @@ class QuantizingEmbeddings:
     """:class:`QuantizeEmbeddings`, opened for a run: the tensors, and the text to measure on."""
 
     def __init__(self, stage: QuantizeEmbeddings, run: Run) -> None:
-        self.stage, self.grid = stage, stage.wanted
+        self.grid = stage.wanted
         self._open(run)
         self.texts = Texts.to_measure(self.model, run.calibration, self._measurement(run), USUAL_WINDOWS)
         self._begun = begin_record(
