@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def case(chance: random.Random, place: Path) -> str:
     _tokenizer(chance, source)
     if chance.random() < 0.1:
         _file(chance, source)
+    on_grid = kind != "F16" and chance.random() < 0.5 and _put_on_grid(chance, source, kind)
     refusal = _export(source, file, kind)
     if refusal is not None:
         assert "\n" not in str(refusal)
@@ -78,8 +80,22 @@ def case(chance: random.Random, place: Path) -> str:
         return "no model" if isinstance(refusal, CheckpointError) else "refused"
     texts = [_text(chance) for _ in range(5)]
     tokens = [chance.randrange(EMBEDDED_VOCABULARY) for _ in range(_TOKENS)]
-    _compare(source, file, kind, texts, tokens)
+    _compare(source, file, kind, texts, tokens, 1e-2 if on_grid else 1e-3)
     return "as in transformers"
+
+
+def _put_on_grid(chance: random.Random, source: Path, kind: str) -> bool:
+    """Replaces the model by what quantize makes of it, where it can be on the grid."""
+    grid = {"Q8_0": "int8", "Q4_0": "int4"}[kind] + chance.choice(("", "", ":32", ":64"))
+    out = source.with_name("on-grid")
+    options: Any = {"effort": "none", "measurement": None, "compute": "cpu"}
+    try:
+        niwaki.quantize(source, out, grid, embeddings="int8", **options)
+    except NiwakiError:
+        return False
+    shutil.rmtree(source)
+    out.rename(source)
+    return True
 
 
 def _export(source: Path, file: Path, kind: Any) -> NiwakiError | None:
@@ -90,7 +106,8 @@ def _export(source: Path, file: Path, kind: Any) -> NiwakiError | None:
     return None
 
 
-def _compare(source: Path, file: Path, kind: str, texts: list[str], tokens: list[int]) -> None:
+def _compare(source: Path, file: Path, kind: str, texts: list[str], tokens: list[int], most: float) -> None:
+    """AssertionError unless tokens are the same, and logits ``most`` off: scales of grids are rounded in a file."""
     written = File(file)
     tokens = tokens[: written.length]
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -107,7 +124,7 @@ def _compare(source: Path, file: Path, kind: str, texts: list[str], tokens: list
         split, worst, most = (
             [written.split(text) for text in texts],
             distance(written.logits(tokens), expected).max(),
-            1e-3,
+            most,
         )
     for text, ours in zip(texts, split, strict=True):
         assert ours == tokenizer(text).input_ids, text

@@ -231,14 +231,14 @@ def test_no_place_of_the_model(tmp_path: Path) -> None:
 
 def test_two_exports_to_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, file = save_model_with_tokenizer(tmp_path / "source"), tmp_path / "model.gguf"
-    read, said = gguf_file._read, list[str]()
+    read, said = gguf_file._check_values, list[str]()
 
     def meanwhile(*arguments: Any) -> Any:
-        monkeypatch.setattr(gguf_file, "_read", read)
+        monkeypatch.setattr(gguf_file, "_check_values", read)
         said.append(message(lambda: niwaki.export(source, file, "gguf-q8_0")))
         return read(*arguments)
 
-    monkeypatch.setattr(gguf_file, "_read", meanwhile)
+    monkeypatch.setattr(gguf_file, "_check_values", meanwhile)
     niwaki.export(source, file, "gguf-f16")
     assert "another run" in said[0]
     assert {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors} == {"F16", "F32"}

@@ -2,12 +2,11 @@
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
@@ -21,6 +20,7 @@ from niwaki.exports.gguf_architectures import (
     numbers,
     rope_factors,
 )
+from niwaki.exports.gguf_grids import BITS, GROUP, Kind, groups_of, tensors_on_grids
 from niwaki.exports.gguf_tokenizer import Tokenizer
 from niwaki.files import check_space, given_path, new_file
 from niwaki.models.extra import find_extra
@@ -28,17 +28,17 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import read_config, refusals
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
-from niwaki.records.wording import markdown, several
+from niwaki.records.wording import counted, markdown, several
 from niwaki.runs.conversion import Form, model_name
 from niwaki.runs.model_card import write_card_of_form
 
-Kind = Literal["F16", "Q8_0", "Q4_0"]
 #: By the names of formats.
 KINDS: dict[ExportFormat, Kind] = {"gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
 
-_GROUP = 32  # weights that have a scale in Q8_0 and Q4_0
 #: By what the largest weight of a group is divided, which gives the scale.
 _STEPS = {"Q8_0": 127, "Q4_0": 8}
+#: The grids that have the numbers of each, and a scale where it has one.
+_GRIDS = {"Q8_0": "int8:32", "Q4_0": "int4:32"}
 _LARGEST = 65504.0  # in float16
 #: How far all of a tensor may be from itself in float16, relative to its norm: that is 0.0005 at most where numbers
 #: are not too small for it.
@@ -61,9 +61,10 @@ _NAMES = ("phi-3", "phi3", "modern-bert")
 class Gguf(Form):
     """A model, to be written as one file with its matrices in a ``kind`` of numbers.
 
-    That is F16, or Q8_0 (8.5 bits a weight) or Q4_0 (4.5 bits) in groups of 32 with a scale, rounded by the package
-    ``gguf``; with Q4_0 embeddings and head are in Q8_0, and what has rows that are no multiples of 32 is in F16. All
-    else is float32. Zeros stay zeros, and take as much space as other weights. A tensor is in memory at a time.
+    That is F16, or Q8_0 (8.5 bits a weight) or Q4_0 (4.5 bits) in groups of 32 with a scale; with Q4_0 embeddings and
+    head are in Q8_0, and what has rows that are no multiples of 32 is in F16. All else is float32. Weights on a grid
+    that the kind of numbers has are the same there; others are rounded to the nearest by the package ``gguf``. Zeros
+    stay zeros, and take as much space as other weights. A tensor is in memory at a time.
 
     ``changes`` are those that stages to come make to config.json. UnsupportedModelError where llama.cpp computes
     something else than transformers, as far as niwaki knows; :meth:`write` raises it for weights beyond what the format
@@ -91,6 +92,8 @@ class Gguf(Form):
         self._tensors = find_tensors(checkpoint, stored, architecture)
         self._tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
         self._notes = [context_length(config)[1], *_choose_kinds(self._tensors, kind)]
+        self._left: list[str] = []  # those that are not on their grid any more
+        self._on_grids = {} if kind == "F16" else tensors_on_grids(checkpoint)
 
     @property
     def file_name(self) -> str:
@@ -131,7 +134,29 @@ class Gguf(Form):
             writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{self._kind}"))
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             self._write_tensors(writer)
-        return [note for note in (*self._notes, *tokenizer.notes) if note]
+        return [note for note in (*self._notes, *self._rounding(), *tokenizer.notes) if note]
+
+    def _rounding(self) -> Iterator[str]:
+        """What there is to say of the weights that were rounded."""
+        on_grids, kind, left = self._on_grids, self._kind, self._left
+        groups = [(tensor, key) for tensor in self._tensors if tensor.kind in BITS for key in tensor.keys]
+        odd = [on_grids[key].grid for tensor, key in groups if key in on_grids and not self._fits(tensor, key)]
+        if odd:
+            yield (
+                f"weights on the grid {odd[0]} are rounded to the nearest of {kind}, which does not have its numbers; "
+                f"quantize onto {_GRIDS[kind]} for it"
+            )
+        elif kind == "Q4_0" and not on_grids:
+            yield (
+                "weights are rounded to the nearest of Q4_0; the stage 'quantize int4:32' before the export makes up "
+                "for much of what that changes"
+            )
+        if left:
+            yield (
+                f"{counted(len(left), 'tensor')}, such as {left[0]!r}, {'has' if len(left) == 1 else 'have'} weights "
+                f"that are not on their grid {on_grids[left[0]].grid} any more; they are rounded to the nearest of "
+                f"{kind}"
+            )
 
     def _write_tensors(self, writer: Any) -> None:
         """Writes the header, and then the tensors one after the other."""
@@ -151,8 +176,37 @@ class Gguf(Form):
             writer.write_tensor_data(factors)
         for number, tensor in enumerate(self._tensors, 1):
             self.progress.status("exporting, tensor", number, len(self._tensors))
-            stored = getattr(gguf.GGMLQuantizationType, tensor.kind)
-            writer.write_tensor_data(gguf.quants.quantize(_read(self.checkpoint, tensor), stored))
+            parts = [self._stored(tensor, key) for key in tensor.keys]
+            writer.write_tensor_data(np.stack(parts) if len(tensor.whole_shape) > len(tensor.shape) else parts[0])
+
+    def _stored(self, tensor: ExportedTensor, key: str) -> np.ndarray[Any, Any]:
+        """The tensor ``key``, as numbers or bytes of the file, with rows in the order that llama.cpp has.
+
+        UnsupportedModelError for values that its form cannot hold.
+        """
+        W = self.checkpoint.read(key).float()
+        stored = None
+        if self._fits(tensor, key):
+            on = self._on_grids[key]
+            scales = on.scales()
+            if on.grid.has(W, scales):
+                _check_values(key, W.numpy(), tensor.kind, scales.float().numpy())
+                stored = groups_of(on.grid.codes(W, scales.float()), scales, tensor.kind)
+            else:
+                self._left.append(key)
+        if stored is None:
+            _check_values(key, W.numpy(), tensor.kind)
+            gguf = self._gguf
+            stored = gguf.quants.quantize(W.numpy(), getattr(gguf.GGMLQuantizationType, tensor.kind))
+        if tensor.heads:
+            halves = stored.reshape(tensor.heads, 2, -1, *stored.shape[1:])
+            stored = halves.swapaxes(1, 2).reshape(stored.shape)
+        return np.ascontiguousarray(stored)
+
+    def _fits(self, tensor: ExportedTensor, key: str) -> bool:
+        """Whether the form of ``tensor`` has the numbers of the grid that ``key`` is on, if it is on one."""
+        on = self._on_grids.get(key)
+        return on is not None and tensor.kind in BITS and on.fits(tensor.kind, tensor.shape[-1])
 
 
 def write_gguf(form: Gguf, model: str | Path, out: str | Path) -> list[str]:
@@ -197,14 +251,14 @@ def _choose_kinds(tensors: list[ExportedTensor], kind: Kind) -> list[str]:
             continue
         is_end = tensor.name in ("token_embd.weight", "output.weight")
         tensor.kind = "Q8_0" if kind == "Q4_0" and is_end else kind
-        if kind != "F16" and tensor.shape[1] % _GROUP:
+        if kind != "F16" and tensor.shape[1] % GROUP:
             tensor.kind = "F16"
             odd.append(tensor)
     if not odd:
         return []
     return [
         f"{len(odd)} of {len(tensors)} tensors are in F16, such as {odd[0].keys[0]!r}: {kind} needs rows of a multiple "
-        f"of {_GROUP}, and not of {odd[0].shape[1]}"
+        f"of {GROUP}, and not of {odd[0].shape[1]}"
     ]
 
 
@@ -216,21 +270,10 @@ def _outcome(directory: Path) -> str:
         return ""
 
 
-def _read(checkpoint: Checkpoint, tensor: ExportedTensor) -> np.ndarray[Any, Any]:
-    """float32, in the order that llama.cpp has; UnsupportedModelError for values that its form cannot hold."""
-    parts = []
-    for key in tensor.keys:
-        part = checkpoint.read(key).float()
-        _check_values(key, part.numpy(), tensor.kind)
-        parts.append(part)
-    value = torch.stack(parts) if len(tensor.whole_shape) > len(tensor.shape) else parts[0]
-    if tensor.heads:
-        value = value.unflatten(0, (tensor.heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-    return value.contiguous().numpy()
+def _check_values(key: str, value: np.ndarray[Any, Any], kind: str, scales: np.ndarray[Any, Any] | None = None) -> None:
+    """UnsupportedModelError where weights, or the ``scales`` of groups, are too large or too small for float16.
 
-
-def _check_values(key: str, value: np.ndarray[Any, Any], kind: str) -> None:
-    """UnsupportedModelError where weights, or the scales of groups, are too large or too small for float16.
+    Scales are by default those of rounding to the nearest.
 
     A weight that is too large for that is so in all forms: llama.cpp has keys, values and what comes into matrices in
     float16 or less, so that what it makes of an input of 1 would be infinite.
@@ -247,7 +290,8 @@ def _check_values(key: str, value: np.ndarray[Any, Any], kind: str) -> None:
         )
     numbers, what = value, "weights"
     if kind != "F16":
-        numbers, what = np.abs(value.reshape(-1, _GROUP)).max(axis=1) / _STEPS[kind], "scales of groups"
+        what = "scales of groups"
+        numbers = np.abs(value.reshape(-1, GROUP)).max(axis=1) / _STEPS[kind] if scales is None else scales
     half, wide = numbers.astype(np.float16), numbers.astype(np.float64)
     if np.linalg.norm(half - wide) > _FAR * np.linalg.norm(wide):
         lost = int(((half == 0) & (numbers != 0)).sum())

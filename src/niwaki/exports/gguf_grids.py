@@ -1,0 +1,71 @@
+"""Weights on a grid in the groups of 32 that llama.cpp has: the same whole numbers and scales, and no rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.layer.grid import Grid
+from niwaki.models.scales import embedding_grid_of, grid_of, read_embedding_scales, read_scales
+from niwaki.models.streamed import StreamedModel
+
+Kind = Literal["F16", "Q8_0", "Q4_0"]
+
+GROUP = 32  # weights that have a scale in Q8_0 and Q4_0
+#: The bits of a whole number there.
+BITS = {"Q8_0": 8, "Q4_0": 4}
+
+
+@dataclass(frozen=True)
+class OnGrid:
+    """A tensor of a checkpoint that is on a ``grid``, and how to read its scales (rows, groups)."""
+
+    grid: Grid
+    scales: Callable[[], Tensor]
+
+    def fits(self, kind: str, columns: int) -> bool:
+        """Whether ``kind`` has its whole numbers, and a scale wherever the grid has one."""
+        return self.grid.bits <= BITS[kind] and (self.grid.group or columns) % GROUP == 0
+
+
+def tensors_on_grids(checkpoint: Checkpoint) -> dict[str, OnGrid]:
+    """By key, those that ``checkpoint`` has on a grid: matrices of its blocks, and embeddings and head.
+
+    CheckpointError where config.json names no grid that there is.
+    """
+    grid, ends = grid_of(checkpoint), embedding_grid_of(checkpoint)
+    found: dict[str, OnGrid] = {}
+    if grid is None and ends is None:
+        return found
+    model = StreamedModel(checkpoint, "cpu")
+    if grid is not None:
+        for matrix in model.matrices():
+            if checkpoint.pruning.includes(matrix.block):
+                found[matrix.key] = OnGrid(grid, partial(read_scales, checkpoint, matrix, grid))
+    if ends is not None:
+        for key in model.embedding_keys:
+            found[key] = OnGrid(ends, partial(read_embedding_scales, checkpoint, key, ends))
+    return found
+
+
+def groups_of(codes: Tensor, scales: Tensor, kind: str) -> np.ndarray[Any, Any]:
+    """(rows, bytes) uint8: whole numbers (rows, columns) times ``scales`` (rows, groups), as ``kind`` stores them.
+
+    A group of the file is its scale in float16 and then its numbers: a byte each in Q8_0; in Q4_0 16 bytes with q + 8
+    of one of the first 16 in the low half and of one of the others in the high half.
+    """
+    rows, columns = codes.shape
+    whole = codes.numpy().astype(np.int8).reshape(rows, -1, GROUP)
+    if kind == "Q4_0":
+        unsigned = (whole + 8).astype(np.uint8)
+        numbers = unsigned[..., : GROUP // 2] | (unsigned[..., GROUP // 2 :] << 4)
+    else:
+        numbers = whole.view(np.uint8)
+    each = np.repeat(scales.float().numpy(), columns // GROUP // scales.shape[1], axis=1).astype(np.float16)
+    return np.concatenate([each[..., None].view(np.uint8), numbers], axis=2).reshape(rows, -1)

@@ -1,0 +1,176 @@
+"""Weights on a grid keep their whole numbers and scales in a file for llama.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import niwaki
+from niwaki.errors import CheckpointError
+from niwaki.exports.gguf_grids import groups_of
+from support.healing import TOKENS
+from support.models import FEW_TOKENS, add_small_tokenizer, format_of, message, random_model
+
+gguf: Any = pytest.importorskip("gguf")
+
+
+def saved(path: Path, case: str = "llama grouped", **changes: Any) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 16}
+    model = random_model(case, dtype=torch.bfloat16, vocab_size=FEW_TOKENS, **sizes, **changes)
+    model.save_pretrained(path)
+    return add_small_tokenizer(path)
+
+
+def on_grid(path: Path, grid: str, case: str = "llama grouped", **options: Any) -> Path:
+    """A directory with a random model on ``grid``."""
+    out = path / "on-grid"
+    niwaki.quantize(saved(path / "dense", case), out, grid, effort="none", measurement=None, compute="cpu", **options)
+    return out
+
+
+def values(file: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """By name, what the package gguf reads: float32."""
+    tensors = gguf.GGUFReader(file).tensors
+    return {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors}
+
+
+def turned(W: Tensor, heads: int) -> Tensor:
+    """The rows of queries or keys in the order that llama.cpp has for LLaMA: halves of a head become neighbours."""
+    rows = [head * (len(W) // heads) + i for head in range(heads) for i in order(len(W) // heads)]
+    return W[rows]
+
+
+def order(width: int) -> list[int]:
+    return [half * (width // 2) + i for i in range(width // 2) for half in (0, 1)]
+
+
+@pytest.mark.parametrize(("kind", "lowest", "highest"), [("Q8_0", -128, 127), ("Q4_0", -8, 7)])
+@pytest.mark.parametrize("groups", [1, 3, 6])
+def test_the_package_reads_the_same_numbers(kind: str, lowest: int, highest: int, groups: int) -> None:
+    generator = torch.Generator().manual_seed(groups)
+    codes = torch.randint(lowest, highest + 1, (5, 192), generator=generator)
+    scales = torch.rand(5, groups, generator=generator).half()
+    read = gguf.quants.dequantize(groups_of(codes.float(), scales, kind), gguf.GGMLQuantizationType[kind])
+    expected = codes.double().unflatten(1, (groups, -1)) * scales.double().unsqueeze(2)
+    np.testing.assert_array_equal(read, expected.flatten(1).float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("grid", "kind"),
+    [("int4:32", "Q4_0"), ("int3:64", "Q4_0"), ("int8:32", "Q8_0"), ("int8", "Q8_0"), ("int4:64", "Q8_0")],
+)
+def test_files_have_the_weights_of_the_grid(tmp_path: Path, grid: str, kind: Any) -> None:
+    source = on_grid(tmp_path, grid, embeddings="int8:64")
+    assert niwaki.export(source, tmp_path / "model.gguf", format_of(kind)) == []
+    read, weights = values(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
+    heads = {"blk.1.attn_q.weight": 4, "blk.1.attn_k.weight": 2}
+    for name, key in {
+        "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
+        "blk.1.attn_q.weight": "model.layers.1.self_attn.q_proj.weight",
+        "blk.1.attn_k.weight": "model.layers.1.self_attn.k_proj.weight",
+        "blk.1.attn_v.weight": "model.layers.1.self_attn.v_proj.weight",
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output.weight": "lm_head.weight",
+    }.items():
+        W = weights[key]
+        if name in heads:
+            W = turned(W, heads[name])
+        # Weights are stored in bfloat16, whole numbers times scales in full.
+        assert torch.equal(torch.from_numpy(read[name]).bfloat16(), W), name
+
+
+@pytest.mark.slow
+def test_experts_have_theirs(tmp_path: Path) -> None:
+    source = on_grid(tmp_path, "int4:32", "qwen3_moe", calibration=TOKENS)
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-q4_0")
+    read, weights = values(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
+    experts = read["blk.0.ffn_up_exps.weight"]
+    for expert, values_ in enumerate(experts):
+        W = weights[f"model.layers.0.mlp.experts.{expert}.up_proj.weight"]
+        assert torch.equal(torch.from_numpy(values_).bfloat16(), W)
+
+
+@pytest.mark.slow
+def test_as_stages_of_one_run(tmp_path: Path) -> None:
+    """Zeros, a grid that is fitted to text, and the file: the same as by two commands."""
+    model, text = saved(tmp_path / "dense"), {"calibration": TOKENS, "measurement": None, "compute": "cpu"}
+    stages: Any = ["prune 50% effort=fast", "quantize int4:32 effort=fast"]
+    niwaki.run(model, tmp_path / "two", stages, **text)
+    niwaki.export(tmp_path / "two", tmp_path / "two.gguf", "gguf-q4_0")
+    niwaki.run(model, tmp_path / "one", [*stages, "export gguf-q4_0"], **text)
+    one, two = values(tmp_path / "one" / "model-Q4_0.gguf"), values(tmp_path / "two.gguf")
+    W = load_file(tmp_path / "two" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert float((W == 0).float().mean()) >= 0.5
+    assert torch.equal(torch.from_numpy(one["blk.0.ffn_up.weight"]).bfloat16(), W)
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def test_what_is_rounded_is_said(tmp_path: Path) -> None:
+    """Other grids, no grid, and weights that have left theirs."""
+    source = on_grid(tmp_path, "int8:32")
+    nearest = gguf.quants.quantize(
+        load_file(source / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].float().numpy(),
+        gguf.GGMLQuantizationType.Q4_0,
+    )
+    (said,) = niwaki.export(source, tmp_path / "8.gguf", "gguf-q4_0")
+    assert said == (
+        "weights on the grid int8:32 are rounded to the nearest of Q4_0, which does not have its numbers; quantize "
+        "onto int4:32 for it"
+    )
+    (one,) = [each for each in gguf.GGUFReader(tmp_path / "8.gguf").tensors if each.name == "blk.0.ffn_up.weight"]
+    assert np.array_equal(one.data, nearest)
+    (said,) = niwaki.export(tmp_path / "dense", tmp_path / "dense.gguf", "gguf-q4_0")
+    assert said.startswith("weights are rounded to the nearest of Q4_0; the stage 'quantize int4:32' before")
+    assert niwaki.export(tmp_path / "dense", tmp_path / "d8.gguf", "gguf-q8_0") == []
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.01
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    (said,) = niwaki.export(source, tmp_path / "left.gguf", "gguf-q8_0")
+    assert said == (
+        "1 tensor, such as 'model.layers.1.mlp.up_proj.weight', has weights that are not on their grid int8:32 any "
+        "more; they are rounded to the nearest of Q8_0"
+    )
+
+
+@pytest.mark.parametrize("lost", ["file", "tensor", "shape", "values"])
+def test_scales_that_cannot_be(tmp_path: Path, lost: str) -> None:
+    source, key = on_grid(tmp_path, "int4:32"), "model.layers.0.mlp.up_proj.weight_scale"
+    file = source / "quantization" / "scales.safetensors"
+    scales = load_file(file)
+    if lost == "file":
+        file.unlink()
+    else:
+        scales[key] = {"shape": scales[key][:1].clone(), "values": -scales[key]}.get(lost, scales[key])
+        save_file({name: value for name, value in scales.items() if lost != "tensor" or name != key}, file)
+    said = message(lambda: niwaki.export(source, tmp_path / "model.gguf", "gguf-q4_0"), CheckpointError)
+    assert str(file) in said
+    assert not (tmp_path / "model.gguf").exists()
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")  # which needs none
+
+
+def test_some_blocks(tmp_path: Path) -> None:
+    """Those that are on no grid are rounded."""
+    out = tmp_path / "some"
+    niwaki.prune(
+        saved(tmp_path / "dense"),
+        out,
+        0.0,
+        quantize="int4:32",
+        blocks=(1, 2),
+        effort="fast",
+        calibration=TOKENS,
+        measurement=None,
+        compute="cpu",
+    )
+    niwaki.export(out, tmp_path / "model.gguf", "gguf-q4_0")
+    read, weights = values(tmp_path / "model.gguf"), load_file(out / "model.safetensors")
+    W = [weights[f"model.layers.{block}.mlp.up_proj.weight"] for block in (0, 1)]
+    assert torch.equal(torch.from_numpy(read["blk.1.ffn_up.weight"]).bfloat16(), W[1])
+    rounded = gguf.quants.quantize(W[0].float().numpy(), gguf.GGMLQuantizationType.Q4_0)
+    assert np.array_equal(read["blk.0.ffn_up.weight"], gguf.quants.dequantize(rounded, gguf.GGMLQuantizationType.Q4_0))
