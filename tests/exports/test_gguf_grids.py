@@ -99,7 +99,8 @@ def test_experts_have_theirs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_as_stages_of_one_run(tmp_path: Path) -> None:
     """Zeros, a grid that is fitted to text, and the file: the same as by two commands."""
-    model, text = saved(tmp_path / "dense"), {"calibration": TOKENS, "measurement": None, "compute": "cpu"}
+    model = saved(tmp_path / "dense")
+    text: Any = {"calibration": TOKENS, "measurement": None, "compute": "cpu"}
     stages: Any = ["prune 50% effort=fast", "quantize int4:32 effort=fast"]
     niwaki.run(model, tmp_path / "two", stages, **text)
     niwaki.export(tmp_path / "two", tmp_path / "two.gguf", "gguf-q4_0")
