@@ -4,6 +4,7 @@
     python benchmarks/real.py compare MODEL CORPUS WORK --record benchmarks/results/real.json
     python benchmarks/real.py sizes MODEL CORPUS --record benchmarks/results/sizes.json
     python benchmarks/real.py grids MODEL CORPUS WORK --record benchmarks/results/grids.json
+    python benchmarks/real.py embeddings MODEL CORPUS WORK --record benchmarks/results/embeddings.json
     python benchmarks/real.py own-answers MODEL CORPUS WORK --record benchmarks/results/own_answers.json
     python benchmarks/real.py removals MODEL CORPUS WORK --record benchmarks/results/removals.json
     python benchmarks/real.py experts MOE CORPUS --record benchmarks/results/experts.json
@@ -17,6 +18,7 @@ import itertools
 import json
 import math
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -34,7 +36,7 @@ from transformers import PreTrainedModel
 from typer import Option
 
 import niwaki
-from niwaki import Calibration, Comparison, Compute, Measurement
+from niwaki import Calibration, Comparison, Compute, Measurement, Quantize, QuantizeEmbeddings
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.cli.tables import perplexity_tables
 from niwaki.effort import EFFORTS, SHRINK_EFFORT
@@ -46,6 +48,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import find_bos, load_tokenizer
 from niwaki.options import OWN_ANSWERS
 from niwaki.records.comparison import Cell as ComparedCell
+from niwaki.runs.stage import Stage
 from niwaki.shrinking import experts as shrinking
 from niwaki.shrinking.combinations import Combination
 from niwaki.texts.answers import USUAL_SAMPLING
@@ -354,6 +357,43 @@ def grids(
     length: Length = 512,
 ) -> None:
     """What grids lose without zeros, by how weights are put on them, calibrated on books."""
+    asked = [(grid, effort, Quantize(grid, effort=effort)) for grid, effort in _pairs(grids, efforts)]
+    _on_grids(model, corpus, work, record, asked, texts, samples, text_samples, length)
+
+
+def embeddings(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    record: Annotated[Path, Option(help="Write JSON there after each model, and resume from it.")],
+    grids: Annotated[str, Option(help="As of niwaki quantize --embeddings.")] = "int8:64,int4:64,int4:32",
+    efforts: Annotated[str, Option(help="none, and any other: fitted to what the head receives.")] = "none,fast",
+    texts: common.Measured = ALL_MEASURED,
+    samples: Samples = 48,
+    text_samples: TextSamples = 16,
+    length: Length = 512,
+) -> None:
+    """What grids of the embeddings and the head alone lose, calibrated on books."""
+    asked = [(grid, effort, QuantizeEmbeddings(grid, effort)) for grid, effort in _pairs(grids, efforts)]
+    _on_grids(model, corpus, work, record, asked, texts, samples, text_samples, length)
+
+
+def _pairs(grids: str, efforts: str) -> list[tuple[str, str]]:
+    return list(itertools.product(names(grids), names(efforts)))
+
+
+def _on_grids(
+    model: Path,
+    corpus: Path,
+    work: Path,
+    record: Path,
+    asked: Sequence[tuple[str, str, Stage]],
+    texts: str,
+    samples: int,
+    text_samples: int,
+    length: int,
+) -> None:
+    """Measures the model, and what each stage makes of it, by the names of its grid and its effort."""
     settings = {"samples": samples, "text_samples": text_samples, "length": length, "model": model.name}
     sheet = common.Sheet(record, settings)
     made = Texts(model, corpus, work, samples, length)
@@ -363,12 +403,12 @@ def grids(
     add = partial(_add, sheet, held, text_samples, length, "auto")
     if not sheet.has(grid="", effort=""):
         add(model, grid="", effort="", seconds=0.0)
-    for grid, effort in itertools.product(names(grids), names(efforts)):
+    for grid, effort, stage in asked:
         if sheet.has(grid=grid, effort=effort):
             continue
         with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
             out = Path(scratch) / "out"
-            done = niwaki.quantize(model, out, grid, effort=effort, calibration=books, measurement=None)
+            done = niwaki.run(model, out, [stage], calibration=books, measurement=None)
             add(out, grid=grid, effort=effort, seconds=done.seconds["total"])
 
 
@@ -509,4 +549,4 @@ def _is_endless(answer: list[int], end: int) -> bool:
 
 
 if __name__ == "__main__":
-    common.main(compare, sizes, grids, experts, own_answers, vocabulary, removals, about=__doc__)
+    common.main(compare, sizes, grids, embeddings, experts, own_answers, vocabulary, removals, about=__doc__)

@@ -21,5 +21,7 @@ WEIGHT_NAMES = ("admm1", "adam", "sgd", "cg", "exact")
 TWO_FACTORS = "two-factors"
 #: In the place of a solver, where weights are only rounded.
 NEAREST = "nearest"
+#: And of embeddings whose rounding is fitted to what the head receives.
+LEAST_SQUARES = "least squares"
 #: Patterns of each kind, as they are written; the same test reads them.
 PATTERN_NAMES = ("2:4", "mixed-2:4", "unstructured:0.6", "per-row:0.6", "2:4+per-row:0.6", "two-factors:0.5")

@@ -167,8 +167,8 @@ def quantize(
         out: A directory that does not exist or is empty. It appears when all is written and checked.
         grid: Such as "int4:64": whole numbers of 4 bits, with a scale for each row and 64 inputs; "int8" has one for
             each row.
-        embeddings: A grid for the token embeddings and the head too, such as "int8:64", to whose numbers they are
-            rounded when all else is done; by default they stay as they are.
+        embeddings: A grid for the token embeddings and the head too, such as "int8:64", on which they are put when
+            all else is done; by default they stay as they are.
         effort: "none" rounds each weight to the nearest number of the grid, and reads no text. A name of ``EFFORTS``,
             or an effort, makes up for what rounding changes, on the calibration text: "fast" within each matrix,
             "balanced" and "best" within each block too. By default "none" for 8 bits, where the others gain next to
@@ -189,7 +189,7 @@ def quantize(
     """
     stages: list[Stage] = [Quantize(grid, effort=effort)]
     if embeddings is not None:
-        stages.append(QuantizeEmbeddings(embeddings))
+        stages.append(QuantizeEmbeddings(embeddings, effort))
     return _execute("quantize", model, out, stages, calibration, measurement, compute, restart, progress)
 
 

@@ -12,10 +12,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import niwaki
+from niwaki import QuantizeEmbeddings
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, UsageError
 from niwaki.layer.grid import Grid
 from niwaki.layer.rounding import to_nearest
 from niwaki.models.scales import EMBEDDINGS
+from niwaki.models.streamed import StreamedModel
 from niwaki.packed.linear import SparseEmbedding, SparseLinear
 from niwaki.records.record import Record
 from support.models import random_model, random_tokens
@@ -52,6 +55,58 @@ def test_they_are_the_nearest_numbers(tmp_path: Path, tied: bool) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["pruning_config"]["embeddings"] == "int8:64"
     assert Record.load(tmp_path / "out" / "niwaki.json") == record
     assert "| grid of the embeddings and the head | int8:64 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_with_few_bits_the_head_is_fitted_to_what_it_receives(tmp_path: Path, tied: bool) -> None:
+    """The outputs of the head on the calibration text are nearer to the dense model's than those of the nearest."""
+    model = wide(tmp_path / "model", tied)
+    stages = [QuantizeEmbeddings("int4:64")]
+    record = niwaki.run(model, tmp_path / "out", stages, calibration=TEXT, measurement=None, compute="cpu")
+    niwaki.run(model, tmp_path / "nearest", [QuantizeEmbeddings("int4:64", "none")], measurement=None, compute="cpu")
+    dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        X = dense.model(TEXT).last_hidden_state.flatten(0, 1).double()
+    before, key = tensors(model), EMBEDDING if tied else HEAD
+    errors = {}
+    for name in ("out", "nearest"):
+        change = tensors(tmp_path / name)[key].double() - before[key].double()
+        errors[name] = (X @ change.T).square().sum(dim=0)
+        scales = load_file(tmp_path / name / EMBEDDINGS)[f"{key}_scale"]
+        assert Grid(4, 64).has(tensors(tmp_path / name)[key], scales)
+    assert errors["out"].sum() < 0.7 * errors["nearest"].sum()
+    if not tied:  # a table of its own meets no inputs
+        assert torch.equal(tensors(tmp_path / "out")[EMBEDDING], tensors(tmp_path / "nearest")[EMBEDDING])
+    assert record.method == "least squares"
+    assert record.calibration_tokens == TEXT.numel()
+    assert Record.load(tmp_path / "nearest" / "niwaki.json").calibration == {}
+
+
+def test_the_gram_matrix_of_the_head(tmp_path: Path) -> None:
+    """Against all states in float64."""
+    model = wide(tmp_path / "model")
+    streamed = StreamedModel(Checkpoint(model), "cpu", "float32")
+    states = streamed.embed(TEXT)
+    for block in streamed.stream():
+        block.advance(states)
+    gram = streamed.head_gram(states)
+    with torch.no_grad():
+        X = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model(TEXT).last_hidden_state
+    X = X.flatten(0, 1).double()
+    torch.testing.assert_close(gram.H.double(), X.T @ X / len(X), rtol=1e-4, atol=1e-5)
+    assert gram.tokens == TEXT.numel()
+
+
+def test_fewer_bits_need_a_text_unless_told_otherwise(tmp_path: Path) -> None:
+    model = wide(tmp_path / "model")
+    with pytest.raises(UsageError, match="no effort is called 'quick'"):
+        niwaki.run(model, tmp_path / "out", ["embeddings int4:64 effort=quick"], calibration=TEXT)
+    record = niwaki.quantize(model, tmp_path / "none", "int4:64", embeddings="int4:64", effort="none", measurement=None)
+    assert record.calibration == {}
+    record = niwaki.quantize(
+        model, tmp_path / "fast", "int4:64", embeddings="int4:64", effort="fast", calibration=TEXT, measurement=None
+    )
+    assert record.calibration_tokens == TEXT.numel()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -159,7 +214,7 @@ def test_damaged_scales(tmp_path: Path, damage: str) -> None:
 
 
 def test_groups_that_cannot_be_packed(tmp_path: Path) -> None:
-    niwaki.run(wide(tmp_path / "model"), tmp_path / "out", ["embeddings int4:32"])
+    niwaki.run(wide(tmp_path / "model"), tmp_path / "out", ["embeddings int4:32 effort=none"])
     with pytest.raises(UsageError, match=r"no matrix of .* would be smaller"):
         niwaki.pack(tmp_path / "out", tmp_path / "packed")
     niwaki.quantize(tmp_path / "model", tmp_path / "both", "int8:64", embeddings="int8:32")

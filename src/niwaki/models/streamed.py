@@ -18,9 +18,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NumericalError, UnsupportedModelError, UsageError, one_line, raised_as
+from niwaki.layer.problem import Gram
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import FAMILIES, is_reached
+from niwaki.models.gram_capture import InputGrams
 from niwaki.models.hidden_states import BlockArguments, HiddenStates, streams_first
 from niwaki.models.interface import (
     Inputs,
@@ -277,6 +279,23 @@ class StreamedModel:
             found[keys[0]] = None
         check_dtypes(self.checkpoint, found)
         return list(found)
+
+    @torch.no_grad()
+    def head_gram(self, states: HiddenStates, world: World = _ALONE) -> Gram:
+        """Of the head's inputs, over all processes, by ``states`` after the last block.
+
+        UnsupportedModelError as of :attr:`embedding_keys`, NumericalError for inputs that are NaN or infinite.
+        """
+        key = self.embedding_keys[-1]
+        rows, columns = self.checkpoint.entries[key].shape
+        matrix = Matrix(len(self.blocks), "the head", key, (rows, columns), "weight")
+        with self.head() as head:
+            assert isinstance(self._parts.head, nn.Linear)  # as its key was found
+            grams = InputGrams([matrix], {"weight": self._parts.head.weight})
+            for batch, ends in zip(states.tokens, states.hidden, strict=True):
+                for tokens, hidden in zip(batch.split(1), ends.split(1), strict=True):
+                    grams.watch(functools.partial(head, hidden, tokens))
+        return grams.finish(world)[0].gram(shared=True)
 
     @contextlib.contextmanager
     def head(self, dtype: torch.dtype | None = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:

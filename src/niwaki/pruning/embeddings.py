@@ -12,36 +12,44 @@ from torch import Tensor
 from niwaki.arguments import check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter, verify
-from niwaki.choices import NEAREST
+from niwaki.choices import LEAST_SQUARES, NEAREST
+from niwaki.effort import NO_EFFORT, Effort, make_effort
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.layer.grid import Grid, parse_grid, scale_dtype
 from niwaki.layer.linalg import STRIP
+from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.products import products
-from niwaki.layer.rounding import to_nearest
+from niwaki.layer.rounding import onto_grid, to_nearest
 from niwaki.models.device import peak_memory
 from niwaki.models.factors import FILE as FACTORS
 from niwaki.models.scales import EMBEDDINGS, FILE as SCALES, embedding_places, read_embedding_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Measurement
+from niwaki.pruning.request import rounds_to_nearest
+from niwaki.pruning.texts import read_texts
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import Record
 from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import write_config
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
-from niwaki.texts.texts import Texts
+from niwaki.runs.stage import Run, Stage
+from niwaki.texts.conversations import has_images
 from niwaki.windows import Windows
 
 
 @checked_names
 @dataclass(frozen=True)
 class QuantizeEmbeddings:
-    """Rounds the token embeddings and the head to the nearest numbers of a ``grid``, such as "int8:64".
+    """Puts the token embeddings and the head on a ``grid``, such as "int8:64".
 
-    In small models they are much of what is stored and read for each token. It needs no text, and comes after all that
-    changes weights. With fewer than 8 bits this costs far more than in the blocks: docs/quantization.md.
+    In small models they are much of what is stored and read for each token. It comes after all that changes weights.
+    With 8 bits each weight goes to the nearest number, and no text is read. With fewer the head, which often is the
+    embeddings too, is rounded so that its outputs stay as they are on the calibration text, as one more matrix
+    (:func:`niwaki.layer.rounding.onto_grid`); embeddings of their own go to the nearest. The ``effort`` "none" does so
+    with all; another one makes up for the rounding with 8 bits too.
     """
 
     grid: str | Grid = "int8:64"
+    effort: str | Effort | None = None
 
     name: ClassVar[str] = "embeddings"
     is_format: ClassVar[bool] = False
@@ -56,7 +64,14 @@ class QuantizeEmbeddings:
         """The grid."""
         return parse_grid(self.grid) if isinstance(self.grid, str) else self.grid
 
+    @property
+    def rounds_to_nearest(self) -> bool:
+        """Whether no text is read."""
+        return rounds_to_nearest(self.wanted, self.effort)
+
     def check_order(self, before: tuple[Stage, ...]) -> None:
+        if isinstance(self.effort, str) and self.effort != NO_EFFORT:
+            make_effort(self.effort)  # or it has no such name
         if any(getattr(stage, "keep_format", False) for stage in before):
             raise UsageError(
                 "a model that stays in FP8 or MXFP4 has no embeddings on a grid; prune without keep_format"
@@ -66,7 +81,7 @@ class QuantizeEmbeddings:
         return QuantizingEmbeddings(self, run)
 
     def __str__(self) -> str:
-        return str(self.grid)
+        return ", ".join([str(self.grid), *([f"effort {self.effort}"] if self.effort == NO_EFFORT else [])])
 
 
 class QuantizingEmbeddings:
@@ -75,14 +90,19 @@ class QuantizingEmbeddings:
     def __init__(self, stage: QuantizeEmbeddings, run: Run) -> None:
         self.grid = stage.wanted
         self._open(run)
-        self.texts = Texts.to_measure(self.model, run.calibration, self._measurement(run), USUAL_WINDOWS)
+        self._fits = not stage.rounds_to_nearest and self.model.has_head
+        if self._fits and has_images(run.calibration):
+            self._fits = False
+            self.model.notes.append("calibrated on images: embeddings and head are rounded to the nearest")
+        self.texts = read_texts(self.model, run, self._measurement(run), calibrates=self._fits)
+        method = LEAST_SQUARES if self._fits else NEAREST
         self._begun = begin_record(
             run.model,
             self.model,
             self.texts,
             run.calibration,
-            method=NEAREST,
-            solver={"name": NEAREST},
+            method=method,
+            solver={"name": method},
             pattern="unstructured:0",
             mask_from=None,
             embeddings=str(self.grid),
@@ -124,13 +144,15 @@ class QuantizingEmbeddings:
             self._open(run)
         record = self._record(run)
         run.progress.begin(dataclasses.replace(self._begun, perplexity={}), len(self.model.blocks), 0)
+        with products(tf32=False):
+            gram = self._head_gram(run) if self._fits else None
         if not (run.place and self.carried):
             return record
         heldout = self.texts.only
         with products(tf32=False):
             if heldout and run.measured.before:
                 record.perplexity["before"] = self._perplexity(self.model, heldout, run)
-            self._write(run, record)
+            self._write(run, record, gram)
             if heldout:
                 written = StreamedModel(Checkpoint(run.place.directory), run.compute.device, run.compute.dtype)
                 record.perplexity["after"] = self._perplexity(written, heldout, run)
@@ -138,7 +160,17 @@ class QuantizingEmbeddings:
             record.peak_memory[where] = max(most, record.peak_memory.get(where, 0))
         return record
 
-    def _write(self, run: Run, record: Record) -> None:
+    def _head_gram(self, run: Run) -> Gram:
+        """Of what the head receives on the calibration text, in all processes."""
+        states = self.model.embed(self.texts.shared(run.world).windows.tokens)
+        for block in self.model.stream():
+            run.progress.stage(block.index, "advance", 1)
+            block.advance(states)
+        gram = self.model.head_gram(states, run.world)
+        run.clock.lap("capture")
+        return gram
+
+    def _write(self, run: Run, record: Record, gram: Gram | None) -> None:
         checkpoint, place = self.checkpoint, run.place
         assert place
         assert self.carried
@@ -148,7 +180,8 @@ class QuantizingEmbeddings:
         zeros = {}
         with CheckpointWriter(checkpoint, place.directory, added=places) as writer:
             for key, scale_key in zip(self.keys, places, strict=True):
-                weights, scales = self._rounded(key)
+                # The last one is the head, where there is one.
+                weights, scales = self._rounded(key, gram if key == self.keys[-1] else None)
                 writer.write(key, weights)
                 writer.write(scale_key, scales)
                 zeros[key] = weights.numel() - int(weights.count_nonzero())
@@ -164,12 +197,19 @@ class QuantizingEmbeddings:
                 )
         run.clock.lap("check")
 
-    def _rounded(self, key: str) -> tuple[Tensor, Tensor]:
-        """The tensor as the file has it, on the grid, and its scales."""
+    def _rounded(self, key: str, gram: Gram | None) -> tuple[Tensor, Tensor]:
+        """The tensor as the file has it, on the grid, and its scales; with a ``gram`` fitted to the inputs of that."""
         value = self.checkpoint.read(key)
         of_scales, strips = scale_dtype(value.dtype), []
         for rows in value.split(STRIP):  # in float32 some at a time, as such tables are large
-            weights, scales = to_nearest(rows.float(), self.grid, of_scales)
+            W = rows.float()
+            if gram is None:
+                weights, scales = to_nearest(W, self.grid, of_scales)
+            else:
+                problem = LayerProblem(W.to(self.model.device), gram)
+                kept = torch.ones_like(problem.W, dtype=torch.bool)
+                solution, scales = onto_grid(problem, problem.solution(problem.W, kept), self.grid, of_scales)
+                weights, scales = solution.W.cpu(), scales.cpu()
             rows.copy_(weights.to(value.dtype).add_(0.0))
             strips.append(scales.to(of_scales))
         return value, torch.cat(strips)

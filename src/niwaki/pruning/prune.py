@@ -23,6 +23,7 @@ from niwaki.models.sharing import sharing_notes
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.weight_format import OnGrid, WeightFormat
 from niwaki.pruning.request import PatternOf, Request, patterns_of
+from niwaki.pruning.texts import read_texts
 from niwaki.pruning.walk import Walk
 from niwaki.records.data import plain
 from niwaki.records.record import Record
@@ -31,11 +32,9 @@ from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.block_store import WeightStore
 from niwaki.runs.card import pruning_config, write_config
 from niwaki.runs.carried import CarriedFiles
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
+from niwaki.runs.stage import Run, Stage
 from niwaki.runs.workplace import Workplace
-from niwaki.texts.answers import with_answers
 from niwaki.texts.conversations import has_images
-from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
 
@@ -127,19 +126,10 @@ class Pruning:
         self.request = request
         request.check()
         self._open(run)
-        self.texts = self._read(run)
+        self.texts = read_texts(self.model, run, self.measurement, calibrates=not request.rounds_to_nearest)
         self.record: Record = self._begun(run)
         run.seen = self.record.calibration or run.seen
         run.foreseen["pruning_config"] = pruning_config(self.record)
-
-    def _read(self, run: Run) -> Texts:
-        """The texts, of which rounding to the nearest needs none but to measure on."""
-        model, calibration, measurement = self.model, run.calibration, self.measurement
-        if self.request.rounds_to_nearest:
-            return Texts.to_measure(model, calibration, measurement, USUAL_WINDOWS)
-        run.progress.status("reading the text to calibrate on")
-        calibration = with_answers(model, calibration, run.compute.budget, run.world, run.progress)
-        return Texts.read(model, calibration, measurement, USUAL_WINDOWS)
 
     def _open(self, run: Run) -> None:
         """Opens the model that is read, and checks that what is asked for can be done to it."""

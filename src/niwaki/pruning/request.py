@@ -98,7 +98,7 @@ class Request:
         """
         if self.grid is None or not self.only_rounds or self.solver is not None:
             return False
-        return self.effort == NO_EFFORT or (self.effort is None and self.grid.bits >= _FINE)
+        return rounds_to_nearest(self.grid, self.effort)
 
     @property
     def method(self) -> str:
@@ -174,6 +174,14 @@ class Request:
         if not 0 <= start < stop <= count:
             raise UsageError(f"invalid range of blocks {start}:{stop}; the model's are 0:{count}")
         return range(start, stop)
+
+
+def rounds_to_nearest(grid: Grid, effort: str | Effort | None) -> bool:
+    """Whether weights without zeros go to the nearest numbers of ``grid``, so that no text is read.
+
+    By default that is so for grids of 8 bits.
+    """
+    return effort == NO_EFFORT or (effort is None and grid.bits >= _FINE)
 
 
 def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | None]:
