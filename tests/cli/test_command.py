@@ -85,8 +85,6 @@ def test_prune_as_a_user_does(tmp_path: Path) -> None:
     # Wanda's are the two products that measure the error.
     flops = sum(2 * 2 * rows * columns**2 for rows, columns in (matrix.shape for matrix in record.matrices))
     assert record.flops == flops
-    header = ran.stdout.split("relative error of each matrix")[0]
-    assert f"solving: {flops / 1e9:.1f} Gflop\n" in header
     text = f"perplexity after   {after:.2f} ± "
     assert text in ran.stdout
     tokens = torch.arange(50)[None]

@@ -17,7 +17,7 @@ from niwaki.effort import EFFORTS, describe
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import FitRecord, MatrixRecord, Record
-from niwaki.records.wording import duration, operations
+from niwaki.records.wording import duration, estimated
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 SHARES = {"capture": 3.0, "solve": 5.0, "advance": 1.0}
@@ -193,13 +193,12 @@ def test_what_the_solver_says(clock: Clock) -> None:
 def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
     where = console(terminal)
     with Display("pruning", where) as display:
-        play(display, clock, record(flops=3.21e12, effort=describe(EFFORTS["balanced"])))
+        play(display, clock, record(effort=describe(EFFORTS["balanced"])))
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text(where)).replace("\r", "\n").splitlines()
     for expected in (
         "models/tiny: 3 blocks with 3 matrices, 2:4",
         "wanda",
         "calibration: 4 x 16 tokens of some.txt, on cpu (2 threads) in float32",
-        "solving: 3.2 Tflop",
         "effort: balanced (allocation loss, importance 0.5, synthetic 0.25, epochs 0.3)",
         "note: noted before",
         "note: damping raised from 0.1 to 0.2",
@@ -407,24 +406,22 @@ def test_durations(seconds: float, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flops", "shown"),
+    ("seconds", "shown"),
     [
-        (0, "0 flop"),
-        (999, "999 flop"),
-        (1000, "1.0 kflop"),
-        (2.34e6, "2.3 Mflop"),
-        (99.94e9, "99.9 Gflop"),
-        (99.96e9, "100 Gflop"),
-        (999.4e9, "999 Gflop"),
-        (999.6e9, "1.0 Tflop"),
-        (3.21e12, "3.2 Tflop"),
-        (4.5e15, "4.5 Pflop"),
-        (4.5e18, "4.5 Eflop"),
-        (1.25e22, "12500 Eflop"),
+        (16, "20 s"),
+        (88, "2 min"),
+        (95, "2 min"),
+        (560, "9 min"),
+        (700, "10 min"),
+        (1100, "20 min"),
+        (5350, "1 h 30 min"),
+        (5500, "1 h 30 min"),
+        (12000, "3 h 30 min"),
+        (36000, "10 h 00 min"),
     ],
 )
-def test_operations(flops: float, shown: str) -> None:
-    assert operations(flops) == shown
+def test_estimates_have_few_digits(seconds: float, shown: str) -> None:
+    assert estimated(seconds) == shown
 
 
 def test_the_summary() -> None:

@@ -15,8 +15,10 @@ from niwaki.effort import described
 from niwaki.records.comparison import Cell, Comparison, listed
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.record import FitRecord, MatrixRecord, Record
-from niwaki.records.wording import counted, duration, kind, operations, short, text_in_words
+from niwaki.records.wording import counted, duration, estimated, kind, short, text_in_words
 
+#: Seconds that nobody has to be told of.
+_SOON = 15
 #: Stages that are a walk over all blocks before or after that which prunes.
 _PLANNING = ("sensitivity", "allocation", "sharing", "synthesis", "influence", "perplexity")
 _DETAILS = {
@@ -65,6 +67,10 @@ class Display(Screen):
         self._at, self._names = None, []
         self.line(f"stage {number} of {count}: {stage}", style="bold")
 
+    def estimate(self, seconds: float) -> None:
+        if seconds >= _SOON:
+            self.line(f"this takes about {estimated(seconds)}")
+
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         self._close_stage()  # of an earlier part
         self._close_block()
@@ -80,8 +86,6 @@ class Display(Screen):
             self.line(f"effort: {described(record.effort)}")
         text = f"calibration: {text_in_words(record.calibration)}" if record.calibration else "no calibration text"
         self.line(f"{text}, on {record.device} in {record.dtype}")
-        if record.flops:
-            self.line(f"solving: {operations(record.flops)}")
         for note in record.notes:
             self.note(note)
         self._blocks, self._began = blocks, time.monotonic()

@@ -141,6 +141,9 @@ class Exporting:
     def measure_on(self, heldout: dict[str, Windows]) -> None:
         """It measures nothing."""
 
+    def expected(self, speed: float) -> float:
+        return 0.0
+
     def extent(self, run: Run) -> tuple[int, int]:
         return 0, 0
 

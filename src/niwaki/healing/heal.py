@@ -41,6 +41,7 @@ from niwaki.records.healing import HealingRecord
 from niwaki.records.record import CalibrationRecord, Record, versions
 from niwaki.records.wording import counted
 from niwaki.runs.begin import begin_record
+from niwaki.runs.duration import passes, training
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
@@ -208,6 +209,10 @@ class Healing:
             "dtype": str(self.dense.dtype).removeprefix("torch."),
             "versions": versions(),
         }
+
+    def expected(self, speed: float) -> float:
+        operations = training(self.dense, self.tokens, head=True) + passes(self.dense, self.tokens, head=True)
+        return min(operations / speed, self.stage.limit or math.inf)
 
     def extent(self, run: Run) -> tuple[int, int]:
         return (run.journal.blocks, len(self.dense.blocks)) if self.method == "blocks" else (0, 0)

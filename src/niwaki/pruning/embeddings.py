@@ -19,7 +19,7 @@ from niwaki.layer.grid import Grid, parse_grid, scale_dtype
 from niwaki.layer.linalg import STRIP
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.products import products
-from niwaki.layer.rounding import onto_grid, to_nearest
+from niwaki.layer.rounding import flops, onto_grid, to_nearest
 from niwaki.models.device import peak_memory
 from niwaki.models.factors import FILE as FACTORS
 from niwaki.models.scales import EMBEDDINGS, FILE as SCALES, embedding_places, read_embedding_scales
@@ -31,6 +31,7 @@ from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import Record
 from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import write_config
+from niwaki.runs.duration import measuring, nearest, passes
 from niwaki.runs.stage import Run, Stage
 from niwaki.texts.conversations import has_images
 from niwaki.windows import Windows
@@ -95,6 +96,7 @@ class QuantizingEmbeddings:
             self._fits = False
             self.model.notes.append("calibrated on images: embeddings and head are rounded to the nearest")
         self.texts = read_texts(self.model, run, self._measurement(run), calibrates=self._fits)
+        self._before = run.measured.before
         method = LEAST_SQUARES if self._fits else NEAREST
         self._begun = begin_record(
             run.model,
@@ -135,6 +137,15 @@ class QuantizingEmbeddings:
 
     def asked(self) -> dict[str, Any]:
         return {**self._asked, "embeddings": str(self.grid)}
+
+    def expected(self, speed: float) -> float:
+        operations = measuring(self.model, self.texts, self._before)
+        if self._fits:
+            operations += passes(self.model, self.texts.windows.tokens.numel())
+            operations += flops(*self.checkpoint.entries[self.keys[-1]].shape)
+        else:
+            operations += sum(nearest(*self.checkpoint.entries[key].shape) for key in self.keys)
+        return operations / speed
 
     def extent(self, run: Run) -> tuple[int, int]:
         return 0, 0

@@ -4,6 +4,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from niwaki.arguments import INTERNAL, check_fields, checked_names, given_fields
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter
@@ -32,6 +34,7 @@ from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.block_store import WeightStore
 from niwaki.runs.card import pruning_config, write_config
 from niwaki.runs.carried import CarriedFiles
+from niwaki.runs.duration import measuring, nearest, pruning
 from niwaki.runs.stage import Run, Stage
 from niwaki.runs.workplace import Workplace
 from niwaki.texts.conversations import has_images
@@ -254,6 +257,18 @@ class Pruning:
             "tf32": record.tf32,
         }
         return asked if self._is_first else {name: value for name, value in asked.items() if name != "model"}
+
+    def expected(self, speed: float) -> float | None:
+        samples = self.texts.samples
+        if not isinstance(samples, Tensor):  # images are of any size
+            return None
+        operations = measuring(self.model, self.texts, self.measurement.before)
+        if self.request.rounds_to_nearest:
+            operations += sum(nearest(*matrix.shape) for matrix in self.model.matrices())
+        else:
+            rounding = sum(self.format.round_flops(*matrix.shape) for matrix in self.model.matrices())
+            operations += pruning(self.model, self.effort, samples.numel(), self._flops() + rounding)
+        return operations / speed
 
     def extent(self, run: Run) -> tuple[int, int]:
         return max(0, run.journal.blocks - self.chosen.start), len(self.chosen)

@@ -66,13 +66,12 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def operations(flops: float) -> str:
-    """``"0 flop"``, ``"123 Mflop"``, ``"3.2 Tflop"``."""
-    for prefix in ("", "k", "M", "G", "T", "P", "E"):
-        if flops < 999.5 or prefix == "E":
-            break
-        flops /= 1000
-    return f"{flops:.{1 if prefix and flops < 99.95 else 0}f} {prefix}flop"
+def estimated(seconds: float) -> str:
+    """``"40 s"``, ``"3 min"``, ``"25 min"``, ``"3 h 30 min"``: no more digits than an estimate has."""
+    for step, most in ((10, 90), (60, 600), (300, 5400)):
+        if seconds < most:
+            return duration(max(step, step * round(seconds / step)))
+    return duration(1800 * round(seconds / 1800))
 
 
 def text_in_words(calibration: Mapping[str, Any]) -> str:

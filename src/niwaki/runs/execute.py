@@ -8,6 +8,7 @@ from pathlib import Path
 
 from niwaki.errors import UsageError, named
 from niwaki.files import write_json
+from niwaki.models.device import find_device
 from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
 from niwaki.options import Calibration, Compute, Measurement
@@ -15,6 +16,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record, StageRecord
 from niwaki.runs import card
 from niwaki.runs.clock import Clock
+from niwaki.runs.duration import products_per_second
 from niwaki.runs.journal import Journal
 from niwaki.runs.session import current_session
 from niwaki.runs.stage import ChangesTokens, Run, Stage, Task
@@ -66,6 +68,8 @@ def execute(
         run.place, journal = place, world.received(place.journal if place else Journal(asked))
         record = Record.from_json(journal.result) if journal.result else None
         done = journal.done
+        if not done and not journal.blocks:
+            _say_duration(run, tasks)
         if 0 < done < len(asked):
             progress.note(f"resuming after {done} of {len(asked)} stages, where an earlier run was interrupted")
         for number in range(done, len(asked)):
@@ -121,6 +125,17 @@ def _opened(run: Run, labels: Sequence[str]) -> list[Task]:
                 task.measure_on(most.heldout)
     run.number = 0
     return tasks
+
+
+def _say_duration(run: Run, tasks: Sequence[Task]) -> None:
+    """Says about how long all of it takes, where that is known."""
+    if not run.world.first:
+        return
+    speed = run.world.size * products_per_second(find_device(run.compute.device))
+    each = [task.expected(speed) for task in tasks]
+    known = [seconds for seconds in each if seconds is not None]
+    if len(known) == len(each):
+        run.progress.estimate(sum(known))
 
 
 def _reread(run: Run, tasks: Sequence[Task]) -> Task:

@@ -146,6 +146,12 @@ class Task(Protocol):
         Resumes after the blocks that ``run.journal`` says are done.
         """
 
+    def expected(self, speed: float) -> float | None:
+        """About how many seconds it takes; None where nobody knows.
+
+        Products of matrices make ``speed`` floating-point operations a second, in all processes together.
+        """
+
     def extent(self, run: Run) -> tuple[int, int]:
         """How many blocks are done and kept, of how many; 0 of 0 where that is not counted in blocks."""
 

@@ -227,6 +227,9 @@ class Shrinking:
             "measure": self._measured,
         }
 
+    def expected(self, speed: float) -> None:
+        """It depends on what is chosen to go."""
+
     def extent(self, run: Run) -> tuple[int, int]:
         return run.journal.blocks, len(self.model.blocks)
 

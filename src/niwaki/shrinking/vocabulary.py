@@ -27,6 +27,7 @@ from niwaki.records.structure import StructureRecord
 from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import pruning_config, write_config
 from niwaki.runs.carried import CarriedFiles
+from niwaki.runs.duration import measuring
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 from niwaki.shrinking.token_choice import PRIOR, Size, choose, renumbered
 from niwaki.shrinking.token_ids import FILES, mapped, named
@@ -185,6 +186,9 @@ class ShrinkingVocabulary:
         """Which tokens stay, as a number that tells two choices apart."""
         kept = torch.tensor([*self._new])
         return Windows(kept[None], "tokens").fingerprint()
+
+    def expected(self, speed: float) -> float:
+        return measuring(self.model, self.texts, self._measured == "both") / speed
 
     def extent(self, run: Run) -> tuple[int, int]:
         return 0, 0

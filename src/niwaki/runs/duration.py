@@ -1,0 +1,71 @@
+"""About how long a run takes, before it begins: what is computed, at the speed of this machine's products.
+
+Shares of time were measured on two models and two processors (docs/performance.md); others may take half or twice that.
+"""
+
+import time
+
+import torch
+
+from niwaki.effort import Effort
+from niwaki.models.streamed import StreamedModel
+from niwaki.texts.texts import Texts
+
+#: How many times as long as its products alone each part takes: a forward pass of a block, with attention and what goes
+#: an element at a time; a step of training, with an optimiser; and text that is written, a token at a time.
+_PASS, _TRAINING, _WRITING = 1.5, 2.0, 6.0
+#: What rounding a weight to the nearest number of a grid takes, with the choice of its scale.
+_NEAREST = 1.5e4
+#: What a backward pass takes, in forward passes.
+_BACKWARD = 2
+#: The size of matrices whose product is timed, and how often.
+_SIZE, _TIMES = 1024, 3
+
+
+def products_per_second(device: torch.device) -> float:
+    """The floating-point operations a second of products of float32 matrices on ``device``, from a few of them."""
+    A = torch.ones(_SIZE, _SIZE, device=device)
+    fastest = float("inf")
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        float((A @ A)[0, 0])  # which waits for a GPU
+        fastest = min(fastest, time.perf_counter() - began)
+    return 2.0 * _SIZE**3 / fastest
+
+
+def passes(model: StreamedModel, tokens: float, *, count: float = 1.0, head: bool = False) -> float:
+    """Operations that take as long as ``count`` forward passes of all blocks on ``tokens``, and of the ``head``."""
+    weights = sum(value.numel() for block in model.blocks for value in block.parameters())
+    outputs = model.config.vocab_size * model.config.hidden_size if head else 0
+    return 2.0 * tokens * count * (_PASS * weights + outputs)
+
+
+def measuring(model: StreamedModel, texts: Texts, before: bool) -> float:
+    """Those of measuring perplexity, of the model ``before`` too."""
+    tokens = sum(windows.tokens.numel() for windows in texts.heldout.values())
+    return passes(model, tokens, count=2 if before else 1, head=True)
+
+
+def nearest(rows: int, columns: int) -> float:
+    """Those of rounding a matrix to the nearest numbers of a grid."""
+    return _NEAREST * rows * columns
+
+
+def pruning(model: StreamedModel, effort: Effort, tokens: float, solving: float) -> float:
+    """Those of pruning that calibrates on ``tokens``, whose solvers need ``solving`` operations themselves."""
+    own = effort.synthetic * tokens
+    fitted = effort.fit.epochs * (tokens + own)
+    return (
+        passes(model, own, count=_WRITING, head=True)
+        + passes(model, tokens + own, count=2)  # inputs are gathered, and outputs passed on
+        + (tokens + own) * sum(matrix.shape[1] ** 2 for matrix in model.matrices())
+        + solving
+        + (passes(model, effort.plan.pilot * tokens, count=2 + _BACKWARD) if effort.plan.is_needed else 0)
+        + passes(model, min(fitted, tokens + own))  # the dense model's outputs
+        + training(model, fitted)
+    )
+
+
+def training(model: StreamedModel, tokens: float, *, head: bool = False) -> float:
+    """Those of training on ``tokens``."""
+    return passes(model, tokens, count=_TRAINING * (1 + _BACKWARD), head=head)

@@ -1,0 +1,81 @@
+"""What is said before a run begins of how long it takes."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import niwaki
+from niwaki import Heal, Prune, Quantize, QuantizeEmbeddings, Shrink
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.cli.display import Display
+from niwaki.models.device import find_device
+from niwaki.models.streamed import StreamedModel
+from niwaki.records.progress import Progress
+from niwaki.runs import duration, execute
+from niwaki.runs.stage import Stage
+from support.models import random_tokens, save_model
+
+SPEED = 1e9
+
+
+class Listener(Progress):
+    def __init__(self) -> None:
+        self.said: list[float] = []
+
+    def estimate(self, seconds: float) -> None:
+        self.said.append(seconds)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(execute, "products_per_second", lambda device: SPEED)
+    return save_model(tmp_path / "model")
+
+
+def estimated(model: Path, *stages: Stage, windows: int = 4, **more: Any) -> list[float]:
+    listener, out = Listener(), model.with_name(f"out-{len(list(model.parent.iterdir()))}")
+    options: dict[str, Any] = {"measurement": niwaki.Measurement(samples=0), "compute": "cpu", **more}
+    niwaki.run(model, out, stages, calibration=random_tokens(windows, 32), progress=listener, **options)
+    return listener.said
+
+
+def test_more_work_takes_longer(model: Path) -> None:
+    (fast,) = estimated(model, Prune(0.5, effort="fast"))
+    (more,) = estimated(model, Prune(0.5, effort="fast"), windows=8)
+    (fitted,) = estimated(model, Prune(0.5, effort="fast:epochs=1"))
+    (healed,) = estimated(model, Prune(0.5, effort="fast"), Heal(tokens=1000, batch=64))
+    (rounded,) = estimated(model, Prune(0.5, effort="fast"), Quantize("int4", effort="fast"))
+    (measured,) = estimated(model, Prune(0.5, effort="fast"), measurement=random_tokens(4, 32, seed=1))
+    assert all(fast < other for other in (more, fitted, healed, rounded, measured))
+
+
+def test_a_pass_takes_what_its_products_take(model: Path) -> None:
+    """Of a text that is only measured on, twice: 2 operations for each weight and token, and what goes between."""
+    streamed = StreamedModel(Checkpoint(model), "cpu")
+    blocks = sum(value.numel() for block in streamed.blocks for value in block.parameters())
+    head = streamed.config.vocab_size * streamed.config.hidden_size
+    tokens = random_tokens(4, 32)
+    (without,) = estimated(model, QuantizeEmbeddings("int8"))
+    (measured,) = estimated(model, QuantizeEmbeddings("int8"), measurement=niwaki.Measurement(tokens, before=True))
+    assert measured - without == pytest.approx(2 * 2 * 128 * (1.5 * blocks + head) / SPEED)
+
+
+def test_nothing_is_said_where_nobody_knows(model: Path) -> None:
+    assert estimated(model, Shrink(neurons=0.5)) == []
+
+
+def test_on_the_screen() -> None:
+    where = Console(file=io.StringIO(), width=100)
+    with Display("pruning", where) as display, where.capture() as said:
+        display.estimate(5.0)
+        display.estimate(700.0)
+    assert said.get().splitlines() == ["this takes about 10 min"]
+
+
+def test_the_speed_of_products() -> None:
+    assert 1e8 < duration.products_per_second(find_device("cpu")) < 1e14
