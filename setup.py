@@ -13,8 +13,8 @@ REPOSITORY = "https://github.com/niwaki/niwaki"
 # (niwaki.packed.kernels).
 KERNELS = Extension(
     "niwaki._kernels",
-    [f"src/native/{name}.cpp" for name in ("kernels", "lanes", "whole", "decoding")],
-    depends=["src/native/products.h", "src/native/streams.h"],
+    [f"src/native/{name}.cpp" for name in ("kernels", "lanes", "whole", "panels", "decoding")],
+    depends=[f"src/native/{name}.h" for name in ("products", "streams", "words")],
     extra_compile_args=["-std=c++17", "-O3", "-g0"],
     extra_link_args=["-pthread"],
     language="c++",

@@ -184,6 +184,29 @@ def grids(made: Any) -> Lines:
     ]
 
 
+def llama_cpp_loss(*records: Any) -> Lines:
+    """How far predictions in llama.cpp are from those of F16, by model, format and how weights were put on its grid."""
+    texts, rows = records[0]["texts"], []
+    for made in records:
+        nearest = {cell["format"]: cell["texts"] for cell in made["cells"] if cell["effort"] == "none"}
+        for cell in made["cells"]:
+            row = [made["model"], f"`{cell['format']}`", f"`{cell['effort']}`"]
+            for text in texts:
+                measured, usual = cell["texts"][text], nearest[cell["format"]][text]
+                share = fmean(measured["divergence"]) / fmean(usual["divergence"])
+                lost, error = paired(measured["loss"], [0.0] * len(measured["loss"]))
+                row += [f"{fmean(measured['divergence']):.5f}", f"{share:.2f}", f"{lost:.4f} ±{error:.4f}"]
+            rows.append(row)
+    heads = [head for text in texts for head in (f"{text}: KL", "of nearest's", "nats lost")]
+    made = records[0]
+    return [
+        *markdown(["model", "format", "effort", *heads], rows),
+        "",
+        f"In llama.cpp (node-llama-cpp {made['node_llama_cpp']}), on {made['text_samples']} windows of each text; "
+        f"fitted on {made['samples']} windows of {made['calibration']}.",
+    ]
+
+
 def combinations(made: Any) -> Lines:
     """What ways to one size cost, and what the search for the best one foresaw, least first."""
     (whole,) = [cell for cell in made["cells"] if not cell["removed"]]

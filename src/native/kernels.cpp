@@ -443,7 +443,7 @@ static std::int64_t source(std::int64_t i, bool halves) {
 Product Operand::with(const Matrix& matrix, float* y) {
     Product product{matrix, x, nullptr, batch, y, nullptr};
     if (is_whole(matrix)) {
-        if (rounds && !rounded) rounded.emplace(x, batch * width);
+        if (rounds && !rounded) rounded.emplace(path, x, batch * width, threads);
         if (rounds) product.rounded = &*rounded;
         return product;
     }
@@ -490,24 +490,6 @@ void in_threads(int threads, void (*body)(void*), void* data) {
 }
 
 namespace {
-
-// Work on rows, some at a time, by whichever thread is free.
-template <typename Function>
-void for_rows(std::int64_t rows, std::int64_t each, int threads, Function&& function) {
-    struct Work {
-        std::int64_t rows, each;
-        Function& function;
-        std::atomic<std::int64_t> next{0};
-    } work{rows, each, function};
-    in_threads(
-        static_cast<int>(std::min<std::int64_t>(threads, (rows + each - 1) / each)),
-        [](void* data) {
-            auto& mine = *static_cast<Work*>(data);
-            for (std::int64_t at; (at = mine.next.fetch_add(mine.each)) < mine.rows;)
-                mine.function(at, std::min(at + mine.each, mine.rows));
-        },
-        &work);
-}
 
 // Where a row goes on that was expanded up to some column.
 template <typename T>
@@ -629,10 +611,14 @@ int niwaki_best_path() {
 void niwaki_multiply(int path, const Matrix* matrix, const float* x, int exact, int rounds, std::int64_t batch,
                      float* y, int threads) {
     path = std::min(path, best_path());
-    Operand operand(path, x, batch, 8 * matrix->stride, exact, rounds);
+    Operand operand(path, x, batch, 8 * matrix->stride, exact, rounds, threads);
     const Product p = operand.with(*matrix, y);
-    const Rows function = rows_of(path, p);
     const std::int64_t rows = matrix->rows;
+    if (const Panels panels = panels_of(path, p)) {
+        for_rows(rows, PANELS, threads, [&](std::int64_t first, std::int64_t last) { panels(p, first, last); });
+        return;
+    }
+    const Rows function = rows_of(path, p);
     // Many rows at a time, so that they are read on for long; few, where they are to stay in the cache for more
     // vectors.
     const std::int64_t each = batch > VECTORS ? 48 : std::max<std::int64_t>(48, rows / (8 * std::max(threads, 1)));

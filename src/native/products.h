@@ -3,6 +3,7 @@
 #ifndef NIWAKI_PRODUCTS_H
 #define NIWAKI_PRODUCTS_H
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -47,7 +48,7 @@ inline bool is_whole(const Matrix& matrix) {
 // Vectors as whole numbers: of each 64 in a row, from -32767 to 32767 and what to multiply them with. What is infinite
 // or no number makes that no number.
 struct Rounded {
-    Rounded(const float* x, std::int64_t count);
+    Rounded(int path, const float* x, std::int64_t count, int threads);
     std::vector<std::int16_t> numbers;
     std::vector<float> units;
 };
@@ -64,6 +65,8 @@ struct Product {
 // Computes `vectors` columns of y from `b` on, at most VECTORS, in rows `first` to `last`.
 using Rows = void (*)(const Product&, std::int64_t b, int vectors, std::int64_t first, std::int64_t last);
 
+// Rows that a thread takes at a time for many vectors, in panels of 16 or 32.
+constexpr std::int64_t PANELS = 32;
 // Up to so many vectors share the work of decoding.
 constexpr int VECTORS = 4;
 
@@ -71,9 +74,9 @@ constexpr int VECTORS = 4;
 class Operand {
   public:
     // Of x (batch, width); `exact`: every number is a bfloat16; `rounds`: may be rounded to whole numbers for matrices
-    // without a mask. x has to stay where it is.
-    Operand(int path, const float* x, std::int64_t batch, std::int64_t width, bool exact, bool rounds)
-        : path(path), x(x), batch(batch), width(width), exact(exact), rounds(rounds) {}
+    // without a mask, by so many `threads`. x has to stay where it is.
+    Operand(int path, const float* x, std::int64_t batch, std::int64_t width, bool exact, bool rounds, int threads = 1)
+        : path(path), x(x), batch(batch), width(width), exact(exact), rounds(rounds), threads(threads) {}
     // The product of `matrix`, whose rows have `width` columns, with them.
     Product with(const Matrix& matrix, float* y);
 
@@ -82,6 +85,7 @@ class Operand {
     const float* x;
     std::int64_t batch, width;
     bool exact, rounds;
+    int threads;
     std::vector<float> mixed[2];  // in the order of BF16, and of INT4
     std::vector<std::uint16_t> pairs[2];
     std::optional<Rounded> rounded;
@@ -93,12 +97,34 @@ int best_path();
 Rows rows_of(int path, const Product& product);
 // The one of lanes.cpp for a dtype.
 Rows lane_rows_of(int dtype);
+// Computes rows `first` to `last` of y for all vectors.
+using Panels = void (*)(const Product&, std::int64_t first, std::int64_t last);
+// The function of panels.cpp for a path; null where other products are as fast, or there is none.
+Panels panels_of(int path, const Product& product);
 // The one of whole.cpp, for a matrix without a mask.
 Rows whole_rows_of(int path, const Product& product);
 // A row of such a matrix as float32.
 void expand_whole(int path, const Matrix& matrix, std::int64_t row, std::int64_t columns, float* out);
 // Calls `body(data)` in up to `threads` threads at once.
 void in_threads(int threads, void (*body)(void*), void* data);
+
+// Work on rows, some at a time, by whichever thread is free.
+template <typename Function>
+void for_rows(std::int64_t rows, std::int64_t each, int threads, Function&& function) {
+    struct Work {
+        std::int64_t rows, each;
+        Function& function;
+        std::atomic<std::int64_t> next{0};
+    } work{rows, each, function};
+    in_threads(
+        static_cast<int>(std::min<std::int64_t>(threads, (rows + each - 1) / each)),
+        [](void* data) {
+            auto& mine = *static_cast<Work*>(data);
+            for (std::int64_t at; (at = mine.next.fetch_add(mine.each)) < mine.rows;)
+                mine.function(at, std::min(at + mine.each, mine.rows));
+        },
+        &work);
+}
 
 template <typename T>
 inline T load(const void* place) {

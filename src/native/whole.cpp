@@ -1,47 +1,20 @@
 // Products with matrices of whole numbers of which all are stored, without a mask: most of their weights are not zero.
-//
-// Rows are whole words of 64 columns, 64 bytes each of INT8 and 32 of INT4, of which byte i has column i in its lower
-// half and column i + 32 in the upper one: a shift and a mask make bytes of them. Here these bytes are 16 times what
-// the numbers are, which keeps signs where they are.
+// How their rows are stored is in words.h.
 //
 // There are two kinds of products. Exact ones are those of the numbers as float32. The others take vectors that were
 // rounded to whole numbers of 16 bits, 64 at a time (Rounded), and add up in 32 bits: two products for each lane and
 // instruction, instead of one, and fewer conversions. With 8 bits there would be four, but signs to move around, so
 // that it is no faster with AVX2; and models with large outliers would lose by it.
 
-#include "streams.h"
-
 #include <algorithm>
 #include <limits>
+
+#include "words.h"
 
 namespace niwaki {
 namespace {
 
-constexpr int WORD = 64;          // columns
 constexpr float MOST = 32767.0f;  // of a rounded vector
-
-// Bytes of a word, and what its unpacked numbers have to be multiplied with.
-template <int dtype>
-constexpr std::int64_t SIZE = dtype == INT4 ? WORD / 2 : WORD;
-template <int dtype>
-constexpr float UNIT = dtype == INT4 ? 0x1p-4f : 1.0f;
-
-template <int dtype>
-const std::uint8_t* row_of(const Matrix& m, std::int64_t row) {
-    return static_cast<const std::uint8_t*>(m.values) + row * (m.stride / 8) * SIZE<dtype>;
-}
-
-template <int dtype>
-PART_OF_CALLER void unpack(const std::uint8_t* word, std::int8_t* numbers) {
-    if constexpr (dtype == INT8) {
-        std::memcpy(numbers, word, WORD);
-    } else {
-        for (int i = 0; i < WORD / 2; ++i) {
-            numbers[i] = static_cast<std::int8_t>(word[i] << 4);
-            numbers[i + WORD / 2] = static_cast<std::int8_t>(word[i] & 0xf0);
-        }
-    }
-}
 
 template <int dtype, bool rounded>
 void portable_rows(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
@@ -80,37 +53,6 @@ void portable_rows(const Product& p, std::int64_t b, int vectors, std::int64_t f
 }
 
 #if defined(NIWAKI_X86)
-
-template <int dtype>
-TARGET(NIWAKI_AVX2)
-inline void unpack(const std::uint8_t* word, __m256i (&numbers)[2]) {
-    const auto* place = reinterpret_cast<const __m256i*>(word);
-    numbers[0] = _mm256_loadu_si256(place);
-    if constexpr (dtype == INT8) {
-        numbers[1] = _mm256_loadu_si256(place + 1);
-    } else {
-        const __m256i upper = _mm256_set1_epi8(static_cast<char>(0xf0));
-        numbers[1] = _mm256_and_si256(numbers[0], upper);
-        numbers[0] = _mm256_and_si256(_mm256_slli_epi16(numbers[0], 4), upper);
-    }
-}
-
-// The numbers of a word as 16 bits each.
-template <int dtype>
-TARGET(NIWAKI_AVX2)
-inline void widen(const std::uint8_t* word, __m256i (&numbers)[4]) {
-    if constexpr (dtype == INT8) {
-        for (int i = 0; i < 4; ++i)
-            numbers[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(word) + i));
-    } else {
-        __m256i bytes[2];
-        unpack<dtype>(word, bytes);
-        for (int i = 0; i < 2; ++i) {
-            numbers[2 * i] = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(bytes[i]));
-            numbers[2 * i + 1] = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(bytes[i], 1));
-        }
-    }
-}
 
 // A word of `rows` rows, `apart` from each other, times those of the vectors at `at` and `words` behind it, and times
 // the `scales` of the rows, added to `total`.
@@ -359,12 +301,9 @@ void avx2_expand(const Matrix& m, std::int64_t row, std::int64_t columns, float*
 
 #endif
 
-}  // namespace
-
-Rounded::Rounded(const float* x, std::int64_t count) : numbers(count), units(count / WORD) {
-    for (std::int64_t word = 0; word < count / WORD; ++word) {
-        const float* from = x + word * WORD;
-        std::int16_t* to = numbers.data() + word * WORD;
+// Words of vectors as whole numbers and their units.
+PART_OF_CALLER void round_words(const float* from, std::int64_t words, std::int16_t* to, float* units) {
+    for (std::int64_t word = 0; word < words; ++word, from += WORD, to += WORD) {
         // As whole numbers, of which that of infinity is larger than all others, and that of what is no number above
         // it.
         std::int32_t most = 0;
@@ -383,6 +322,33 @@ Rounded::Rounded(const float* x, std::int64_t count) : numbers(count), units(cou
             }
         }
     }
+}
+
+void portable_round(const float* from, std::int64_t words, std::int16_t* to, float* units) {
+    round_words(from, words, to, units);
+}
+
+#if defined(NIWAKI_X86)
+
+// Without instructions that round a product and a sum once: a number between two others would go to the other one.
+TARGET("avx2")
+void avx2_round(const float* from, std::int64_t words, std::int16_t* to, float* units) {
+    round_words(from, words, to, units);
+}
+
+#endif
+
+}  // namespace
+
+Rounded::Rounded([[maybe_unused]] int path, const float* x, std::int64_t count, int threads)
+    : numbers(count), units(count / WORD) {
+    auto* function = portable_round;
+#if defined(NIWAKI_X86)
+    if (path >= AVX2) function = avx2_round;
+#endif
+    for_rows(count / WORD, 256, threads, [&](std::int64_t first, std::int64_t last) {
+        function(x + first * WORD, last - first, numbers.data() + first * WORD, units.data() + first);
+    });
 }
 
 Rows whole_rows_of(int path, const Product& product) {

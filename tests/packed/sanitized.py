@@ -57,7 +57,7 @@ for rows, (columns, groups), bits in itertools.product((1, 4, 37), ((1, 1), (100
     packed, exact = pack(W, codes, scales, bits, whole=True), dense_of(codes, scales)
     for path in paths:
         assert torch.equal(kernels.expand(packed, path=path), W)
-        for batch, rounded in itertools.product((1, 2, 3, 5), (False, True)):
+        for batch, rounded in itertools.product((1, 2, 3, 5, 9, 16), (False, True)):
             x = vectors(batch, columns)
             right = (in_whole_numbers(x) if rounded else x.double()) @ exact.T
             off = (kernels.multiply(packed, x, path, rounded) - right).abs()

@@ -82,7 +82,7 @@ def test_product_without_a_mask(path: Instructions, columns: int, groups: int, b
     W, codes, scales = on_grid(37, columns, groups, bits, zeros=0.1)
     packed, exact = pack(W, codes, scales, bits, whole=True), dense_of(codes, scales)
     assert torch.equal(kernels.expand(packed, path=path), W)
-    for batch in (1, 2, 3, 4, 5):
+    for batch in (1, 2, 3, 4, 5, 9, 14):
         x = vectors(batch, columns)
         y = kernels.multiply(packed, x, path, rounded)
         expected = (in_whole_numbers(x) if rounded else x.double()) @ exact.T

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from niwaki.packed import kernels
 from niwaki.packed.kernels import Path as Instructions
-from niwaki.packed.linear import DIRECT, SparseLinear
+from niwaki.packed.linear import SparseLinear
 from niwaki.packed.load import in_large_pages
 from niwaki.packed.matrix import PackedMatrix, pack, unpacked, with_bytes
 from support.covering import covered
@@ -382,7 +382,7 @@ class TestSparseLinear:
     def test_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, "TILE", 700)  # 7 of 40 rows
         dense, layer = self.layers()
-        x = vectors(DIRECT["cpu"] + 1, 100)
+        x = vectors(kernels.FEW + 1, 100)
         assert torch.allclose(layer(x), dense(x), atol=1e-5)
 
     def test_gradients_flow_to_the_inputs(self) -> None:

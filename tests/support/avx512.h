@@ -222,6 +222,10 @@ inline void _mm512_storeu_si512(void* place, __m512i all) {
     std::memcpy(place, &all, sizeof all);
 }
 
+inline void _mm512_storeu_ps(float* place, __m512 all) {
+    std::memcpy(place, &all, sizeof all);
+}
+
 inline __m512 _mm512_loadu_ps(const void* place) {
     __m512 all;
     std::memcpy(&all, place, sizeof all);

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import importlib.machinery
 import importlib.util
+import math
 import os
 from enum import IntEnum
 
@@ -16,6 +17,10 @@ from niwaki.packed.matrix import DTYPES, PackedMatrix, all_numbers, groups_fit, 
 
 #: Weights that are unpacked at a time where products cannot read a matrix as it is: a tile stays in the cache.
 TILE = 1 << 20
+
+#: The most vectors for which matrices are read as they are: in general; and without a mask, where the processor has
+#: units for bfloat16, which torch uses.
+FEW, MANY = 32, 128
 
 #: As the native library numbers them; uint8 are two numbers of 4 bits.
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3, torch.uint8: 4}
@@ -112,6 +117,13 @@ def rounds(dtype: torch.dtype) -> bool:
     With vector instructions that is faster. Who computes in float32 wants its digits.
     """
     return dtype != torch.float32 and (best_path() or Path.PORTABLE) >= Path.AVX2 and not asked_to_be_exact()
+
+
+def most_vectors(W: PackedMatrix, dtype: torch.dtype) -> float:
+    """Up to how many vectors of this dtype a product on the CPU is faster as :func:`multiply` than by tiles."""
+    if W.mask is not None or not rounds(dtype):
+        return FEW
+    return MANY if best_path() == Path.AVX512_BF16 else math.inf
 
 
 def describe() -> str:

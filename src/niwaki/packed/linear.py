@@ -12,9 +12,9 @@ from niwaki.errors import UsageError
 from niwaki.packed import kernels
 from niwaki.packed.matrix import COMPONENTS, PackedMatrix, numbers_of
 
-#: The most vectors for which a product reads the packed matrix as it is, by the kind of device. With more, unpacking it
-#: once for all is cheaper (docs/packed.md).
-DIRECT = {"cpu": 32, "cuda": 16}
+#: The most vectors for which a product reads the packed matrix as it is, by the kind of other devices than processors.
+#: With more, unpacking it once for all is cheaper (docs/packed.md).
+DIRECT = {"cuda": 16}
 
 
 class SparseLinear(nn.Module):
@@ -170,7 +170,8 @@ class SparseEmbedding(SparseLinear):
 def _multiply(W: PackedMatrix, x: Tensor, device: str) -> Tensor:
     """(n, rows) in the dtype of x (n, columns): x W^T, by what a kind of device has for n vectors."""
     derived = (torch.is_grad_enabled() and x.requires_grad) or unpack_dual(x).tangent is not None
-    direct = 0 < len(x) <= DIRECT.get(device, 0) and not derived and torch.float64 not in (W.dtype, x.dtype)
+    most = kernels.most_vectors(W, x.dtype) if device == "cpu" else DIRECT.get(device, 0)
+    direct = 0 < len(x) <= most and not derived and torch.float64 not in (W.dtype, x.dtype)
     if direct and device == "cpu" and kernels.library() is not None:
         return kernels.multiply(W, x).to(x.dtype)
     if direct and device == "cuda" and W.mask is not None and _has_triton():
