@@ -10,6 +10,7 @@ package's interface, with the greedy choice of the next token, as niwaki's and t
 """
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -53,9 +54,11 @@ def in_llama_cpp(peer: Path, file: Path, *numbers: int) -> Turn:
 
 
 def form_of(model: Path) -> str:
-    """What a pruned model is called here: the share of zeros that was asked for, and its grids."""
+    """What a pruned model is called here: the share of zeros that was asked for or was there, and its grids."""
     record = niwaki.Record.load(model / "niwaki.json")
-    sparsity = float(record.pattern.rpartition(":")[2])
+    before = sum(int(matrix.stats.get("zeros_before", 0)) for matrix in record.matrices)
+    there = before / max(1, sum(math.prod(matrix.shape) for matrix in record.matrices))
+    sparsity = max(float(record.pattern.rpartition(":")[2]), there)
     grids = [record.quantization or "", f"embeddings {record.embeddings}" if record.embeddings else ""]
     return ", ".join(["packed", f"{sparsity:.0%} zeros", *filter(None, grids)])
 

@@ -5,6 +5,7 @@
     python benchmarks/processor.py decode --threads 2 --batches 1 --bits 16,8,4 --sparsities 0,0.3,0.5,0.7   # on a grid
     python benchmarks/processor.py paths --record benchmarks/results/paths.json
     python benchmarks/processor.py whole --record benchmarks/results/whole.json
+    python benchmarks/processor.py prompts
     python benchmarks/processor.py products
 
 Matrices are several, more than caches hold, and used in turn, as a model does.
@@ -106,6 +107,32 @@ def decode(
                 moved = {name: sparse[name][0].nbytes if name in sparse else dense[0].nbytes for name in calls}
                 case = {"size": size, "threads": number, "batch": batch}
                 results += _lines(case, _medians(calls, rounds), moved, rate)
+    common.save(record, kernels=kernels.describe(), results=results)
+
+
+def prompts(
+    sizes: Sizes = "576x576,192x576,192x576,576x576,1536x576,1536x576,576x1536",
+    vectors: Annotated[str, Option(help="Numbers of them.")] = "16,64,256,1024",
+    rounds: Rounds = 7,
+    record: Record = None,
+) -> None:
+    """Products of many bfloat16 vectors with matrices of 4 bits without a mask, by panels and by tiles for torch.
+
+    By default matrices are those of a block of SmolLM2-135M; times are of all of them once. NIWAKI_KERNELS chooses the
+    instructions of both but torch's.
+    """
+    results = []
+    matrices = [_random(*common.shape_of(size), "int4", 0.0) for size in names(sizes)]
+    for count in integers(vectors):
+        inputs = [torch.randn(count, W.columns).bfloat16() for W in matrices]
+        pairs = list(zip(matrices, inputs, strict=True))
+        calls: dict[str, list[Call]] = {
+            "panels": [partial(kernels.multiply, W, x) for W, x in pairs],
+            "tiles": [partial(kernels.multiply_by_tiles, W, x) for W, x in pairs],
+        }
+        found = {name: len(pairs) * took for name, took in _medians(calls, rounds).items()}
+        results.append({"vectors": count, **found})
+        print(f"{count:5d} vectors: " + ", ".join(f"{name} {1e3 * took:.2f} ms" for name, took in found.items()))
     common.save(record, kernels=kernels.describe(), results=results)
 
 
@@ -305,4 +332,4 @@ def products(rounds: Rounds = 10, record: Record = None) -> None:
 
 
 if __name__ == "__main__":
-    common.main(decode, paths, whole, products, about=__doc__)
+    common.main(decode, paths, whole, prompts, products, about=__doc__)

@@ -62,7 +62,7 @@ def test_a_pass_takes_what_its_products_take(model: Path) -> None:
     tokens = random_tokens(4, 32)
     (without,) = estimated(model, QuantizeEmbeddings("int8"))
     (measured,) = estimated(model, QuantizeEmbeddings("int8"), measurement=niwaki.Measurement(tokens, before=True))
-    assert measured - without == pytest.approx(2 * 2 * 128 * (1.5 * blocks + head) / SPEED)
+    assert measured - without == pytest.approx(2 * 2 * 128 * ((1 + 280 / 32) * blocks + head) / SPEED)
 
 
 def test_nothing_is_said_where_nobody_knows(model: Path) -> None:

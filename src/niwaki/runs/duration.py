@@ -1,6 +1,7 @@
 """About how long a run takes, before it begins: what is computed, at the speed of this machine's products.
 
-Shares of time were measured on two models and two processors (docs/performance.md); others may take half or twice that.
+How much longer each part takes than its products was measured on SmolLM2-135M and on blocks of LLaMA-2-7B
+(docs/performance.md). Other models and machines may take half or twice that.
 """
 
 import time
@@ -11,9 +12,11 @@ from niwaki.effort import Effort
 from niwaki.models.streamed import StreamedModel
 from niwaki.texts.texts import Texts
 
-#: How many times as long as its products alone each part takes: a forward pass of a block, with attention and what goes
-#: an element at a time; a step of training, with an optimiser; and text that is written, a token at a time.
-_PASS, _TRAINING, _WRITING = 1.5, 2.0, 6.0
+#: Of a forward pass of a block and of solvers: with matrices of this width they take twice as long as their products
+#: alone, and with wider ones less in proportion, because all else grows with the width and products with its square.
+_PASS, _SOLVING = 280, 900
+#: How many forward passes as long as one of training, with an optimiser, and of writing text, a token at a time.
+_TRAINING, _WRITING = 2.0, 6.0
 #: What rounding a weight to the nearest number of a grid takes, with the choice of its scale.
 _NEAREST = 1.5e4
 #: What a backward pass takes, in forward passes.
@@ -36,8 +39,18 @@ def products_per_second(device: torch.device) -> float:
 def passes(model: StreamedModel, tokens: float, *, count: float = 1.0, head: bool = False) -> float:
     """Operations that take as long as ``count`` forward passes of all blocks on ``tokens``, and of the ``head``."""
     weights = sum(value.numel() for block in model.blocks for value in block.parameters())
-    outputs = model.config.vocab_size * model.config.hidden_size if head else 0
-    return 2.0 * tokens * count * (_PASS * weights + outputs)
+    outputs = getattr(model.config, "vocab_size", 0) * _width(model) if head else 0
+    return 2.0 * tokens * count * (_overhead(model, _PASS) * weights + outputs)
+
+
+def _overhead(model: StreamedModel, width: int) -> float:
+    """How many times as long as its products something takes that has one more of them at this ``width``."""
+    return 1 + width / _width(model)
+
+
+def _width(model: StreamedModel) -> int:
+    """That of its hidden states, by the matrices, as configurations have many names for it."""
+    return max(min(matrix.shape) for matrix in model.matrices())
 
 
 def measuring(model: StreamedModel, texts: Texts, before: bool) -> float:
@@ -59,7 +72,7 @@ def pruning(model: StreamedModel, effort: Effort, tokens: float, solving: float)
         passes(model, own, count=_WRITING, head=True)
         + passes(model, tokens + own, count=2)  # inputs are gathered, and outputs passed on
         + (tokens + own) * sum(matrix.shape[1] ** 2 for matrix in model.matrices())
-        + solving
+        + _overhead(model, _SOLVING) * solving
         + (passes(model, effort.plan.pilot * tokens, count=2 + _BACKWARD) if effort.plan.is_needed else 0)
         + passes(model, min(fitted, tokens + own))  # the dense model's outputs
         + training(model, fitted)
