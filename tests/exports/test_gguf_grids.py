@@ -169,7 +169,11 @@ def test_some_blocks(tmp_path: Path) -> None:
         measurement=None,
         compute="cpu",
     )
-    niwaki.export(out, tmp_path / "model.gguf", "gguf-q4_0")
+    (said,) = niwaki.export(out, tmp_path / "model.gguf", "gguf-q4_0")
+    assert said == (
+        "14 of 21 matrices, such as 'model.layers.0.self_attn.q_proj.weight', are on no grid, and are rounded to the "
+        "nearest of Q4_0"
+    )
     read, weights = values(tmp_path / "model.gguf"), load_file(out / "model.safetensors")
     W = [weights[f"model.layers.{block}.mlp.up_proj.weight"] for block in (0, 1)]
     assert torch.equal(torch.from_numpy(read["blk.1.ffn_up.weight"]).bfloat16(), W[1])

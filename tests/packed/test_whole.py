@@ -277,7 +277,12 @@ class TestLayer:
         _, layer = self.layers()
         _, _, W = whole(40, 100, 1, 4)
         tiles, right = list[int](), kernels.multiply_by_tiles
-        monkeypatch.setattr(kernels, "multiply_by_tiles", lambda W, x: tiles.append(len(x)) or right(W, x))
+
+        def counted(W: PackedMatrix, x: Tensor) -> Tensor:
+            tiles.append(len(x))
+            return right(W, x)
+
+        monkeypatch.setattr(kernels, "multiply_by_tiles", counted)
         x = vectors(kernels.MANY, 100)
         with torch.no_grad():
             found = layer(x.bfloat16())

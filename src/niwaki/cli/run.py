@@ -21,8 +21,8 @@ def run(
 
     Options:
         stages: What to do next, in quotes: its name and its parameters, such as 'shrink neurons=0.25', 'prune 2:4',
-            'quantize int4:128', 'heal max_time=30m', 'pack' or 'export gguf-q8_0'. May be given several times: they are
-            done in this order.
+            'quantize int4:128', 'heal max_time=30m', 'embeddings int8:64', 'pack' or 'export gguf-q8_0'. May be given
+            several times: they are done in this order.
         recipe: A TOML file that lists the stages instead, in tables called [[stages]].
     """
     if bool(stages) == (recipe is not None):

@@ -146,7 +146,14 @@ class Gguf(Form):
                 f"weights on the grid {odd[0]} are rounded to the nearest of {kind}, which does not have its numbers; "
                 f"quantize onto {_GRIDS[kind]} for it"
             )
-        elif kind == "Q4_0" and not on_grids:
+        in_blocks = [key for tensor, key in groups if tensor.name.startswith("blk.")]
+        plain = [key for key in in_blocks if key not in on_grids]
+        if 0 < len(plain) < len(in_blocks):
+            yield (
+                f"{len(plain)} of {len(in_blocks)} matrices, such as {plain[0]!r}, are on no grid, and are rounded to "
+                f"the nearest of {kind}"
+            )
+        elif plain and kind == "Q4_0":
             yield (
                 "weights are rounded to the nearest of Q4_0; the stage 'quantize int4:32' before the export makes up "
                 "for much of what that changes"

@@ -23,7 +23,7 @@ BITS = {"Q8_0": 8, "Q4_0": 4}
 
 
 @dataclass(frozen=True)
-class OnGrid:
+class TensorOnGrid:
     """A tensor of a checkpoint that is on a ``grid``, and how to read its scales (rows, groups)."""
 
     grid: Grid
@@ -34,23 +34,23 @@ class OnGrid:
         return self.grid.bits <= BITS[kind] and (self.grid.group or columns) % GROUP == 0
 
 
-def tensors_on_grids(checkpoint: Checkpoint) -> dict[str, OnGrid]:
+def tensors_on_grids(checkpoint: Checkpoint) -> dict[str, TensorOnGrid]:
     """By key, those that ``checkpoint`` has on a grid: matrices of its blocks, and embeddings and head.
 
     CheckpointError where config.json names no grid that there is.
     """
     grid, ends = grid_of(checkpoint), embedding_grid_of(checkpoint)
-    found: dict[str, OnGrid] = {}
+    found: dict[str, TensorOnGrid] = {}
     if grid is None and ends is None:
         return found
     model = StreamedModel(checkpoint, "cpu")
     if grid is not None:
         for matrix in model.matrices():
             if checkpoint.pruning.includes(matrix.block):
-                found[matrix.key] = OnGrid(grid, partial(read_scales, checkpoint, matrix, grid))
+                found[matrix.key] = TensorOnGrid(grid, partial(read_scales, checkpoint, matrix, grid))
     if ends is not None:
         for key in model.embedding_keys:
-            found[key] = OnGrid(ends, partial(read_embedding_scales, checkpoint, key, ends))
+            found[key] = TensorOnGrid(ends, partial(read_embedding_scales, checkpoint, key, ends))
     return found
 
 

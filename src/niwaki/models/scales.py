@@ -16,6 +16,8 @@ from niwaki.models.layout import Matrix
 #: In a folder of its own, because some programs load every safetensors file that lies beside config.json.
 FOLDER = "quantization"
 FILE = f"{FOLDER}/scales.safetensors"
+#: Of what the packed format and compressed-tensors store as whole numbers.
+_PACKED_GROUP, _EXPORTED_BITS = 64, (4, 8)
 #: Of token embeddings and the head, which are on a grid of their own.
 EMBEDDINGS = f"{FOLDER}/embeddings.safetensors"
 
@@ -39,15 +41,18 @@ def _parsed(checkpoint: Checkpoint, name: str | None) -> Grid | None:
 
 def stored_as_usual(grid: Grid, matrices: Iterable[Matrix]) -> str:
     """The note of ``prune`` on ``matrices``, which ``export`` has to take back."""
-    packs = (
-        ""
-        if any(matrix.blocks for matrix in matrices)
-        else ", and 'niwaki pack' and 'niwaki export' make 4 and 8 bits small"
-    )
+    ways = [] if any(matrix.blocks for matrix in matrices) else _small_forms(grid)
+    packs = f", and {' and '.join(ways)} make{'' if len(ways) > 1 else 's'} them small" if ways else ""
     return (
         f"weights on the grid {grid} are stored as usual, not packed, so that they load wherever the dense model "
         f"does; their scales are in {FILE}{packs}"
     )
+
+
+def _small_forms(grid: Grid) -> list[str]:
+    """The commands that make a small model of weights on ``grid``."""
+    ways = ["'niwaki pack'"] if grid.group is None or grid.group % _PACKED_GROUP == 0 else []
+    return [*ways, "'niwaki export'"] if grid.bits in _EXPORTED_BITS else ways
 
 
 def scale_key(matrix: Matrix) -> str:

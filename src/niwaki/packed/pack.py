@@ -168,7 +168,13 @@ class Packed(Form):
                 value = read_tensor(self._path / shard, key, entries[key]) if is_known else None
                 if value is not None and (self._factors(key, value) or self._packed(value, self._matrices[key])):
                     return
-        raise UsageError(f"no matrix of {name} would be smaller without its zeros; is it pruned?")
+        grid = self._grid or self._embedding_grid
+        why = (
+            f"whole numbers need groups of a multiple of {WORD}, as in int{grid.bits}:{WORD}"
+            if grid
+            else "is it pruned?"
+        )
+        raise UsageError(f"no matrix of {name} would be smaller without its zeros; {why}")
 
     def write(self, directory: Path, name: str) -> list[str]:
         """Writes the packed form beside the other files, and checks it."""
