@@ -200,7 +200,7 @@ template <int dtype, int rows, int most>
 void panels(const Kernel<rows> (&kernels)[most], const Product& p, std::int64_t first, std::int64_t last) {
     const Matrix& m = p.matrix;
     const std::int64_t all = m.stride / 8;
-    Panel<rows> panel;
+    static thread_local Panel<rows> panel;  // or it would be made, of zeros, for each few rows
     float sums[most * rows];
     for (std::int64_t row = first; row < last; row += rows) {
         const int count = static_cast<int>(std::min<std::int64_t>(rows, last - row));

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,6 @@ KINDS: dict[ExportFormat, Kind] = {"gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf
 
 #: By what the largest weight of a group is divided, which gives the scale.
 _STEPS = {"Q8_0": 127, "Q4_0": 8}
-#: The grids that have the numbers of each, and a scale where it has one.
-_GRIDS = {"Q8_0": "int8:32", "Q4_0": "int4:32"}
 _LARGEST = 65504.0  # in float16
 #: How far all of a tensor may be from itself in float16, relative to its norm: that is 0.0005 at most where numbers
 #: are not too small for it.
@@ -93,7 +92,13 @@ class Gguf(Form):
         self._tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
         self._notes = [context_length(config)[1], *_choose_kinds(self._tensors, kind)]
         self._left: list[str] = []  # those that are not on their grid any more
-        self._on_grids = {} if kind == "F16" else tensors_on_grids(checkpoint)
+        has_grids = bool(checkpoint.pruning.quantization or checkpoint.pruning.embeddings)
+        self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
+
+    @functools.cached_property
+    def _streamed(self) -> StreamedModel:
+        """The model, of which only names are asked for."""
+        return StreamedModel(self.checkpoint, "cpu", "float32")
 
     @property
     def file_name(self) -> str:
@@ -106,7 +111,7 @@ class Gguf(Form):
 
     def check(self, name: str) -> None:
         """Looks for tensors that the file will not have; weights are looked at when they are written."""
-        if extra := find_extra(StreamedModel(self.checkpoint, "cpu", "float32")):
+        if extra := find_extra(self._streamed):
             self._notes.append(f"left out, as not in transformers' model either: {several(list(map(str, extra)))}")
 
     def write(self, directory: Path, name: str) -> list[str]:
@@ -144,7 +149,7 @@ class Gguf(Form):
         if odd:
             yield (
                 f"weights on the grid {odd[0]} are rounded to the nearest of {kind}, which does not have its numbers; "
-                f"quantize onto {_GRIDS[kind]} for it"
+                f"quantize onto int{BITS[kind]}:{GROUP} for it"
             )
         in_blocks = [key for tensor, key in groups if tensor.name.startswith("blk.")]
         plain = [key for key in in_blocks if key not in on_grids]

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from niwaki.checkpoints.reading import Checkpoint
 from niwaki.layer.grid import Grid
 from niwaki.models.scales import embedding_grid_of, grid_of, read_embedding_scales, read_scales
 from niwaki.models.streamed import StreamedModel
@@ -34,16 +33,13 @@ class TensorOnGrid:
         return self.grid.bits <= BITS[kind] and (self.grid.group or columns) % GROUP == 0
 
 
-def tensors_on_grids(checkpoint: Checkpoint) -> dict[str, TensorOnGrid]:
-    """By key, those that ``checkpoint`` has on a grid: matrices of its blocks, and embeddings and head.
+def tensors_on_grids(model: StreamedModel) -> dict[str, TensorOnGrid]:
+    """By key, those that ``model`` has on a grid: matrices of its blocks, and embeddings and head.
 
     CheckpointError where config.json names no grid that there is.
     """
+    checkpoint, found = model.checkpoint, dict[str, TensorOnGrid]()
     grid, ends = grid_of(checkpoint), embedding_grid_of(checkpoint)
-    found: dict[str, TensorOnGrid] = {}
-    if grid is None and ends is None:
-        return found
-    model = StreamedModel(checkpoint, "cpu")
     if grid is not None:
         for matrix in model.matrices():
             if checkpoint.pruning.includes(matrix.block):

@@ -171,7 +171,7 @@ class Packed(Form):
         grid = self._grid or self._embedding_grid
         why = (
             f"whole numbers need groups of a multiple of {WORD}, as in int{grid.bits}:{WORD}"
-            if grid
+            if grid and grid.group and grid.group % WORD
             else "is it pruned?"
         )
         raise UsageError(f"no matrix of {name} would be smaller without its zeros; {why}")
