@@ -218,12 +218,13 @@ def combinations(made: Any) -> Lines:
             shown = [f"{difference:.3f} ±{error:.3f}" for difference, error in lost]
             rows.append([cell["went"], f"{foreseen[cell['went']]:.3f}", fmean(each for each, _ in lost), *shown])
     rows.sort(key=lambda row: row[2])
+    in_dtype = "" if made["dtype"] == "auto" else f", blocks in {made['dtype']}"
     return [
         *markdown(
             ["what goes", "foreseen", "mean", *texts], [[a, b, f"{mean:.3f}", *rest] for a, b, mean, *rest in rows]
         ),
         "",
-        f"On {made['text_samples']} x {made['length']} tokens of each text, blocks in {made['dtype']}; "
+        f"On {made['text_samples']} x {made['length']} tokens of each text{in_dtype}; "
         f"{len(foreseen)} ways were compared.",
     ]
 
@@ -241,7 +242,7 @@ def vocabulary(made: Any) -> Lines:
             *_mebibytes(whole),
         ]
     ]
-    for cell in made["cells"]:
+    for cell in sorted(made["cells"], key=lambda cell: (cell["counted"], -cell["tokens"], "healed" in cell)):
         if not cell["counted"]:
             continue
         shown = []
@@ -249,7 +250,8 @@ def vocabulary(made: Any) -> Lines:
             dense, cut = (cell["bits"][text][which] for which in ("dense", "cut"))
             difference, error = paired(cut, dense)
             shown.append(f"{100 * difference / fmean(dense):+.2f} ±{100 * error / fmean(dense):.2f} %")
-        rows.append([f"{cell['tokens']:,}", counted[cell["counted"]], *shown, *_mebibytes(cell)])
+        healed = f"; healed, {cell['healed']} tokens" if "healed" in cell else ""
+        rows.append([f"{cell['tokens']:,}", counted[cell["counted"]] + healed, *shown, *_mebibytes(cell)])
     return [
         *markdown(["tokens", "counted in", *texts, "MiB in bfloat16", "MiB in Q8_0"], rows),
         "",

@@ -175,10 +175,12 @@ def vocabulary(
     record: Annotated[Path, Option(help="Write JSON there after each size, and resume from it.")],
     text_samples: TextSamples = 16,
     length: Length = 512,
+    heal: Annotated[str, Option(help="Tokens to heal on, such as 150k, what was counted in three texts.")] = "",
 ) -> None:
     """Fewer tokens: bits a byte of the same text before and after, for texts that tokens are counted in.
 
     "books" are the first 2^25 characters of books; "three" are these, WikiText-2's validation text and code, alike.
+    Healed are the two sizes in the middle, on the same texts.
     """
     sheet = common.Sheet(record, {"text_samples": text_samples, "length": length, "model": model.name})
     texts = Texts(model, corpus, work, text_samples, length)
@@ -208,13 +210,22 @@ def vocabulary(
     if not sheet.has(counted="", tokens=dense.config.vocab_size):
         add(dense, counted="", tokens=dense.config.vocab_size)
     for name, count in itertools.product(counted, VOCABULARIES):
-        if sheet.has(counted=name, tokens=count):
+        heals = bool(heal) and name == "three" and count in VOCABULARIES[1:3]
+        if sheet.has(counted=name, tokens=count) and (not heals or sheet.has(tokens=count, healed=heal)):
             continue
         with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
-            out = Path(scratch) / "out"
-            text = Calibration(counted[name], samples=len(counted[name]), length=length)
-            niwaki.shrink(model, out, vocabulary=count, calibration=text, measurement=Measurement(samples=0))
-            add(StreamedModel(Checkpoint(out), "cpu"), counted=name, tokens=count)
+            out, healed = Path(scratch) / "out", Path(scratch) / "healed"
+            text, none = Calibration(counted[name], samples=len(counted[name]), length=length), Measurement(samples=0)
+            niwaki.shrink(model, out, vocabulary=count, calibration=text, measurement=none)
+            if not sheet.has(counted=name, tokens=count):
+                add(StreamedModel(Checkpoint(out), "cpu"), counted=name, tokens=count)
+            if heals:
+                text = Calibration(counted[name], length=length)
+                result = niwaki.heal(
+                    *(out, healed, model), tokens=heal, calibration=text, measurement=none, compute="cpu"
+                )
+                made = StreamedModel(Checkpoint(healed), "cpu")
+                add(made, counted=name, tokens=count, healed=heal, seconds=result.seconds["total"])
 
 
 def _losses(model: StreamedModel, windows: Windows) -> Tensor:

@@ -242,6 +242,7 @@ def shrink(
             dense model writes beside the given one, how outputs are weighted when heads and neurons are chosen, how
             what is left of each block is fitted, and healing. By default "balanced:synthetic=0.5"; where experts go
             "fast", which is the given text alone, and fits only the matrices that lose columns or stand before a gap.
+            Where only tokens go it is for healing, such as "best", and by default there is none.
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
         measurement: What to measure perplexity on.
         compute: Where blocks run; ``tf32`` and ``max_memory`` are not used.
@@ -256,13 +257,12 @@ def shrink(
             resumes after the last block that is done.
     """
     Compute.of(compute).only("shrink", "device", "dtype")
-    stages: list[Stage] = [] if vocabulary is None else [ShrinkVocabulary(vocabulary)]
-    if (
-        not stages
-        or effort is not None
-        or parameters is not None
-        or any((blocks, *map(parse_share, SHARES, (neurons, heads, experts, expert_neurons))))
-    ):
+    shares = map(parse_share, SHARES, (neurons, heads, experts, expert_neurons))
+    only_tokens = vocabulary is not None and parameters is None and not any((blocks, *shares))
+    stages: list[Stage] = []
+    if vocabulary is not None:
+        stages.append(ShrinkVocabulary(vocabulary, effort if only_tokens else None))
+    if not only_tokens:
         stages.append(Shrink(blocks, neurons, heads, experts, expert_neurons, parameters, effort))
     return _execute("shrink", model, out, stages, calibration, measurement, compute, restart, progress)
 
@@ -295,7 +295,7 @@ def heal(
     Args:
         pruned: The pruned model: a directory with config.json and safetensors, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
-        teacher: The dense model, likewise; one of the same vocabulary will do.
+        teacher: The dense model, likewise; one with the same tokens, or more of them, will do.
         method: "full" trains all weights that are left, with three more float32 numbers for each; "lora" adds products
             of low rank to them, in little more memory than the weights take; "norms" trains norms and biases alone.
             "blocks" trains one block after the other towards the dense model's, with one of each in memory. "auto" is
@@ -377,7 +377,9 @@ def _with_healing(model: str | Path, stage: Stage, calibration: Calibration, com
 
     What cannot be healed as a whole is left as it is, with a note that says so first.
     """
-    if not isinstance(stage, Prune | Quantize | Shrink) or not (times := stage.settled_effort.healing):
+    if not isinstance(stage, Prune | Quantize | Shrink | ShrinkVocabulary) or not (
+        times := stage.settled_effort.healing
+    ):
         return [stage]
     # The memory that is left may differ between processes.
     if why := current_session().world.received(_refusal(model, stage, calibration, compute)):
@@ -386,7 +388,7 @@ def _with_healing(model: str | Path, stage: Stage, calibration: Calibration, com
     return [stage, Heal(times=times)]
 
 
-def _refusal(model: str | Path, stage: Prune | Quantize | Shrink, calibration: Calibration, compute: Compute) -> str:
+def _refusal(model: str | Path, stage: Stage, calibration: Calibration, compute: Compute) -> str:
     """Why what ``stage`` leaves is not to be healed; "" where it is."""
     if isinstance(stage, Prune) and stage.blocks:
         return "only some blocks are pruned, and training would change all"

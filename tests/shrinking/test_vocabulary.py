@@ -275,8 +275,8 @@ def test_refused(tmp_path: Path) -> None:
     assert f"none of the {whole:,}" in said(UsageError, whole)
     for wrong in (0, 1, "abc", -5, "used:1.5", "100 %", "used:0", 1.5):
         said(UsageError, wrong)
-    effort: dict[str, Any] = {"effort": "best"}
-    assert "nothing to remove" in said(UsageError, 300, **effort)
+    effort: dict[str, Any] = {"effort": "balanced"}
+    assert "balanced has none; give best" in said(UsageError, 300, **effort)
     short = tmp_path / "short.txt"
     short.write_text("the river")
     assert "too short" in said(CalibrationError, calibration=str(short))
@@ -308,7 +308,7 @@ def test_other_tensors_of_words(tmp_path: Path) -> None:
 
 
 def test_order() -> None:
-    for stages in ([Prune(0.5), ShrinkVocabulary(300)], [ShrinkVocabulary(300), niwaki.Heal()]):
+    for stages in ([Prune(0.5), ShrinkVocabulary(300)], [Shrink(blocks=1), ShrinkVocabulary(300)]):
         message(lambda stages=stages: niwaki.run("demo", "nowhere", stages))  # type: ignore[misc]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CalibrationError, UsageError
 from niwaki.files import input_errors
+from niwaki.healing.translation import Translation
 from niwaki.models.formats import format_of
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
@@ -26,21 +27,34 @@ def base_record(path: Path) -> Record | None:
     return None
 
 
-def check_vocabulary(model: StreamedModel, teacher: StreamedModel) -> None:
-    """UsageError where the two do not mean the same by a token."""
-    sizes = [each.config.vocab_size for each in (model, teacher)]
+def find_translation(model: StreamedModel, teacher: StreamedModel) -> Translation | None:
+    """From the tokens of the teacher to those of the model, where these are fewer; None where they are the same.
+
+    UsageError where the two do not mean the same by a token.
+    """
+    sizes = teacher.config.vocab_size, model.config.vocab_size
+    paths = teacher.checkpoint.path, model.checkpoint.path
+    tokenizers = []
+    with contextlib.suppress(CalibrationError):  # a model may come without one
+        tokenizers = [load_tokenizer(path) for path in paths]
+    if len(tokenizers) == 2:
+        one, other = tokenizers
+        words, own = one.get_vocab(), other.get_vocab()
+        if words == own and sizes[0] == sizes[1]:
+            return None
+        if sizes[0] == sizes[1]:
+            raise UsageError(
+                f"{paths[0]} and {paths[1]} have vocabularies of the same size and with other words; give the model "
+                "that it was pruned from"
+            )
+        if one.is_fast and other.is_fast and own.keys() < words.keys():
+            return Translation(one, other, sizes)
     if sizes[0] != sizes[1]:
         raise UsageError(
-            f"{teacher.checkpoint.path} has a vocabulary of {sizes[1]:,} tokens and {model.checkpoint.path} one of "
-            f"{sizes[0]:,}; give the model that it was pruned from"
+            f"{paths[0]} has a vocabulary of {sizes[0]:,} tokens and {paths[1]} another, of {sizes[1]:,}; give the "
+            "model that it was pruned from"
         )
-    with contextlib.suppress(CalibrationError):  # a model may come without one
-        own, other = (load_tokenizer(each.checkpoint.path).get_vocab() for each in (model, teacher))
-        if own != other:
-            raise UsageError(
-                f"{teacher.checkpoint.path} and {model.checkpoint.path} have vocabularies of the same size and with "
-                "other words; give the model that it was pruned from"
-            )
+    return None
 
 
 def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | None) -> None:
@@ -61,6 +75,7 @@ def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | Non
                 "trained without its mask? Prune it again, or remove the record, niwaki.json"
             )
     is_smaller = [matrix.shape for matrix in matrices] != [matrix.shape for matrix in dense.matrices()]
+    is_smaller |= model.config.vocab_size < dense.config.vocab_size
     is_as_dense = sum(zeros.values()) < _OFF * sum(matrix.size for matrix in matrices)
     if is_as_dense and not is_smaller and not model.checkpoint.pruning.quantization:
         raise UsageError(

@@ -15,10 +15,11 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
 from niwaki.healing.blocks import BlockRun
-from niwaki.healing.checks import base_record, check_vocabulary, check_zeros
+from niwaki.healing.checks import base_record, check_zeros, find_translation
 from niwaki.healing.method import choose, trains_factors
 from niwaki.healing.objective import find_logits
 from niwaki.healing.run import HealingRun
+from niwaki.healing.translation import Translation
 from niwaki.healing.whole import WholeRun
 from niwaki.layer.products import products
 from niwaki.models.device import training_dtype
@@ -44,6 +45,7 @@ from niwaki.runs.begin import begin_record
 from niwaki.runs.duration import passes, training
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 from niwaki.texts.answers import with_answers
+from niwaki.texts.same_text import same_text
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
@@ -111,10 +113,10 @@ class Heal:
             raise UsageError(
                 "the method blocks trains each block towards the dense one, and shrink leaves fewer of them"
             )
-        if any(getattr(stage, "changes_tokens", False) for stage in before):
+        if self.method == "blocks" and any(getattr(stage, "changes_tokens", False) for stage in before):
             raise UsageError(
-                "the dense model has other tokens after vocabulary, and cannot teach: remove tokens in a run of their "
-                "own, and heal what is made of its output, with that as the teacher"
+                "the method blocks trains each block towards the dense one on the same tokens, and vocabulary removes "
+                "some of them"
             )
         if self.method == "lora" and any(getattr(stage, "makes_factors", False) for stage in before):
             raise UsageError("products of low rank would make dense matrices of two sparse factors: try full or norms")
@@ -142,6 +144,8 @@ class Healing:
             self.tokens = max(1, int(stage.times * run.seen["samples"] * run.seen["sequence_length"]))
         self._settings = {"batch": stage.tokens_in_a_step, "own_text": parse_share("own_text", stage.own_text)}
         self._identity: dict[str, Any] = {}
+        self.translation: Translation | None = None  # where the model that is read has other tokens
+        self._dense_heldout: Windows | None = None  # what is measured on, as the dense model's tokens
         if run.is_first:
             self._open(run, stage.method)
             self._identity = {"model": self.student.checkpoint.fingerprint()}
@@ -158,20 +162,22 @@ class Healing:
         self.carried = run.carried(checkpoint, checkpoint.size, self.format.files)
         if self.carried and trains_factors(self.format, self.method):
             self.carried = self.carried.only(lambda name: name.as_posix() not in self.format.files)
-        check_vocabulary(self.student, self.dense)
+        self.translation = find_translation(self.student, self.dense)
         self.base = run.earlier or base_record(checkpoint.path)
         check_zeros(self.student, self.dense, self.base)
         if "pruning_config" in self.dense.checkpoint.config:  # it may be meant: one with fewer zeros, say
             self.notes.append(
                 f"{self.teacher} was pruned itself; the pruned model comes near it, and not the model before that"
             )
-        self._make_run = _make_run(self.student, self.method)
+        self._make_run = _make_run(self.student, self.method, self.translation)
 
     def _read(self, run: Run) -> tuple[Texts, int]:
         """The texts, the windows to train on in the order in which that is done; how many of them are held out."""
         calibration, model = run.calibration, self.student if run.is_first else self.dense
         if run.seen and calibration.order is None:  # so that what comes after it is new
             calibration = replace(calibration, order="first")
+        if run.is_first and self.translation:  # texts are read as the dense model's tokens
+            model = self.dense
         length = calibration.length
         if length is None and all(isinstance(text, str) for text in calibration.texts):  # no windows, which have theirs
             length = min(HEALING_LENGTH, model.window_length(None))
@@ -190,9 +196,21 @@ class Healing:
                 "process needs one; give more text, or a shorter --length"
             )
         tokens = _drawn(texts.windows.tokens, seen, held, calibration.seed)
+        if run.is_first and self.translation:
+            texts = replace(texts, heldout={name: self._both(windows) for name, windows in texts.heldout.items()})
         return replace(texts, calibration=replace(texts.windows, tokens=tokens)), held
 
+    def _both(self, windows: Windows) -> Windows:
+        """The text of ``windows`` as tokens of the pruned model; as those of the dense one it is kept."""
+        assert self.translation
+        bos = None if windows.bos is None else self.translation.same(windows.bos)
+        tokenizers = self.dense.tokenizer, self.student.tokenizer
+        self._dense_heldout, own = same_text(windows, *tokenizers, bos, self.student.positions)
+        return own
+
     def measure_on(self, heldout: dict[str, Windows]) -> None:
+        if self._dense_heldout and heldout is not self.texts.heldout:
+            self._dense_heldout = None  # another text, of which only the tokens of the pruned model are known
         self.texts = replace(self.texts, heldout=heldout)
 
     def asked(self) -> dict[str, Any]:
@@ -224,10 +242,15 @@ class Healing:
         healing = self._make_run(self.dense, self.student, self.held, self._record(run), run)
         with products(tf32=False):
             if self.carried:
-                healing.write(self.texts, run.measurement.before, self.carried)
+                healing.write(self.texts, self._dense_windows(run), self.carried)
             else:
                 healing.train(self.texts.windows)
         return healing.record
+
+    def _dense_windows(self, run: Run) -> Windows | None:
+        """What the dense model is measured on, if it is."""
+        same = None if self.translation else self.texts.only
+        return (self._dense_heldout or same) if run.measurement.before else None
 
     def _record(self, run: Run) -> Record:
         """The record, as far as it is known before the work."""
@@ -264,12 +287,14 @@ def refusal(checkpoint: Checkpoint, compute: Compute) -> str:
     return ""
 
 
-def _make_run(model: StreamedModel, method: HealingMethod) -> Callable[..., HealingRun]:
+def _make_run(
+    model: StreamedModel, method: HealingMethod, translation: Translation | None
+) -> Callable[..., HealingRun]:
     """What heals ``model`` by a method; UnsupportedModelError where it cannot be healed."""
     if method == "blocks":
         model.check_head()
         return BlockRun
-    return partial(WholeRun, logits=find_logits(model))
+    return partial(WholeRun, logits=find_logits(model), translation=translation)
 
 
 def _seen(calibration: Calibration, before: CalibrationRecord | None, length: int) -> int:

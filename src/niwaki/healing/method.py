@@ -101,8 +101,14 @@ def _ends(model: StreamedModel) -> int:
 def _check_blocks(model: StreamedModel, dense: StreamedModel, too_large: list[str], there: int) -> None:
     """UnsupportedModelError where blocks of the two models have no outputs to compare."""
     shapes = [(len(each.blocks), each.config.hidden_size) for each in (model, dense)]
+    whole = f", which takes {', '.join(too_large)}, and there are {size(there)} of memory" if too_large else ""
+    tokens = [each.config.vocab_size for each in (model, dense)]
+    if tokens[0] != tokens[1]:
+        raise UnsupportedModelError(
+            f"{model.checkpoint.path} has {tokens[0]:,} tokens and {dense.checkpoint.path} {tokens[1]:,}, so that it "
+            f"can only be healed as a whole{whole}"
+        )
     if shapes[0] != shapes[1]:
-        whole = f", which takes {', '.join(too_large)}, and there are {size(there)} of memory" if too_large else ""
         raise UnsupportedModelError(
             f"{model.checkpoint.path} has {shapes[0][0]} blocks of width {shapes[0][1]} and {dense.checkpoint.path} "
             f"{shapes[1][0]} of {shapes[1][1]}, so that it can only be healed as a whole{whole}"

@@ -63,13 +63,13 @@ class HealingRun(ABC):
         assert self.record.healing
         return self.record.healing
 
-    def write(self, texts: Texts, measure_before: bool, carried: CarriedFiles) -> None:
-        """Trains, writes the model and checks it."""
+    def write(self, texts: Texts, dense_text: Windows | None, carried: CarriedFiles) -> None:
+        """Trains, writes the model and checks it; the dense model is measured on ``dense_text``, where there is one."""
         run, place, heldout = self.run, self.run.place, texts.only
         assert place
         run.progress.begin(self.record, len(self.model.blocks), len(self.model.matrices()))
         if heldout and not run.journal.blocks and not run.earlier:
-            self._measure_first(heldout, measure_before)
+            self._measure_first(heldout, dense_text)
         place.clear(self._kept)
         carried.copy(place.directory)
         self.train(texts.windows)
@@ -176,13 +176,13 @@ class HealingRun(ABC):
         write_config(directory, checkpoint.config, self.record)
         format_of(checkpoint).verify(directory, checkpoint, matrices, zeros)
 
-    def _measure_first(self, heldout: Windows, dense_too: bool) -> None:
-        """The perplexity of the pruned model as it came, and of the dense one."""
+    def _measure_first(self, heldout: Windows, dense_text: Windows | None) -> None:
+        """The perplexity of the pruned model as it came, and of the dense one on the same text as its tokens."""
         perplexity = self.record.perplexity
-        if dense_too:
-            perplexity["before"] = self._perplexity(self.dense, heldout)
+        if dense_text:
+            perplexity["before"] = self._perplexity(self.dense, dense_text)
         perplexity["pruned"] = self._perplexity(self._opened(self.model.checkpoint.path), heldout)
-        if dense_too and perplexity["before"].value > perplexity["pruned"].value:
+        if dense_text and perplexity["before"].above(perplexity["pruned"]).nats > 0:
             self.run.note(
                 self.record, "the dense model's perplexity is higher than the pruned model's; is it the right one?"
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.files import output_errors, reserve
 from niwaki.healing.objective import LOGITS, Head
+from niwaki.healing.translation import Translation
 from niwaki.layer.linalg import is_finite
 from niwaki.models.hidden_states import pieces
 from niwaki.models.streamed import StreamedModel
@@ -25,11 +26,15 @@ class Lessons:
     They are those of an earlier run, if there are any, else there is space for them: OutputError where there is not.
 
     Attributes:
+        asked: The tokens as the dense model reads them.
+        tokens: The same text as the pruned model reads it, by a ``translation`` where it has other tokens.
         parts: Of :meth:`.Head.targets`, each (windows, length, ...).
     """
 
-    def __init__(self, directory: Path, tokens: Tensor, head: Head) -> None:
-        self._directory, self.tokens = directory, tokens
+    def __init__(self, directory: Path, tokens: Tensor, head: Head, translation: Translation | None = None) -> None:
+        self._directory, self.asked, self.translation = directory, tokens, translation
+        self.translated = translation.windows(tokens) if translation else None
+        self.tokens = tokens = self.translated.tokens if self.translated else tokens
         count = len(tokens)
         parts = {name: (dtype, (*tokens.shape, *shape)) for name, (dtype, shape) in head.kept.items()}
         parts["sums"] = (np.int64, (count,))  # of each window, a checksum; 0 where it is not there
@@ -54,6 +59,14 @@ class Lessons:
         """Tokens (windows, length) of some ``windows``, by their numbers, and each part for these tokens."""
         parts = (part[windows].flatten(0, 1).to(device) for part in self.parts)
         return self.tokens[windows].to(device), *(p.float() if p.is_floating_point() else p for p in parts)
+
+    def read(self, windows: slice, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The dense model's ``hidden`` states and tokens, in the places of ``tokens``; and what these begin with."""
+        if not self.translated:
+            return hidden, tokens, torch.zeros_like(tokens)
+        at, beginnings = (part[windows].to(tokens.device) for part in self.translated[1:])
+        rows = torch.arange(len(at), device=at.device).unsqueeze(1)
+        return hidden[rows.to(hidden.device), at.to(hidden.device)], tokens[rows, at], beginnings
 
     def has(self, windows: range) -> bool:
         """Whether all of these are there, and as they were written."""
@@ -82,23 +95,28 @@ def _has_size(path: Path, size: int) -> bool:
 def teach(model: StreamedModel, head: Head, lessons: Lessons, windows: range, progress: Progress) -> None:
     """Writes into ``lessons`` what the dense ``model`` says of some ``windows``; ``head`` is the pruned model's.
 
-    The models may differ in all but the vocabulary. One block is in memory at a time; hidden states may take the
-    model's budget. NumericalError where the model's predictions are not finite.
+    The models may differ in all but the vocabulary, or in that too where ``lessons`` have a translation. One block is
+    in memory at a time; hidden states may take the model's budget. NumericalError where the model's predictions are not
+    finite.
     """
     with model.budget.lent() as budget:
-        states = model.embed(lessons.tokens[windows.start : windows.stop], budget=budget)
+        states = model.embed(lessons.asked[windows.start : windows.stop], budget=budget)
         for block in model.stream():
             progress.status("asking the dense model, block", block.index + 1, len(model.blocks))
             block.advance(states)
-        first, rows = windows.start, max(1, LOGITS // len(head.weight))
+        first, rows = windows.start, max(1, LOGITS // max(model.config.vocab_size, len(head.weight)))
         with model.head() as logits:
             for i, batch in enumerate(states.tokens):
                 these = slice(first, first + len(batch))
                 first += len(batch)
                 kept = (part[these] for part in lessons.parts)
-                for hidden, tokens, *parts in pieces(rows, states.hidden[i], batch, *kept):
+                for hidden, tokens, beginnings, *parts in pieces(
+                    rows, *lessons.read(these, states.hidden[i], batch), *kept
+                ):
                     said = logits(hidden, tokens).flatten(0, 1)
                     if not is_finite(said):
                         raise NumericalError("the dense model's outputs are NaN or infinite; try dtype float32")
+                    if lessons.translation:
+                        said = lessons.translation.predictions(said, beginnings.flatten())
                     for part, target in zip(parts, head.targets(said), strict=True):
                         part.copy_(target.view(part.shape))

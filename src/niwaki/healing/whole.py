@@ -18,6 +18,7 @@ from niwaki.healing.schedule import Schedule
 from niwaki.healing.student import RANK, FactoredStudent, LowRankStudent, Student
 from niwaki.healing.teacher import Lessons, teach
 from niwaki.healing.training import Training, optimizer
+from niwaki.healing.translation import Translation
 from niwaki.models.formats import format_of
 from niwaki.records.wording import counted
 
@@ -30,6 +31,7 @@ class WholeRun(HealingRun):
     """Trains the whole model at once, see :class:`.training.Training`."""
 
     logits: Logits = field(kw_only=True)  # of both models
+    translation: Translation | None = field(kw_only=True, default=None)  # where the pruned model has other tokens
 
     def _train(self, tokens: Tensor) -> None:
         """What is saved meanwhile the first process saves."""
@@ -76,7 +78,7 @@ class WholeRun(HealingRun):
 
     def _training(self, student: Student, tokens: Tensor, scratch: Path) -> Training:
         healing, run, place = self.healing, self.run, self.run.place
-        lessons = Lessons(scratch, self.share(tokens), student.head)
+        lessons = Lessons(scratch, self.share(tokens), student.head, self.translation)
 
         def ask(asked: range) -> None:
             run.clock.lap("heal")

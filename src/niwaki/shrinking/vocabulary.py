@@ -4,17 +4,18 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from niwaki.arguments import check_fields, checked_names
+from niwaki.arguments import INTERNAL, check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.shards import Shards
 from niwaki.checkpoints.tensors import read_json
+from niwaki.effort import PLAIN_EFFORT, Effort, make_effort
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import write_json
 from niwaki.models.device import peak_memory
@@ -58,9 +59,13 @@ class ShrinkVocabulary:
     Attributes:
         size: How many tokens stay, such as 24576; or the share to remove, such as 0.5 or "50 %"; or "used" for all that
             the text uses, and "used:0.9995" for the most common ones that make up so much of it.
+        effort: How long what is left is healed, as with "best" or "fast:healing=0.5"; None for no healing.
     """
 
     size: int | float | str
+    effort: str | Effort | None = None
+    #: Why what is left is not healed, where the effort asks for it.
+    left_out: str = field(default="", metadata=INTERNAL)
 
     name: ClassVar[str] = "vocabulary"
     is_format: ClassVar[bool] = False
@@ -71,6 +76,17 @@ class ShrinkVocabulary:
     def __post_init__(self) -> None:
         check_fields(self)
         Size.of(self.size)
+        if self.effort is not None and not self.settled_effort.healing:
+            raise UsageError(
+                f"where only tokens are removed an effort is for healing, and {self.effort} has none; give best, or "
+                "how much, as in fast:healing=0.5"
+            )
+
+    @property
+    def settled_effort(self) -> Effort:
+        """The effort, of which only healing counts."""
+        effort = PLAIN_EFFORT if self.effort is None else self.effort
+        return make_effort(effort) if isinstance(effort, str) else effort
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if before:
@@ -82,7 +98,7 @@ class ShrinkVocabulary:
         return ShrinkingVocabulary(self, run)
 
     def __str__(self) -> str:
-        return str(self.size)
+        return str(self.size) if self.effort is None else f"{self.size}, effort {self.effort}"
 
 
 class ShrinkingVocabulary:
@@ -117,6 +133,7 @@ class ShrinkingVocabulary:
         self.carried = carried and carried.only(lambda name: name.as_posix() not in self._left)
         self._measured = "both" if run.measurement.before else "after"
         self.record = self._begun(run, stage)
+        run.seen = self.record.calibration
         run.foreseen["pruning_config"] = pruning_config(self.record)
 
     def _always(self) -> set[int]:
@@ -150,6 +167,7 @@ class ShrinkingVocabulary:
             f"{counts.tokens:,} tokens of {of} were counted; the {self._size:,} that stay make up "
             f"{100 * stay:.2f} % of them",
             *counts.notes,
+            *filter(None, [stage.left_out]),
             *notes_of(model),
         ]
         if self._left:
