@@ -21,6 +21,9 @@ _PUBLIC = {
     "niwaki.evaluation.tasks": ("evaluate_tasks",),
     "niwaki.evaluation.generate": ("generate",),
     "niwaki.evaluation.inspect": ("inspect",),
+    "niwaki.finetuning.adapters": ("merge_lora",),
+    "niwaki.finetuning.callback": ("KeepZeros",),
+    "niwaki.finetuning.zeros": ("KeptZeros", "keep_zeros"),
     "niwaki.exports.export": ("Export", "Pack", "export"),
     "niwaki.packed.load": ("load",),
     "niwaki.packed.pack": ("pack",),
@@ -52,6 +55,9 @@ if TYPE_CHECKING:
     from niwaki.evaluation.inspect import inspect as inspect
     from niwaki.evaluation.tasks import evaluate_tasks as evaluate_tasks
     from niwaki.exports.export import Export as Export, Pack as Pack, export as export
+    from niwaki.finetuning.adapters import merge_lora as merge_lora
+    from niwaki.finetuning.callback import KeepZeros as KeepZeros
+    from niwaki.finetuning.zeros import KeptZeros as KeptZeros, keep_zeros as keep_zeros
     from niwaki.healing.heal import Heal as Heal
     from niwaki.layer.grid import Grid as Grid
     from niwaki.layer.patterns import (

@@ -1,0 +1,242 @@
+"""Zeros that stay zeros while a pruned model is trained by any program that uses optimizers of torch."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from niwaki.checkpoints.tensors import read_header, read_json, read_tensor
+from niwaki.errors import OutputError, UnsupportedModelError, UsageError
+from niwaki.files import write_json
+from niwaki.finetuning.adapters import mask_lora
+
+#: Matrices with a smaller share of zeros were not pruned: rounding makes some.
+_LEAST = 1e-3
+#: The weights of models; those of adapters, which have no zeros of the model, are called otherwise.
+_WEIGHTS = "model*.safetensors"
+#: By bytes of a number, integers as wide.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class KeptZeros:
+    """What keeps the zeros of a model while it is trained: see :func:`keep_zeros`, which makes it.
+
+    Attributes:
+        zeros: How many there are, in all matrices that are kept.
+        sparsity: The same as a fraction of their weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = {name: value for name, value in model.named_parameters() if value.ndim > 1 and _is_pruned(value)}
+        if not found:
+            raise UsageError(
+                "the model has no zeros to keep, as no matrix has 0.1 % of them; was it pruned, and loaded from the "
+                "pruned directory?"
+            )
+        if any(hasattr(value, "_local_shape") or type(value).__name__ == "FlatParameter" for value in found.values()):
+            raise UnsupportedModelError(
+                "FSDP 1 puts several matrices into one parameter, whose zeros cannot be kept; use FSDP 2 (fully_shard)"
+            )
+        self._model = weakref.ref(model)
+        #: By name in the model.
+        self._kept = {name: _Kept(value, _packed(_local(value) != 0)) for name, value in found.items()}
+        self._by_number = {id(kept.parameter): kept for kept in self._kept.values()}
+        self.zeros = sum(_zeros(value) for value in found.values())
+        self.sparsity = self.zeros / sum(value.numel() for value in found.values())
+        self._unmask = mask_lora(model, {*found})
+        self._handles = [
+            *(
+                value.register_post_accumulate_grad_hook(self._mask_gradient)
+                for value in found.values()
+                if value.requires_grad
+            ),
+            register_optimizer_step_post_hook(_weakly(self)),
+        ]
+
+    def check(self) -> None:
+        """OutputError where a zero of the model is a zero no longer, with the matrices that have lost most."""
+        lost = {}
+        for name, kept in self._kept.items():
+            if gone := _all(int((_local(kept.parameter)[~kept.mask()] != 0).sum()), kept.parameter):
+                lost[name] = gone
+        if lost:
+            worst = sorted(lost, key=lost.__getitem__, reverse=True)[:3]
+            raise OutputError(
+                f"{sum(lost.values()):,} of {self.zeros:,} zeros of the model are weights now, most of them in "
+                f"{', '.join(worst)}; was it trained by something that is no optimizer of torch?"
+            )
+
+    def check_saved(self, directory: str | Path) -> None:
+        """Checks that the model that was saved in a ``directory``, as by ``save_pretrained``, has all of the zeros.
+
+        Where there are no weights of a model, but an adapter's, nothing is checked. OutputError where it has fewer;
+        then ``pruning_config`` is not in config.json any more, which would say what is not so.
+        """
+        directory = Path(directory)
+        files = sorted(directory.glob(_WEIGHTS))
+        found = sum(_zeros_of(file) for file in files)
+        if not files or found >= self.zeros:
+            return
+        path = directory / "config.json"
+        config = read_json(path)
+        if config.pop("pruning_config", None) is not None:
+            write_json(path, json.dumps(config, indent=2) + "\n")
+        raise OutputError(
+            f"{directory} has {found:,} zeros and not {self.zeros:,}, so its config.json says no longer that it is "
+            "pruned; was it trained by something that is no optimizer of torch, or merged with adapters otherwise than "
+            "by niwaki.merge_lora?"
+        )
+
+    def remove(self) -> None:
+        """From now on nothing is kept: training may fill the zeros."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._unmask()
+
+    def __enter__(self) -> KeptZeros:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    @torch.no_grad()
+    def _mask_gradient(self, parameter: Tensor) -> None:
+        """So that norms of gradients, and what optimizers remember, are of weights that are trained."""
+        kept = self._by_number.get(id(parameter))
+        if kept and parameter.grad is not None:
+            kept.mask_(parameter.grad)
+
+    @torch.no_grad()
+    def mask_weights(self, optimizer: Optimizer) -> None:
+        """After a step of ``optimizer``: not all leave a weight that is 0, with a gradient of 0, as it is."""
+        self._check_parameters()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if kept := self._by_number.get(id(parameter)):
+                    kept.mask_(parameter)
+
+    def _check_parameters(self) -> None:
+        """UsageError where the model has others than when they were to be kept."""
+        model, (name, kept) = self._model(), next(iter(self._kept.items()))
+        if model is not None and model.get_parameter(name) is not kept.parameter:
+            raise UsageError(
+                "the model has other parameters than when its zeros were to be kept, as after fully_shard; call "
+                "keep_zeros after that"
+            )
+
+
+def keep_zeros(model: nn.Module) -> KeptZeros:
+    """Keeps the zeros of ``model`` while any optimizer of torch trains it.
+
+    For a pruned model that is to be trained further, on a task of one's own: call it once, when the model is where it
+    is trained (after ``fully_shard`` or DDP), and train as usual. Kept are the zeros of all matrices (experts too) of
+    which at least 0.1 % and not all are zero: vectors, and adapters that begin with zeros, are trained whole. Gradients
+    are masked as soon as they are accumulated, so that clipping by their norm and what optimizers remember are of
+    weights that are trained; weights are masked after each step of any optimizer of torch. LoRA of PEFT is computed
+    where weights are not zero, so that :func:`niwaki.merge_lora` loses nothing. It works with gradient accumulation,
+    autocast, ``torch.compile``, DDP and FSDP 2. It takes one bit for each weight.
+
+    Args:
+        model: Any module: of niwaki or not, with adapters of PEFT or without.
+
+    Returns:
+        What keeps them, and :meth:`~KeptZeros.check` says whether they are all there. It lives as long as the model, or
+        until :meth:`~KeptZeros.remove`; it can be used as a context.
+
+    Raises:
+        UsageError: No matrix has zeros; later, from an optimizer's step: the model's parameters were replaced.
+        UnsupportedModelError: Its parameters are those of FSDP 1.
+    """
+    return KeptZeros(model)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A parameter, and which of its weights (of those in this process) are no zeros, in bits."""
+
+    parameter: nn.Parameter
+    bits: list[Tensor]
+
+    def mask(self) -> Tensor:
+        """Where it is no zero, in its shape."""
+        local = _local(self.parameter)
+        return self._unpacked(local, torch.bool)
+
+    def mask_(self, values: Tensor) -> None:
+        """Makes 0 what of ``values``, the parameter or its gradient, is at one of the zeros, also NaN there."""
+        local = _local(values)
+        integers = _INTEGERS[local.itemsize]
+        local.view(integers).bitwise_and_(self._unpacked(local, integers))
+
+    def _unpacked(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        (bits,) = self.bits
+        if bits.device != like.device:  # the model was moved
+            self.bits[0] = bits = bits.to(like.device)
+        table = _table(dtype).to(like.device)
+        return table.index_select(0, bits.int()).flatten()[: like.numel()].view(like.shape)
+
+
+def _table(dtype: torch.dtype) -> Tensor:
+    """(256, 8): what each byte is as eight values of ``dtype``, all bits set or none, True or False."""
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return bits.bool() if dtype == torch.bool else -bits.to(dtype)
+
+
+def _packed(mask: Tensor) -> list[Tensor]:
+    """Eight of ``mask`` in a byte, the first in its lowest bit."""
+    flat = nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8)
+    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return [(flat * powers).sum(1, dtype=torch.uint8)]
+
+
+def _local(value: Tensor) -> Tensor:
+    """What this process has of a tensor."""
+    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+
+
+def _all(count: int, value: Tensor) -> int:
+    """``count`` of all processes that have a part of ``value``."""
+    if not isinstance(value, DTensor):
+        return count
+    total = torch.tensor(count, device=value.to_local().device)
+    for mesh_dim, placement in enumerate(value.placements):
+        if placement.is_shard():
+            torch.distributed.all_reduce(total, group=value.device_mesh.get_group(mesh_dim))
+    return int(total)
+
+
+def _zeros(value: Tensor) -> int:
+    """How many there are in all of ``value``, in all processes."""
+    local = _local(value)
+    return _all(local.numel() - int(local.count_nonzero()), value)
+
+
+def _zeros_of(file: Path) -> int:
+    """In all matrices of a safetensors file."""
+    matrices = ((key, entry) for key, entry in read_header(file).items() if len(entry.shape) > 1)
+    return sum(_zeros(read_tensor(file, key, entry)) for key, entry in matrices)
+
+
+def _is_pruned(value: Tensor) -> bool:
+    return _LEAST <= _zeros(value) / max(1, value.numel()) < 1
+
+
+def _weakly(zeros: KeptZeros) -> Callable[..., None]:
+    """A hook for all optimizers that does not keep the model in memory."""
+    reference = weakref.ref(zeros)
+
+    def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if (alive := reference()) is not None:
+            alive.mask_weights(optimizer)
+
+    return hook

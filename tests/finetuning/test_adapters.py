@@ -1,0 +1,126 @@
+"""LoRA on a pruned model: trained and merged where weights are not zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+import niwaki
+from niwaki.errors import UnsupportedModelError, UsageError
+from support.models import message, random_model
+
+#: PEFT's own, of a name that transformers will drop.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def pruned(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = random_model("llama")
+    model = model.to(dtype)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "proj" in name:
+                value.mul_(torch.rand(value.shape) > 0.5)
+    return model
+
+
+def with_lora(model: nn.Module, **options: Any) -> PeftModel:
+    torch.manual_seed(1)
+    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_alpha": 16} | options
+    return get_peft_model(model, LoraConfig(**options))  # type: ignore[arg-type]
+
+
+def train(model: nn.Module, steps: int = 4) -> None:
+    optimizer = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad], lr=0.05)
+    for _ in range(steps):
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def logits(model: nn.Module) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        values: Tensor = model(input_ids=TOKENS).logits
+    return values
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.3}, {"use_rslora": True, "r": 3}])
+def test_what_was_trained_is_what_is_merged(options: dict[str, Any]) -> None:
+    plain = logits(pruned())
+    model = with_lora(pruned(), **options)
+    before = {name: value.detach() == 0 for name, value in model.get_base_model().named_parameters() if "base" in name}
+    kept = niwaki.keep_zeros(model)
+    torch.testing.assert_close(logits(model), plain)
+    model.train()
+    train(model)
+    trained = logits(model)
+    assert float((trained - plain).abs().max()) > 0.1
+    merged = niwaki.merge_lora(model)
+    torch.testing.assert_close(logits(merged), trained, rtol=1e-4, atol=1e-5)
+    for name, zeros in before.items():
+        value = merged.get_parameter(name.replace(".base_layer", ""))
+        assert torch.equal(value == 0, zeros)
+    kept.check()
+
+
+def test_the_gradient() -> None:
+    """That of the change of the weights, masked, by the chain rule, in float64."""
+    model = with_lora(pruned(torch.float64)).double()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.normal_(std=0.1)
+    niwaki.keep_zeros(model)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    layer = model.get_submodule(name)
+    found = layer.lora_B["default"].weight.grad  # type: ignore[index, union-attr]
+    merged = pruned(torch.float64)
+    lora = {at: module for at, module in model.named_modules() if hasattr(module, "lora_A")}
+    with torch.no_grad():
+        for at, module in lora.items():
+            weight = merged.get_parameter(at.removeprefix("base_model.model.") + ".weight")
+            A, B = (getattr(module, each)["default"].weight for each in ("lora_A", "lora_B"))
+            weight.add_(4 * B @ A * (weight != 0))
+    merged(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    weight = merged.get_parameter(name.removeprefix("base_model.model.") + ".weight")
+    assert weight.grad is not None
+    expected = 4 * (weight.grad * (weight != 0)) @ layer.lora_A["default"].weight.T  # type: ignore[index, union-attr]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_without_a_mask() -> None:
+    """What the adapter made of zeros is lost, and the zeros are there."""
+    model = with_lora(pruned())
+    zeros = sum(int((value == 0).sum()) for name, value in model.named_parameters() if "base_layer" in name)
+    train(model)
+    merged = niwaki.merge_lora(model)
+    names = [name for name, _ in merged.named_parameters() if "q_proj" in name or "down_proj" in name]
+    assert sum(int((merged.get_parameter(name) == 0).sum()) for name in names) == zeros
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+
+
+def test_removed() -> None:
+    """Then the adapter computes as PEFT's does."""
+    model = with_lora(pruned())
+    with niwaki.keep_zeros(model):
+        train(model)
+        masked = logits(model)
+    assert float((logits(model) - masked).abs().max()) > 1e-3
+    with model.disable_adapter():
+        torch.testing.assert_close(logits(model), logits(pruned()))
+
+
+def test_refused() -> None:
+    model = with_lora(pruned(), use_dora=True)
+    assert "no plain LoRA" in message(lambda: niwaki.keep_zeros(model), UnsupportedModelError)
+    model = with_lora(pruned())
+    model.merge_adapter()
+    assert "was merged already" in message(lambda: niwaki.merge_lora(model), UsageError)
+    assert "no adapter to merge" in message(lambda: niwaki.merge_lora(pruned()), UsageError)  # type: ignore[arg-type]
