@@ -1,5 +1,6 @@
 """Adapters of PEFT on a pruned model: trained where its weights are not zero, and merged there."""
 
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.finetuning.grids import grid_in
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -47,6 +49,11 @@ def merge_lora(model: "PeftModel") -> nn.Module:
         layer.merge(safe_merge=True)
         weight.masked_fill_(zeros, 0)
     merged: nn.Module = model.unload()
+    if grid := grid_in(merged):
+        config: Any = merged.config
+        told = config.pruning_config
+        config.pruning_config = {name: value for name, value in told.items() if name != "quantization"}
+        warnings.warn(f"the weights are not on the grid {grid} any more; niwaki quantize puts them there", stacklevel=2)
     return merged
 
 

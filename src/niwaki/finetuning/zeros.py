@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from niwaki.checkpoints.tensors import read_header, read_json, read_tensor
+from niwaki.choices import TWO_FACTORS
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.files import write_json
 from niwaki.finetuning.adapters import mask_lora
+from niwaki.finetuning.grids import KeptGrid, grid_in
 
 #: Matrices with a smaller share of zeros were not pruned: rounding makes some.
 _LEAST = 1e-3
@@ -36,16 +39,20 @@ class KeptZeros:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = {name: value for name, value in model.named_parameters() if value.ndim > 1 and _is_pruned(value)}
-        if not found:
-            raise UsageError(
-                "the model has no zeros to keep, as no matrix has 0.1 % of them; was it pruned, and loaded from the "
-                "pruned directory?"
-            )
-        if any(hasattr(value, "_local_shape") or type(value).__name__ == "FlatParameter" for value in found.values()):
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise UnsupportedModelError(
                 "FSDP 1 puts several matrices into one parameter, whose zeros cannot be kept; use FSDP 2 (fully_shard)"
             )
+        found = {name: value for name, value in model.named_parameters() if value.ndim > 1 and _is_pruned(value)}
+        if not found:
+            told = getattr(getattr(model, "config", None), "pruning_config", None) or {}
+            why = (
+                "its weights are products of two sparse factors, which only niwaki heal trains"
+                if str(told.get("pattern")).startswith(TWO_FACTORS)
+                else "was it pruned, and loaded from the pruned directory?"
+            )
+            raise UsageError(f"the model has no zeros to keep, as no matrix has 0.1 % of them; {why}")
+        self._grid = KeptGrid(model) if grid_in(model) else None
         self._model = weakref.ref(model)
         #: By name in the model.
         self._kept = {name: _Kept(value, _packed(_local(value) != 0)) for name, value in found.items()}
@@ -59,7 +66,8 @@ class KeptZeros:
                 for value in found.values()
                 if value.requires_grad
             ),
-            register_optimizer_step_post_hook(_weakly(self)),
+            register_optimizer_step_pre_hook(_weakly(self, KeptZeros.before_step)),
+            register_optimizer_step_post_hook(_weakly(self, KeptZeros.after_step)),
         ]
 
     def check(self) -> None:
@@ -78,13 +86,16 @@ class KeptZeros:
     def check_saved(self, directory: str | Path) -> None:
         """Checks that the model that was saved in a ``directory``, as by ``save_pretrained``, has all of the zeros.
 
-        Where there are no weights of a model, but an adapter's, nothing is checked. OutputError where it has fewer;
-        then ``pruning_config`` is not in config.json any more, which would say what is not so.
+        Where weights are on a grid, their scales are put beside them. Where there are no weights of a model, but an
+        adapter's, nothing is checked. OutputError where it has fewer; then ``pruning_config`` is not in config.json any
+        more, which would say what is not so.
         """
         directory = Path(directory)
         files = sorted(directory.glob(_WEIGHTS))
         found = sum(_zeros_of(file) for file in files)
         if not files or found >= self.zeros:
+            if files and self._grid:
+                self._grid.complete(directory)
             return
         path = directory / "config.json"
         config = read_json(path)
@@ -117,13 +128,21 @@ class KeptZeros:
             kept.mask_(parameter.grad)
 
     @torch.no_grad()
-    def mask_weights(self, optimizer: Optimizer) -> None:
-        """After a step of ``optimizer``: not all leave a weight that is 0, with a gradient of 0, as it is."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """What is due before a step of any optimizer."""
+        if self._grid:
+            self._grid.before_step(optimizer)
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Optimizer) -> None:
+        """What is due after it: not all leave a weight that is 0, with a gradient of 0, as it is."""
         self._check_parameters()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if kept := self._by_number.get(id(parameter)):
                     kept.mask_(parameter)
+        if self._grid:
+            self._grid.after_step(optimizer)
 
     def _check_parameters(self) -> None:
         """UsageError where the model has others than when they were to be kept."""
@@ -143,8 +162,9 @@ def keep_zeros(model: nn.Module) -> KeptZeros:
     which at least 0.1 % and not all are zero: vectors, and adapters that begin with zeros, are trained whole. Gradients
     are masked as soon as they are accumulated, so that clipping by their norm and what optimizers remember are of
     weights that are trained; weights are masked after each step of any optimizer of torch. LoRA of PEFT is computed
-    where weights are not zero, so that :func:`niwaki.merge_lora` loses nothing. It works with gradient accumulation,
-    autocast, ``torch.compile``, DDP and FSDP 2. It takes one bit for each weight.
+    where weights are not zero, so that :func:`niwaki.merge_lora` loses nothing. Weights that niwaki has put on a grid
+    stay on it: the model computes with what is rounded, steps change what is not. It works with gradient accumulation,
+    autocast, ``torch.compile``, DDP and FSDP 2. It takes one bit for each weight, and where there is a grid 4 bytes.
 
     Args:
         model: Any module: of niwaki or not, with adapters of PEFT or without.
@@ -155,7 +175,8 @@ def keep_zeros(model: nn.Module) -> KeptZeros:
 
     Raises:
         UsageError: No matrix has zeros; later, from an optimizer's step: the model's parameters were replaced.
-        UnsupportedModelError: Its parameters are those of FSDP 1.
+        UnsupportedModelError: Its parameters are those of FSDP 1; or they are on a grid and split over processes.
+        CheckpointError: They are on a grid whose scales are not to be found.
     """
     return KeptZeros(model)
 
@@ -231,12 +252,12 @@ def _is_pruned(value: Tensor) -> bool:
     return _LEAST <= _zeros(value) / max(1, value.numel()) < 1
 
 
-def _weakly(zeros: KeptZeros) -> Callable[..., None]:
+def _weakly(zeros: KeptZeros, do: Callable[[KeptZeros, Optimizer], None]) -> Callable[..., None]:
     """A hook for all optimizers that does not keep the model in memory."""
     reference = weakref.ref(zeros)
 
     def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if (alive := reference()) is not None:
-            alive.mask_weights(optimizer)
+            do(alive, optimizer)
 
     return hook

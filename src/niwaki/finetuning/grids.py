@@ -1,0 +1,96 @@
+"""Weights on a grid that stay there while a model is trained by any program that uses optimizers of torch."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.errors import CheckpointError, UnsupportedModelError
+from niwaki.models.formats import format_of
+from niwaki.models.layout import Matrix
+from niwaki.models.locate import locate_model
+from niwaki.models.streamed import StreamedModel
+
+#: What DDP, torch.compile and PEFT put into the names of parameters.
+_ADDED = re.compile(r"(^|\.)(module|_orig_mod|base_model\.model|base_layer)(?=\.)")
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter in the model itself, without what wrappers put into it."""
+    return _ADDED.sub("", name).removeprefix(".")
+
+
+class KeptGrid:
+    """The grid of a model's weights, as its configuration tells, and the weights as optimizers see them.
+
+    Between steps the model has weights on the grid, so that it computes with these and is saved so. A step changes the
+    weights that are not rounded, which takes a copy of them in float32, and they are rounded after it: straight-through
+    gradients (Bengio et al. 2013, arXiv:1308.3432).
+
+    UnsupportedModelError where the model is split over processes; CheckpointError where the scales are not to be found.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+        try:
+            self._checkpoint = Checkpoint(locate_model(name))
+            stream = StreamedModel(self._checkpoint, "cpu")
+        except Exception as error:
+            raise CheckpointError(
+                f"the model's weights are on a grid, whose scales are not to be found in {name or 'its directory'} "
+                f"({error}); load it from the directory that niwaki has written"
+            ) from error
+        self._format = format_of(self._checkpoint)
+        matrices = defaultdict[str, list[tuple[Matrix, tuple[Tensor, ...]]]](list)
+        for matrix in stream.matrices():
+            if parts := self._format.read_parts(self._checkpoint, matrix):
+                matrices[f"{stream.path}.{matrix.block}.{matrix.parameter}"].append((matrix, parts))
+        found = {plain_name(name): value for name, value in model.named_parameters()}
+        trained = {name: found[name] for name in matrices if name in found and found[name].requires_grad}
+        if any(isinstance(value, DTensor) for value in trained.values()):
+            raise UnsupportedModelError(
+                "the model's weights are on a grid, which cannot be kept while they are split over processes (FSDP); "
+                "use DDP, or quantise after training"
+            )
+        self._kept = {id(value): (value.detach().float().clone(), matrices[name]) for name, value in trained.items()}
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Gives the optimizer weights that are not rounded."""
+        for value in _values(optimizer):
+            if kept := self._kept.get(id(value)):
+                value.copy_(kept[0])
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Keeps what it has made of them, and gives the model what these are on the grid."""
+        for value in _values(optimizer):
+            if kept := self._kept.get(id(value)):
+                exact, matrices = kept
+                exact.copy_(value)
+                for matrix, parts in matrices:
+                    weights = matrix.within(value)
+                    scales = [part.to(value.device) for part in parts]
+                    weights.copy_(self._format.project(matrix, matrix.within(exact), scales))
+
+    def complete(self, directory: Path) -> None:
+        """Puts the scales into a directory that the model was saved in."""
+        for name in self._format.files:
+            (directory / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(self._checkpoint.path / name, directory / name)
+
+
+def grid_in(model: nn.Module) -> str | None:
+    """The name of the grid that the configuration of a model tells its weights are on."""
+    told: Any = getattr(getattr(model, "config", None), "pruning_config", None)
+    return told.get("quantization") if isinstance(told, dict) else None
+
+
+def _values(optimizer: Optimizer) -> list[Tensor]:
+    return [value for group in optimizer.param_groups for value in group["params"]]
