@@ -23,6 +23,7 @@ _PUBLIC = {
     "niwaki.evaluation.inspect": ("inspect",),
     "niwaki.finetuning.adapters": ("merge_lora",),
     "niwaki.finetuning.callback": ("KeepZeros",),
+    "niwaki.finetuning.teacher": ("Teacher",),
     "niwaki.finetuning.zeros": ("KeptZeros", "keep_zeros"),
     "niwaki.exports.export": ("Export", "Pack", "export"),
     "niwaki.packed.load": ("load",),
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from niwaki.exports.export import Export as Export, Pack as Pack, export as export
     from niwaki.finetuning.adapters import merge_lora as merge_lora
     from niwaki.finetuning.callback import KeepZeros as KeepZeros
+    from niwaki.finetuning.teacher import Teacher as Teacher
     from niwaki.finetuning.zeros import KeptZeros as KeptZeros, keep_zeros as keep_zeros
     from niwaki.healing.heal import Heal as Heal
     from niwaki.layer.grid import Grid as Grid
