@@ -5,6 +5,7 @@ python benchmarks/finetune.py MODEL CORPUS WORK --record benchmarks/results/fine
 """
 
 import json
+import math
 import shutil
 import statistics
 import time
@@ -33,6 +34,8 @@ from niwaki.texts.texts import read_heldout
 #: Learning rates, of all weights and of adapters.
 FULL, LORA = 5e-5, 1e-3
 RANK = 16
+#: Windows and tokens of a step that is timed, and how often.
+TURN, ROUNDS = (4, 512), 6
 WAYS = ("plain", "kept", "lora", "lora kept")
 MEASURED = ("wikitext2", "books")
 
@@ -75,11 +78,6 @@ def finetune(
             niwaki.prune(model, pruned, pattern, effort="fast", calibration=books, measurement=none)
         if not sheet.has(pattern=pattern, way=""):
             add(pruned, zeros_of(AutoModelForCausalLM.from_pretrained(pruned)), pattern=pattern, way="", seconds=0.0)
-        for lora in (False, True):
-            if not sheet.has(pattern=pattern, lora=lora):
-                ratios = in_turns(pruned, task, lora, length)
-                print(pattern, "LoRA" if lora else "all weights", f"{statistics.median(ratios):.3f}", flush=True)
-                sheet.add(pattern=pattern, way="in turns", lora=lora, ratios=ratios)
         for way in names(ways):
             if sheet.has(pattern=pattern, way=way):
                 continue
@@ -115,11 +113,16 @@ def finetune(
                 )
                 merged["seconds"] = time.monotonic() - began
                 add(again, zeros_of(AutoModelForCausalLM.from_pretrained(again)), way="lora, given back", **merged)
+        for lora in (False, True):
+            if not sheet.has(pattern=pattern, lora=lora):
+                ratios = in_turns(pruned, task, lora)
+                print(pattern, "LoRA" if lora else "all weights", f"{statistics.median(ratios):.3f}", flush=True)
+                sheet.add(pattern=pattern, way="in turns", lora=lora, ratios=ratios)
 
 
-def in_turns(pruned: Path, task: str, lora: bool, length: int, rounds: int = 12) -> list[float]:
-    """Seconds of a step with kept zeros, relative to one without, each after the other, with what TRL adds left out."""
-    ids = _tokens(pruned, task)[: 2 * length].view(2, length)
+def in_turns(pruned: Path, task: str, lora: bool) -> list[float]:
+    """Seconds of a step of TURN tokens with kept zeros, relative to one without, one after the other, without TRL."""
+    ids = _tokens(pruned, task)[: math.prod(TURN)].view(TURN)
 
     def stepping(kept: bool) -> Callable[[], object]:
         model: Any = AutoModelForCausalLM.from_pretrained(pruned, dtype=torch.float32)
@@ -138,7 +141,7 @@ def in_turns(pruned: Path, task: str, lora: bool, length: int, rounds: int = 12)
         return step
 
     steps = {name: [stepping(name == "kept")] for name in ("plain", "kept")}
-    taken = common.in_turns(steps, rounds)
+    taken = common.in_turns(steps, ROUNDS)
     return [kept / plain for kept, plain in zip(taken["kept"], taken["plain"], strict=True)]
 
 
