@@ -180,7 +180,7 @@ def vocabulary(
     """Fewer tokens: bits a byte of the same text before and after, for texts that tokens are counted in.
 
     "books" are the first 2^25 characters of books; "three" are these, WikiText-2's validation text and code, alike.
-    Healed are the two sizes in the middle, on the same texts.
+    Healed is half of the vocabulary, on the same texts.
     """
     sheet = common.Sheet(record, {"text_samples": text_samples, "length": length, "model": model.name})
     texts = Texts(model, corpus, work, text_samples, length)
@@ -210,7 +210,7 @@ def vocabulary(
     if not sheet.has(counted="", tokens=dense.config.vocab_size):
         add(dense, counted="", tokens=dense.config.vocab_size)
     for name, count in itertools.product(counted, VOCABULARIES):
-        heals = bool(heal) and name == "three" and count in VOCABULARIES[1:3]
+        heals = bool(heal) and name == "three" and count == VOCABULARIES[1]
         if sheet.has(counted=name, tokens=count) and (not heals or sheet.has(tokens=count, healed=heal)):
             continue
         with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
