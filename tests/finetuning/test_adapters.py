@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from contextlib import nullcontext as nothing
 from typing import Any
 
 import pytest
@@ -100,7 +103,8 @@ def test_without_a_mask() -> None:
     model = with_lora(pruned())
     zeros = sum(int((value == 0).sum()) for name, value in model.named_parameters() if "base_layer" in name)
     train(model)
-    merged = niwaki.merge_lora(model)
+    with pytest.warns(UserWarning, match="trained without keep_zeros"):
+        merged = niwaki.merge_lora(model)
     names = [name for name, _ in merged.named_parameters() if "q_proj" in name or "down_proj" in name]
     assert sum(int((merged.get_parameter(name) == 0).sum()) for name in names) == zeros
     assert not any("lora" in name for name, _ in merged.named_parameters())
@@ -117,7 +121,48 @@ def test_removed() -> None:
         torch.testing.assert_close(logits(model), logits(pruned()))
 
 
+def test_copies_of_matrices() -> None:
+    """Those of ``modules_to_save``, with the zeros kept and without."""
+    for keeps in (True, False):
+        model = with_lora(pruned(), target_modules=["q_proj"], modules_to_save=["down_proj"])
+        zeros = sum(int((value == 0).sum()) for name, value in pruned().named_parameters() if "proj" in name)
+        if keeps:
+            assert niwaki.keep_zeros(model).zeros == zeros
+        train(model)
+        with nothing() if keeps else pytest.warns(UserWarning, match="trained without"):
+            merged = niwaki.merge_lora(model)
+        assert sum(int((value == 0).sum()) for name, value in merged.named_parameters() if "proj" in name) == zeros
+
+
+def test_copied_and_pickled() -> None:
+    """A copy has adapters of its own."""
+    model = with_lora(pruned())
+    niwaki.keep_zeros(model)
+    train(model)
+    copied = copy.deepcopy(model)
+    before = logits(copied)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.zero_()
+    assert torch.equal(logits(copied), before)
+    buffer = io.BytesIO()
+    torch.save(copied.get_submodule("base_model.model.model.layers.0.self_attn.q_proj"), buffer)
+
+
+def test_adapters_that_come_later() -> None:
+    """Are noticed at the first step."""
+    model = pruned()
+    niwaki.keep_zeros(model)
+    adapted = with_lora(model)
+    assert "after what changes them" in message(lambda: train(adapted), UsageError)
+
+
 def test_refused() -> None:
+    model = with_lora(pruned(), init_lora_weights="pissa")
+    for call in (niwaki.keep_zeros, niwaki.merge_lora):
+        assert "changes the weights of the model" in message(lambda call=call: call(model), UnsupportedModelError)  # type: ignore[misc]
+    assert "takes a model of PEFT" in message(lambda: niwaki.merge_lora("x"), UsageError)  # type: ignore[arg-type]
     model = with_lora(pruned(), use_dora=True)
     assert "no plain LoRA" in message(lambda: niwaki.keep_zeros(model), UnsupportedModelError)
     model = with_lora(pruned())

@@ -42,13 +42,22 @@ def train(model: nn.Module, rate: float = 1e-3, steps: int = 3) -> None:
         optimizer.zero_grad()
 
 
-def test_what_is_trained_is_on_it(pruned: Path, tmp_path: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(pruned, dtype=torch.float32)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_trained_is_on_it(
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, frozen: bool
+) -> None:
+    """In what is saved in the dtype it was trained in, and in another; also of what was frozen at first."""
+    monkeypatch.chdir(pruned.parent)
+    model: Any = AutoModelForCausalLM.from_pretrained(pruned.name, dtype=torch.float32)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    model.requires_grad_(not frozen)
     kept = niwaki.keep_zeros(model)
+    model.requires_grad_(True)
     train(model, 1e-2)
     kept.check()
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "trained")
+    monkeypatch.chdir(tmp_path)
+    model.to(stored).save_pretrained(tmp_path / "trained")
     kept.check_saved(tmp_path / "trained")
     AutoTokenizer.from_pretrained(pruned).save_pretrained(tmp_path / "trained")
     checkpoint = Checkpoint(tmp_path / "trained")
@@ -95,11 +104,13 @@ def test_adapters_leave_it(pruned: Path, tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(pruned, dtype=torch.float32)
     with pytest.warns(FutureWarning):
         adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
-    niwaki.keep_zeros(adapted)
+    kept = niwaki.keep_zeros(adapted)
     train(adapted, 0.05)
     with pytest.warns(UserWarning, match="not on the grid int4:64"):
         merged: Any = niwaki.merge_lora(adapted)
     merged.save_pretrained(tmp_path)
+    kept.check_saved(tmp_path)
+    assert not (tmp_path / "quantization").exists()
     told = json.loads((tmp_path / "config.json").read_text())["pruning_config"]
     assert "quantization" not in told
 

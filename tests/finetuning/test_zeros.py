@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import niwaki
-from niwaki.errors import OutputError, UsageError
+from niwaki.errors import CheckpointError, OutputError, UsageError
 from support.models import message, random_model
 
 OPTIMIZERS: dict[str, Any] = {
@@ -188,16 +188,48 @@ def test_saved(tmp_path: Path) -> None:
     assert "says no longer that it is pruned" in message(lambda: kept.check_saved(tmp_path), OutputError)
     assert "pruning_config" not in json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "adapter").mkdir()
+    assert "give a directory that save_pretrained" in message(
+        lambda: kept.check_saved(tmp_path / "adapter"), CheckpointError
+    )
+    (tmp_path / "adapter" / "adapter_model.safetensors").touch()
     kept.check_saved(tmp_path / "adapter")
+    with torch.no_grad():  # as many as before, in other places
+        model.get_parameter("lm_head.weight")[:2] = 1
+        model.get_parameter("model.layers.0.mlp.up_proj.weight").zero_()
+    model.save_pretrained(tmp_path)
+    assert "has lost" in message(lambda: kept.check_saved(tmp_path), OutputError)
+
+
+def test_frozen_and_trained_later() -> None:
+    """Its zeros are kept, and its gradients masked, whoever has the result."""
+    model = pruned_layers()
+    before = zeros(model)
+    model.requires_grad_(False)
+    niwaki.keep_zeros(model)
+    gc.collect()
+    assert not any(value.requires_grad for value in model.parameters())
+    model.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = data()
+    (model(x) - y).square().mean().backward()
+    for name, there in before.items():
+        gradient = model.get_parameter(name).grad
+        assert gradient is not None
+        assert not bool(gradient[there].any())
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in zeros(model).items())
 
 
 def test_refused() -> None:
+    wrong: Any
+    for wrong in ("pruned", None, {}):
+        assert "any module of torch" in message(lambda wrong=wrong: niwaki.keep_zeros(wrong), UsageError)  # type: ignore[misc]
     assert "no zeros to keep" in message(lambda: niwaki.keep_zeros(nn.Linear(4, 4)), UsageError)
     model = pruned_layers()
     niwaki.keep_zeros(model)
     model[0].weight = nn.Parameter(model[0].get_parameter("weight").detach().clone())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert "call keep_zeros after that" in message(optimizer.step, UsageError)
+    assert "call keep_zeros after what changes them" in message(optimizer.step, UsageError)
 
 
 def test_compiled() -> None:

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.errors import UnsupportedModelError, UsageError, shown
 from niwaki.finetuning.grids import grid_in
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+#: Ways to begin LoRA that change the weights themselves, and fill zeros before there is any training.
+_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 @torch.no_grad()
@@ -21,8 +24,8 @@ def merge_lora(model: "PeftModel") -> nn.Module:
 
     For after training LoRA on a pruned model: what ``merge_and_unload`` of PEFT does, but zeros stay zeros. Where
     :func:`niwaki.keep_zeros` was called before training, that is exactly the model that was trained. Where it was not,
-    what the adapters made of zeros is lost, and the model is worse: then merge with PEFT, and give the zeros back with
-    ``niwaki prune MERGED OUT --mask-from PRUNED --solver exact``, which makes up for them.
+    what the adapters made of zeros is lost, which a warning says, and the model is worse: then rather merge with PEFT,
+    and give the zeros back with ``niwaki prune MERGED OUT --mask-from PRUNED --solver exact``, which makes up for them.
 
     Args:
         model: Of PEFT, with active adapters that can be merged and are not yet. Its weights are changed.
@@ -32,84 +35,98 @@ def merge_lora(model: "PeftModel") -> nn.Module:
 
     Raises:
         UsageError: There is no adapter, or it was merged already, which has filled the zeros.
-        UnsupportedModelError: PEFT is not installed, or weights are packed, as with bitsandbytes.
+        UnsupportedModelError: PEFT is not installed, weights are packed, as with bitsandbytes, or the adapters began by
+            changing them (PiSSA, OLoRA).
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"merge_lora takes a model of PEFT; got {shown(model)}")
     if find_spec("peft") is None:
         raise UnsupportedModelError("adapters are PEFT's; pip install peft")
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
 
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
     if not layers:
         raise UsageError("the model has no adapter to merge; give what peft.get_peft_model returned")
+    _check_beginning(model)
     for name, layer in layers.items():
         _check(name, layer)
+    lost = False
     for layer in layers.values():
         weight: Tensor = layer.get_base_layer().weight  # type: ignore[assignment]
         zeros = weight == 0
         layer.merge(safe_merge=True)
+        lost |= not _is_masked(layer) and bool(weight[zeros].any())
         weight.masked_fill_(zeros, 0)
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for copy in module.modules_to_save.values():
+                for (_, old), new in zip(module.original_module.named_parameters(), copy.parameters(), strict=True):
+                    if old.ndim > 1:
+                        new.masked_fill_(old == 0, 0)
     merged: nn.Module = model.unload()
+    if lost:
+        warnings.warn(
+            "the adapters were trained without keep_zeros, and what they made of zeros is lost; see niwaki.merge_lora",
+            stacklevel=3,
+        )
     if grid := grid_in(merged):
         config: Any = merged.config
         told = config.pruning_config
         config.pruning_config = {name: value for name, value in told.items() if name != "quantization"}
-        warnings.warn(f"the weights are not on the grid {grid} any more; niwaki quantize puts them there", stacklevel=2)
+        warnings.warn(f"the weights are not on the grid {grid} any more; niwaki quantize puts them there", stacklevel=3)
     return merged
 
 
 def mask_lora(model: nn.Module, names: set[str]) -> Callable[[], None]:
     """From now on LoRA changes no zero of the parameters ``names`` of ``model``; the result ends that.
 
-    Layers compute with W + (B A) * (W != 0), as one product, which takes longer than PEFT's two thin ones: its gradient
-    needs a product of the size of W. UnsupportedModelError for kinds of LoRA that compute otherwise, such as DoRA.
-
-    Source: Zimmer et al. 2023, arXiv:2312.15230 (MaskLoRA).
+    It takes longer than PEFT's two thin products: the gradient needs a product of the size of the matrix.
+    UnsupportedModelError for kinds of LoRA that compute otherwise, such as DoRA.
     """
     masked = list[Any]()
     if find_spec("peft") is not None:
+        from peft.tuners.lora.layer import Linear
         from peft.tuners.tuners_utils import BaseTunerLayer
 
+        from niwaki.finetuning.masked_lora import MaskedLinear
+
+        _check_beginning(model)
         for name, layer in model.named_modules():
-            if isinstance(layer, BaseTunerLayer) and f"{name}.base_layer.weight" in names:
-                _mask(name, layer)
-                masked.append(layer)
+            if not isinstance(layer, BaseTunerLayer) or f"{name}.base_layer.weight" not in names:
+                continue
+            kind: Any = type(layer)
+            if kind not in (Linear, MaskedLinear) or layer.lora_variant or type(layer.base_layer) is not nn.Linear:  # type: ignore[attr-defined]
+                raise UnsupportedModelError(
+                    f"the adapter of {name} is no plain LoRA of a linear layer, and would change zeros; train it "
+                    "without keep_zeros, merge it with PEFT, and give the zeros back with niwaki prune --mask-from"
+                )
+            _check(name, layer)
+            masked.append(layer)
+        for layer in masked:
+            layer.__class__ = MaskedLinear
 
     def unmask() -> None:
         for layer in masked:
-            layer.__dict__.pop("forward", None)
+            layer.__class__ = Linear
 
     return unmask
 
 
-def _mask(name: str, layer: Any) -> None:
-    from peft.tuners.lora.layer import Linear
+def _is_masked(layer: Any) -> bool:
+    return type(layer).__name__ == "MaskedLinear"
 
-    if type(layer) is not Linear or layer.lora_variant or type(layer.get_base_layer()) is not nn.Linear:
-        raise UnsupportedModelError(
-            f"the adapter of {name} is no plain LoRA of a linear layer, and would change zeros; train it without "
-            "keep_zeros, merge it with PEFT, and give the zeros back with niwaki prune --mask-from"
-        )
-    _check(name, layer)
-    usual = layer.forward
 
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        adapters = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
-        if args or kwargs or layer.disable_adapters or layer.merged or not adapters:
-            return usual(x, *args, **kwargs)
-        base: Any = layer.get_base_layer()
-        kept, changed, result = base.weight != 0, base.weight, None
-        for adapter in adapters:
-            change = layer.get_delta_weight(adapter) * kept
-            dropout = layer.lora_dropout[adapter]
-            if layer.training and not isinstance(dropout, nn.Identity):
-                own = nn.functional.linear(dropout(x.to(change.dtype)), change)
-                result = own if result is None else result + own
-            else:
-                changed = changed + change.to(changed.dtype)
-        made = nn.functional.linear(x, changed, base.bias)
-        return made if result is None else made + result.to(made.dtype)
-
-    layer.forward = forward  # type: ignore[method-assign]
+def _check_beginning(model: nn.Module) -> None:
+    """UnsupportedModelError where an adapter has begun by changing weights."""
+    configs: Any = getattr(model, "peft_config", {})
+    for config in configs.values():
+        how = str(getattr(config, "init_lora_weights", ""))
+        if how.startswith(_CHANGING):
+            raise UnsupportedModelError(
+                f"LoRA that begins as {how} changes the weights of the model, and fills zeros; leave init_lora_weights "
+                "as it is"
+            )
 
 
 def _check(name: str, layer: Any) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, UnsupportedModelError
+from niwaki.files import output_errors
+from niwaki.layer.grid import scale_dtype
 from niwaki.models.formats import format_of
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
@@ -41,7 +44,7 @@ class KeptGrid:
     def __init__(self, model: nn.Module) -> None:
         name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
         try:
-            self._checkpoint = Checkpoint(locate_model(name))
+            self._checkpoint = Checkpoint(locate_model(name).resolve())
             stream = StreamedModel(self._checkpoint, "cpu")
         except Exception as error:
             raise CheckpointError(
@@ -54,36 +57,47 @@ class KeptGrid:
             if parts := self._format.read_parts(self._checkpoint, matrix):
                 matrices[f"{stream.path}.{matrix.block}.{matrix.parameter}"].append((matrix, parts))
         found = {plain_name(name): value for name, value in model.named_parameters()}
-        trained = {name: found[name] for name in matrices if name in found and found[name].requires_grad}
-        if any(isinstance(value, DTensor) for value in trained.values()):
+        if any(isinstance(found.get(name), DTensor) for name in matrices):
             raise UnsupportedModelError(
                 "the model's weights are on a grid, which cannot be kept while they are split over processes (FSDP); "
                 "use DDP, or quantise after training"
             )
-        self._kept = {id(value): (value.detach().float().clone(), matrices[name]) for name, value in trained.items()}
+        self._matrices = {id(found[name]): some for name, some in matrices.items() if name in found}
+        #: By the number of a parameter, what optimizers have made of it.
+        self._exact: dict[int, Tensor] = {}
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Gives the optimizer weights that are not rounded."""
         for value in _values(optimizer):
-            if kept := self._kept.get(id(value)):
-                value.copy_(kept[0])
+            number = id(value)
+            if number in self._exact:
+                value.copy_(self._exact[number])
+            elif number in self._matrices:  # its first step: it is on the grid yet
+                self._exact[number] = value.detach().float().clone()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Keeps what it has made of them, and gives the model what these are on the grid."""
         for value in _values(optimizer):
-            if kept := self._kept.get(id(value)):
-                exact, matrices = kept
-                exact.copy_(value)
-                for matrix, parts in matrices:
-                    weights = matrix.within(value)
-                    scales = [part.to(value.device) for part in parts]
-                    weights.copy_(self._format.project(matrix, matrix.within(exact), scales))
+            if (exact := self._exact.get(id(value))) is None:
+                continue
+            exact.copy_(value)
+            for matrix, parts in self._matrices[id(value)]:
+                # In the dtype that they will be stored in beside these weights.
+                scales = [part.to(value.device, scale_dtype(value.dtype)) for part in parts]
+                matrix.within(value).copy_(self._format.project(matrix, matrix.within(exact), scales))
 
     def complete(self, directory: Path) -> None:
-        """Puts the scales into a directory that the model was saved in."""
+        """Puts the scales into a directory that the model was saved in, if it says that it is on the grid."""
+        saved = Checkpoint(directory)
+        if not saved.pruning.quantization:
+            return
         for name in self._format.files:
-            (directory / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(self._checkpoint.path / name, directory / name)
+            with safe_open(self._checkpoint.path / name, "pt") as file:
+                scales = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
+            stored = {key: scale_dtype(saved.dtype(key.removesuffix("_scale"))) for key in scales}
+            with output_errors(directory):
+                (directory / name).parent.mkdir(exist_ok=True)
+                save_file({key: scales[key].to(dtype) for key, dtype in stored.items()}, directory / name)
 
 
 def grid_in(model: nn.Module) -> str | None:

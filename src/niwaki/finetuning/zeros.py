@@ -14,20 +14,24 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from niwaki.checkpoints.tensors import read_header, read_json, read_tensor
 from niwaki.choices import TWO_FACTORS
-from niwaki.errors import OutputError, UnsupportedModelError, UsageError
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, shown
 from niwaki.files import write_json
 from niwaki.finetuning.adapters import mask_lora
-from niwaki.finetuning.grids import KeptGrid, grid_in
+from niwaki.finetuning.grids import KeptGrid, grid_in, plain_name
 
 #: Matrices with a smaller share of zeros were not pruned: rounding makes some.
 _LEAST = 1e-3
 #: The weights of models; those of adapters, which have no zeros of the model, are called otherwise.
-_WEIGHTS = "model*.safetensors"
+_WEIGHTS, _ADAPTERS = "model*.safetensors", "adapter_model*"
 #: By bytes of a number, integers as wide.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: What keeps the zeros of each model, for as long as that lives.
+_ALIVE = weakref.WeakKeyDictionary[nn.Module, "KeptZeros"]()
 
 
 class KeptZeros:
@@ -39,11 +43,15 @@ class KeptZeros:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"keep_zeros takes a model in memory, any module of torch; got {shown(model)}")
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise UnsupportedModelError(
                 "FSDP 1 puts several matrices into one parameter, whose zeros cannot be kept; use FSDP 2 (fully_shard)"
             )
-        found = {name: value for name, value in model.named_parameters() if value.ndim > 1 and _is_pruned(value)}
+        # PEFT keeps those that it trains a copy of.
+        named = ((name, value) for name, value in model.named_parameters() if ".original_module." not in name)
+        found = {name: value for name, value in named if value.ndim > 1 and _is_pruned(value)}
         if not found:
             told = getattr(getattr(model, "config", None), "pruning_config", None) or {}
             why = (
@@ -55,20 +63,17 @@ class KeptZeros:
         self._grid = KeptGrid(model) if grid_in(model) else None
         self._model = weakref.ref(model)
         #: By name in the model.
-        self._kept = {name: _Kept(value, _packed(_local(value) != 0)) for name, value in found.items()}
+        self._kept = {name: _Kept(value, _packed(_local(value) != 0), _zeros(value)) for name, value in found.items()}
         self._by_number = {id(kept.parameter): kept for kept in self._kept.values()}
-        self.zeros = sum(_zeros(value) for value in found.values())
+        self.zeros = sum(kept.zeros for kept in self._kept.values())
         self.sparsity = self.zeros / sum(value.numel() for value in found.values())
         self._unmask = mask_lora(model, {*found})
         self._handles = [
-            *(
-                value.register_post_accumulate_grad_hook(self._mask_gradient)
-                for value in found.values()
-                if value.requires_grad
-            ),
+            *(self._watch_gradient(value) for value in found.values()),
             register_optimizer_step_pre_hook(_weakly(self, KeptZeros.before_step)),
             register_optimizer_step_post_hook(_weakly(self, KeptZeros.after_step)),
         ]
+        _ALIVE[model] = self
 
     def check(self) -> None:
         """OutputError where a zero of the model is a zero no longer, with the matrices that have lost most."""
@@ -86,15 +91,26 @@ class KeptZeros:
     def check_saved(self, directory: str | Path) -> None:
         """Checks that the model that was saved in a ``directory``, as by ``save_pretrained``, has all of the zeros.
 
-        Where weights are on a grid, their scales are put beside them. Where there are no weights of a model, but an
-        adapter's, nothing is checked. OutputError where it has fewer; then ``pruning_config`` is not in config.json any
-        more, which would say what is not so.
+        Where weights are on a grid, their scales are put beside them. Where there are only those of an adapter, nothing
+        is checked. OutputError where it has fewer; then ``pruning_config`` is not in config.json any more, which would
+        say what is not so. CheckpointError where there are no weights.
         """
+        if not isinstance(directory, str | Path):
+            raise UsageError(f"check_saved takes a directory; got {shown(directory)}")
         directory = Path(directory)
         files = sorted(directory.glob(_WEIGHTS))
-        found = sum(_zeros_of(file) for file in files)
-        if not files or found >= self.zeros:
-            if files and self._grid:
+        if not files:
+            if any(directory.glob(_ADAPTERS)):
+                return
+            raise CheckpointError(f"{directory} has no {_WEIGHTS}; give a directory that save_pretrained has written")
+        found = {key: count for file in files for key, count in _zeros_of(file).items()}
+        expected = {plain_name(name): kept.zeros for name, kept in self._kept.items()}
+        lost = sum(max(0, count - found[name]) for name, count in expected.items() if name in found)
+        # Files may have some of them under other names, or in one tensor.
+        others = sum(found.values()) - sum(found.get(name, 0) for name in expected)
+        lost += max(0, sum(count for name, count in expected.items() if name not in found) - others)
+        if not lost:
+            if self._grid:
                 self._grid.complete(directory)
             return
         path = directory / "config.json"
@@ -102,7 +118,7 @@ class KeptZeros:
         if config.pop("pruning_config", None) is not None:
             write_json(path, json.dumps(config, indent=2) + "\n")
         raise OutputError(
-            f"{directory} has {found:,} zeros and not {self.zeros:,}, so its config.json says no longer that it is "
+            f"{directory} has lost {lost:,} of {self.zeros:,} zeros, so its config.json says no longer that it is "
             "pruned; was it trained by something that is no optimizer of torch, or merged with adapters otherwise than "
             "by niwaki.merge_lora?"
         )
@@ -119,6 +135,14 @@ class KeptZeros:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+    def _watch_gradient(self, parameter: nn.Parameter) -> RemovableHandle:
+        """So that it is masked as soon as it is there; also of one that is only trained later."""
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._mask_gradient)
+        parameter.requires_grad_(is_trained)
+        return handle
 
     @torch.no_grad()
     def _mask_gradient(self, parameter: Tensor) -> None:
@@ -146,11 +170,13 @@ class KeptZeros:
 
     def _check_parameters(self) -> None:
         """UsageError where the model has others than when they were to be kept."""
-        model, (name, kept) = self._model(), next(iter(self._kept.items()))
-        if model is not None and model.get_parameter(name) is not kept.parameter:
+        if (model := self._model()) is None:
+            return
+        there = dict(model.named_parameters())
+        if any(there.get(name) is not kept.parameter for name, kept in self._kept.items()):
             raise UsageError(
-                "the model has other parameters than when its zeros were to be kept, as after fully_shard; call "
-                "keep_zeros after that"
+                "the model has other parameters than when its zeros were to be kept; call keep_zeros after what "
+                "changes them, such as fully_shard and get_peft_model"
             )
 
 
@@ -187,6 +213,7 @@ class _Kept:
 
     parameter: nn.Parameter
     bits: list[Tensor]
+    zeros: int
 
     def mask(self) -> Tensor:
         """Where it is no zero, in its shape."""
@@ -242,10 +269,10 @@ def _zeros(value: Tensor) -> int:
     return _all(local.numel() - int(local.count_nonzero()), value)
 
 
-def _zeros_of(file: Path) -> int:
-    """In all matrices of a safetensors file."""
+def _zeros_of(file: Path) -> dict[str, int]:
+    """How many zeros each matrix of a safetensors file has."""
     matrices = ((key, entry) for key, entry in read_header(file).items() if len(entry.shape) > 1)
-    return sum(_zeros(read_tensor(file, key, entry)) for key, entry in matrices)
+    return {key: _zeros(read_tensor(file, key, entry)) for key, entry in matrices}
 
 
 def _is_pruned(value: Tensor) -> bool:

@@ -49,6 +49,11 @@ def find_translation(model: StreamedModel, teacher: StreamedModel) -> Translatio
             )
         if one.is_fast and other.is_fast and own.keys() < words.keys():
             return Translation(one, other, sizes)
+    if sizes[0] != sizes[1] and len(tokenizers) < 2:
+        raise UsageError(
+            f"{paths[0]} has a vocabulary of {sizes[0]:,} tokens and {paths[1]} one of {sizes[1]:,}, and without "
+            "tokenizer.json in both it is not known which these are"
+        )
     if sizes[0] != sizes[1]:
         raise UsageError(
             f"{paths[0]} has a vocabulary of {sizes[0]:,} tokens and {paths[1]} another, of {sizes[1]:,}; give the "

@@ -106,7 +106,7 @@ def _check_blocks(model: StreamedModel, dense: StreamedModel, too_large: list[st
     if tokens[0] != tokens[1]:
         raise UnsupportedModelError(
             f"{model.checkpoint.path} has {tokens[0]:,} tokens and {dense.checkpoint.path} {tokens[1]:,}, so that it "
-            f"can only be healed as a whole{whole}"
+            f"can only be healed as a whole (full, lora, norms){whole}"
         )
     if shapes[0] != shapes[1]:
         raise UnsupportedModelError(
