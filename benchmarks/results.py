@@ -61,6 +61,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/packed.md", "llama_cpp_avx2", model_tables.llama_cpp, ("llama_cpp_avx2",)),
     ("docs/packed.md", "gpu_instructions", tables.gpu_instructions, ("gpu_instructions",)),
     ("docs/two-factors.md", "two_factors", model_tables.two_factors, ("two_factors",)),
+    ("docs/two-factors.md", "two_factors_answers", model_tables.two_factors, ("two_factors_answers",)),
     ("docs/two-factors.md", "two_factors_demo", model_tables.two_factors, ("two_factors_demo",)),
     ("docs/two-factors.md", "two_factors_qwen3", model_tables.two_factors, ("two_factors_qwen3",)),
     ("docs/two-factors.md", "heal_two_factors", model_tables.heal, ("heal_two_factors",)),
