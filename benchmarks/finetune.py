@@ -105,7 +105,7 @@ def finetune(
                 own = Calibration(task, samples=samples, length=512)
                 began = time.monotonic()
                 niwaki.prune(
-                    *(out, again, 0.5),
+                    *(out, again),
                     solver="exact",
                     mask_from=pruned,
                     calibration=own,

@@ -45,6 +45,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/benchmarks.md", "table3", tables.table3, ("table3",)),
     ("docs/benchmarks.md", "layer_time", tables.layer_time, ("layer_time",)),
     ("docs/benchmarks.md", "precision", tables.precision, ("precision",)),
+    ("docs/fine-tuning.md", "finetune", model_tables.finetune, ("finetune",)),
     ("docs/healing.md", "heal", model_tables.heal, ("heal",)),
     ("docs/healing.md", "heal_demo", model_tables.heal, ("heal_demo",)),
     ("docs/log.md", "paths", tables.paths, ("paths",)),

@@ -121,6 +121,18 @@ def test_removed() -> None:
         torch.testing.assert_close(logits(model), logits(pruned()))
 
 
+def test_after_it_was_merged() -> None:
+    """Others can be trained, and the merged model too, whose zeros stay."""
+    model = with_lora(pruned())
+    kept = niwaki.keep_zeros(model)
+    train(model)
+    merged = niwaki.merge_lora(model)
+    train(with_lora(pruned()))
+    merged.requires_grad_(True)
+    train(merged)
+    kept.check()
+
+
 def test_copies_of_matrices() -> None:
     """Those of ``modules_to_save``, with the zeros kept and without."""
     for keeps in (True, False):

@@ -160,7 +160,7 @@ class KeptZeros:
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
         """What is due after it: not all leave a weight that is 0, with a gradient of 0, as it is."""
-        self._check_parameters()
+        self._check_parameters(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if kept := self._by_number.get(id(parameter)):
@@ -168,12 +168,15 @@ class KeptZeros:
         if self._grid:
             self._grid.after_step(optimizer)
 
-    def _check_parameters(self) -> None:
-        """UsageError where the model has others than when they were to be kept."""
+    def _check_parameters(self, optimizer: Optimizer) -> None:
+        """UsageError where ``optimizer`` trains the model, and that has others than when they were to be kept."""
         if (model := self._model()) is None:
             return
-        there = dict(model.named_parameters())
-        if any(there.get(name) is not kept.parameter for name, kept in self._kept.items()):
+        there = {id(value): name for name, value in model.named_parameters()}
+        if not any(id(value) in there for group in optimizer.param_groups for value in group["params"]):
+            return
+        now = {name: there.get(id(kept.parameter)) for name, kept in self._kept.items()}
+        if any(at is None or (".base_layer." in at and ".base_layer." not in name) for name, at in now.items()):
             raise UsageError(
                 "the model has other parameters than when its zeros were to be kept; call keep_zeros after what "
                 "changes them, such as fully_shard and get_peft_model"
