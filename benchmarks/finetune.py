@@ -35,7 +35,7 @@ from niwaki.texts.texts import read_heldout
 FULL, LORA = 5e-5, 1e-3
 RANK = 16
 #: Windows and tokens of a step that is timed, and how often.
-TURN, ROUNDS = (4, 512), 6
+TURN, ROUNDS = (4, 512), 4
 WAYS = ("plain", "kept", "lora", "lora kept")
 MEASURED = ("wikitext2", "books")
 
