@@ -18,7 +18,7 @@ import torch
 from common import Corpus, Model, Sheet, Work, names
 from corpus import Texts
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
@@ -27,9 +27,6 @@ from typer import Option
 
 import niwaki
 from niwaki import Calibration, Measurement
-from niwaki.checkpoints.reading import Checkpoint
-from niwaki.models.streamed import StreamedModel
-from niwaki.texts.texts import read_heldout
 
 #: Learning rates, of all weights and of adapters.
 FULL, LORA = 5e-5, 1e-3
@@ -64,18 +61,15 @@ def finetune(
     (task,) = texts.to_calibrate("wikitext2")
 
     def add(made: Path, zeros: int, **cell: Any) -> None:
-        stream = StreamedModel(Checkpoint(made), "cpu")
-        asked = Measurement(samples=text_samples, length=512)
-        lost = {name: list(stream.perplexity(read_heldout(stream, text, asked)).losses) for name, text in held.items()}
-        print(cell, zeros, {name: round(statistics.fmean(each), 4) for name, each in lost.items()}, flush=True)
+        lost = {name: list(each.losses) for name, each in common.measured(made, held, text_samples, 512).items()}
+        print(cell, zeros, common.means(lost), flush=True)
         sheet.add(**cell, zeros=zeros, losses=lost)
 
     for pattern in names(patterns):
         pruned = work / f"pruned-{pattern}".replace(" ", "")
         if not pruned.exists():
             books = Calibration(texts.to_calibrate("books"), samples=samples, length=512)
-            none = Measurement(samples=0)
-            niwaki.prune(model, pruned, pattern, effort="fast", calibration=books, measurement=none)
+            niwaki.prune(model, pruned, pattern, effort="fast", calibration=books, measurement=Measurement(samples=0))
         if not sheet.has(pattern=pattern, way=""):
             add(pruned, zeros_of(AutoModelForCausalLM.from_pretrained(pruned)), pattern=pattern, way="", seconds=0.0)
         for way in names(ways):
@@ -105,11 +99,7 @@ def finetune(
                 own = Calibration(task, samples=samples, length=512)
                 began = time.monotonic()
                 niwaki.prune(
-                    *(out, again),
-                    solver="exact",
-                    mask_from=pruned,
-                    calibration=own,
-                    measurement=Measurement(samples=0),
+                    out, again, solver="exact", mask_from=pruned, calibration=own, measurement=Measurement(samples=0)
                 )
                 merged["seconds"] = time.monotonic() - began
                 add(again, zeros_of(AutoModelForCausalLM.from_pretrained(again)), way="lora, given back", **merged)
@@ -199,8 +189,6 @@ def trained(pruned: Path, task: str, way: str, steps: int, length: int, work: Pa
 
 def whole(pruned: Path, adapter: Path) -> nn.Module:
     """The pruned model and the adapter, merged by PEFT."""
-    from peft import PeftModel
-
     made: nn.Module = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(pruned, dtype=torch.float32), adapter
     ).merge_and_unload()

@@ -45,6 +45,8 @@ def merge_lora(model: "PeftModel") -> nn.Module:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 
+    from niwaki.finetuning.masked_lora import MaskedLinear
+
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
     if not layers:
         raise UsageError("the model has no adapter to merge; give what peft.get_peft_model returned")
@@ -56,7 +58,7 @@ def merge_lora(model: "PeftModel") -> nn.Module:
         weight: Tensor = layer.get_base_layer().weight  # type: ignore[assignment]
         zeros = weight == 0
         layer.merge(safe_merge=True)
-        lost |= not _is_masked(layer) and bool(weight[zeros].any())
+        lost |= not isinstance(layer, MaskedLinear) and bool(weight[zeros].any())
         weight.masked_fill_(zeros, 0)
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
@@ -111,10 +113,6 @@ def mask_lora(model: nn.Module, names: set[str]) -> Callable[[], None]:
             layer.__class__ = Linear
 
     return unmask
-
-
-def _is_masked(layer: Any) -> bool:
-    return type(layer).__name__ == "MaskedLinear"
 
 
 def _check_beginning(model: nn.Module) -> None:

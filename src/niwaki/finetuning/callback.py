@@ -14,8 +14,8 @@ class KeepZeros(TrainerCallback):
     """Keeps the zeros of the model that a trainer trains: see :func:`niwaki.keep_zeros`.
 
     For ``Trainer`` of transformers, ``SFTTrainer`` and ``DPOTrainer`` of TRL, and any other that takes callbacks:
-    ``Trainer(..., callbacks=[KeepZeros()])``. Each checkpoint that is saved is checked; a warning says
-    where it lacks zeros.
+    ``Trainer(..., callbacks=[KeepZeros()])``. Each checkpoint that is saved is checked; a warning says where it lacks
+    zeros.
 
     Attributes:
         zeros: From the beginning of training: what keeps them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
 from collections.abc import Callable
@@ -51,7 +52,12 @@ class KeptZeros:
             )
         # PEFT keeps those that it trains a copy of.
         named = ((name, value) for name, value in model.named_parameters() if ".original_module." not in name)
-        found = {name: value for name, value in named if value.ndim > 1 and _is_pruned(value)}
+        counted = {name: (value, _zeros(value)) for name, value in named if value.ndim > 1}
+        found = {
+            name: (value, zeros)
+            for name, (value, zeros) in counted.items()
+            if _LEAST <= zeros / max(1, value.numel()) < 1
+        }
         if not found:
             told = getattr(getattr(model, "config", None), "pruning_config", None) or {}
             why = (
@@ -63,13 +69,13 @@ class KeptZeros:
         self._grid = KeptGrid(model) if grid_in(model) else None
         self._model = weakref.ref(model)
         #: By name in the model.
-        self._kept = {name: _Kept(value, _packed(_local(value) != 0), _zeros(value)) for name, value in found.items()}
+        self._kept = {name: _Kept(value, _packed(_local(value) != 0), zeros) for name, (value, zeros) in found.items()}
         self._by_number = {id(kept.parameter): kept for kept in self._kept.values()}
         self.zeros = sum(kept.zeros for kept in self._kept.values())
-        self.sparsity = self.zeros / sum(value.numel() for value in found.values())
+        self.sparsity = self.zeros / sum(kept.parameter.numel() for kept in self._kept.values())
         self._unmask = mask_lora(model, {*found})
         self._handles = [
-            *(self._watch_gradient(value) for value in found.values()),
+            *(self._watch_gradient(kept.parameter) for kept in self._kept.values()),
             register_optimizer_step_pre_hook(_weakly(self, KeptZeros.before_step)),
             register_optimizer_step_post_hook(_weakly(self, KeptZeros.after_step)),
         ]
@@ -210,12 +216,12 @@ def keep_zeros(model: nn.Module) -> KeptZeros:
     return KeptZeros(model)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Kept:
     """A parameter, and which of its weights (of those in this process) are no zeros, in bits."""
 
     parameter: nn.Parameter
-    bits: list[Tensor]
+    bits: Tensor
     zeros: int
 
     def mask(self) -> Tensor:
@@ -230,24 +236,22 @@ class _Kept:
         local.view(integers).bitwise_and_(self._unpacked(local, integers))
 
     def _unpacked(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        (bits,) = self.bits
-        if bits.device != like.device:  # the model was moved
-            self.bits[0] = bits = bits.to(like.device)
-        table = _table(dtype).to(like.device)
-        return table.index_select(0, bits.int()).flatten()[: like.numel()].view(like.shape)
+        self.bits = self.bits.to(like.device)  # the model may have been moved
+        return _table(dtype, like.device).index_select(0, self.bits.int()).flatten()[: like.numel()].view(like.shape)
 
 
-def _table(dtype: torch.dtype) -> Tensor:
+@functools.cache
+def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """(256, 8): what each byte is as eight values of ``dtype``, all bits set or none, True or False."""
-    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device) & 1
     return bits.bool() if dtype == torch.bool else -bits.to(dtype)
 
 
-def _packed(mask: Tensor) -> list[Tensor]:
+def _packed(mask: Tensor) -> Tensor:
     """Eight of ``mask`` in a byte, the first in its lowest bit."""
     flat = nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8)
     powers = 2 ** torch.arange(8, dtype=torch.uint8, device=mask.device)
-    return [(flat * powers).sum(1, dtype=torch.uint8)]
+    return (flat * powers).sum(1, dtype=torch.uint8)
 
 
 def _local(value: Tensor) -> Tensor:
@@ -276,10 +280,6 @@ def _zeros_of(file: Path) -> dict[str, int]:
     """How many zeros each matrix of a safetensors file has."""
     matrices = ((key, entry) for key, entry in read_header(file).items() if len(entry.shape) > 1)
     return {key: _zeros(read_tensor(file, key, entry)) for key, entry in matrices}
-
-
-def _is_pruned(value: Tensor) -> bool:
-    return _LEAST <= _zeros(value) / max(1, value.numel()) < 1
 
 
 def _weakly(zeros: KeptZeros, do: Callable[[KeptZeros, Optimizer], None]) -> Callable[..., None]:

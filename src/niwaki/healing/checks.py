@@ -37,29 +37,28 @@ def find_translation(model: StreamedModel, teacher: StreamedModel) -> Translatio
     tokenizers = []
     with contextlib.suppress(CalibrationError):  # a model may come without one
         tokenizers = [load_tokenizer(path) for path in paths]
-    if len(tokenizers) == 2:
-        one, other = tokenizers
-        words, own = one.get_vocab(), other.get_vocab()
-        if words == own and sizes[0] == sizes[1]:
-            return None
+    if len(tokenizers) < 2:
         if sizes[0] == sizes[1]:
-            raise UsageError(
-                f"{paths[0]} and {paths[1]} have vocabularies of the same size and with other words; give the model "
-                "that it was pruned from"
-            )
-        if one.is_fast and other.is_fast and own.keys() < words.keys():
-            return Translation(one, other, sizes)
-    if sizes[0] != sizes[1] and len(tokenizers) < 2:
+            return None
         raise UsageError(
             f"{paths[0]} has a vocabulary of {sizes[0]:,} tokens and {paths[1]} one of {sizes[1]:,}, and without "
             "tokenizer.json in both it is not known which these are"
         )
-    if sizes[0] != sizes[1]:
+    one, other = tokenizers
+    words, own = one.get_vocab(), other.get_vocab()
+    if sizes[0] == sizes[1]:
+        if words == own:
+            return None
         raise UsageError(
-            f"{paths[0]} has a vocabulary of {sizes[0]:,} tokens and {paths[1]} another, of {sizes[1]:,}; give the "
-            "model that it was pruned from"
+            f"{paths[0]} and {paths[1]} have vocabularies of the same size and with other words; give the model that "
+            "it was pruned from"
         )
-    return None
+    if one.is_fast and other.is_fast and own.keys() < words.keys():
+        return Translation(one, other, sizes)
+    raise UsageError(
+        f"{paths[0]} has a vocabulary of {sizes[0]:,} tokens and {paths[1]} another, of {sizes[1]:,}; give the model "
+        "that it was pruned from"
+    )
 
 
 def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | None) -> None:

@@ -173,11 +173,10 @@ class Healing:
 
     def _read(self, run: Run) -> tuple[Texts, int]:
         """The texts, the windows to train on in the order in which that is done; how many of them are held out."""
-        calibration, model = run.calibration, self.student if run.is_first else self.dense
+        # Where tokens differ, texts are read as the dense model's.
+        calibration, model = run.calibration, self.student if run.is_first and not self.translation else self.dense
         if run.seen and calibration.order is None:  # so that what comes after it is new
             calibration = replace(calibration, order="first")
-        if run.is_first and self.translation:  # texts are read as the dense model's tokens
-            model = self.dense
         length = calibration.length
         if length is None and all(isinstance(text, str) for text in calibration.texts):  # no windows, which have theirs
             length = min(HEALING_LENGTH, model.window_length(None))
@@ -196,7 +195,7 @@ class Healing:
                 "process needs one; give more text, or a shorter --length"
             )
         tokens = _drawn(texts.windows.tokens, seen, held, calibration.seed)
-        if run.is_first and self.translation:
+        if self.translation:
             texts = replace(texts, heldout={name: self._both(windows) for name, windows in texts.heldout.items()})
         return replace(texts, calibration=replace(texts.windows, tokens=tokens)), held
 
