@@ -26,12 +26,14 @@ _PUBLIC = {
     "niwaki.finetuning.teacher": ("Teacher",),
     "niwaki.finetuning.zeros": ("KeptZeros", "keep_zeros"),
     "niwaki.exports.export": ("Export", "Pack", "export"),
+    "niwaki.exports.push": ("Publication", "push"),
     "niwaki.packed.load": ("load",),
     "niwaki.packed.pack": ("pack",),
     "niwaki.packed.unpack": ("unpack",),
     "niwaki.reports.page": ("report",),
     "niwaki.records.comparison": ("Comparison",),
     "niwaki.records.record": ("Perplexity", "Record"),
+    "niwaki.records.recipe": ("Recipe",),
     "niwaki.records.progress": ("Progress",),
     "niwaki.windows": ("Windows",),
     "niwaki.layer.problem": ("Gram", "LayerProblem", "Monitor", "Solution"),
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from niwaki.evaluation.inspect import inspect as inspect
     from niwaki.evaluation.tasks import evaluate_tasks as evaluate_tasks
     from niwaki.exports.export import Export as Export, Pack as Pack, export as export
+    from niwaki.exports.push import Publication as Publication, push as push
     from niwaki.finetuning.adapters import merge_lora as merge_lora
     from niwaki.finetuning.callback import KeepZeros as KeepZeros
     from niwaki.finetuning.teacher import Teacher as Teacher
@@ -115,6 +118,7 @@ if TYPE_CHECKING:
     from niwaki.records.comparison import Comparison as Comparison
     from niwaki.records.perplexity import Perplexity as Perplexity
     from niwaki.records.progress import Progress as Progress
+    from niwaki.records.recipe import Recipe as Recipe
     from niwaki.records.record import Record as Record
     from niwaki.reports.page import report as report
     from niwaki.shrinking.shrink import Shrink as Shrink

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from niwaki.arguments import check_fields, checked_names
 from niwaki.errors import UsageError
-from niwaki.named import changed, check_known, find, name_of, parameters, parse_name
+from niwaki.named import changed, check_known, find, name_of, parameters, parse_name, text_of
 from niwaki.records.wording import in_words
 
 Allocation = Literal["uniform", "owl", "error", "loss"]
@@ -171,6 +171,11 @@ def make_effort(name: str) -> Effort:
 def describe(effort: Effort) -> dict[str, Any]:
     """The effort as data, for records: its "name", or that of the nearest in ``EFFORTS``, and all parameters."""
     return {"name": name_of(effort, EFFORTS, _flat), **_flat(effort)}
+
+
+def effort_text(effort: Effort) -> str:
+    """The text for :func:`make_effort` to make ``effort`` of, such as "best:epochs=3"."""
+    return text_of(effort, EFFORTS, _flat)
 
 
 def _flat(effort: Any) -> dict[str, Any]:

@@ -86,3 +86,15 @@ def name_of(
 
     names = [name for name, other in known.items() if type(other) is type(value)]
     return min(names, key=changes, default=type(value).__name__.lower())
+
+
+def text_of(
+    value: object, known: Mapping[str, object], parameters: Callable[[Any], dict[str, Any]] = parameters
+) -> str:
+    """The text for :func:`choose` to make ``value`` of: a name of ``known`` and the parameters that differ from its.
+
+    KeyError where its class is not there.
+    """
+    name = name_of(value, known, parameters)
+    usual = parameters(known[name])
+    return ":".join([name, *(f"{key}={each}" for key, each in parameters(value).items() if each != usual[key])])

@@ -6,7 +6,7 @@ Nothing here imports torch, so that the command line can be read before it is lo
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union
 
@@ -44,13 +44,22 @@ class _Options:
         """``value``, or where it is something else the options with it in the first field and the usual rest."""
         return value if isinstance(value, cls) else cls(value)  # type: ignore[call-arg]
 
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """By name, what differs from its default."""
+        values: Any = self  # one of the dataclasses below
+        fields = [(field.name, getattr(values, field.name), field.default) for field in dataclasses.fields(values)]
+        return {name: value for name, value, usual in fields if value is not usual and value != usual}
+
+    def over(self: Chosen, others: Mapping[str, Any]) -> Chosen:
+        """Those of ``others``, by name, where nothing was chosen here."""
+        return type(self)(**{**others, **self.chosen})
+
     def only(self, caller: str, *names: str, hint: str = "") -> None:
         """Raises UsageError where another field than ``names`` was chosen, which ``caller`` does not use."""
-        values: Any = self  # one of the dataclasses below
-        for field in dataclasses.fields(values):
-            if field.name not in names and getattr(self, field.name) != field.default:
-                got = f"{field.name}={getattr(self, field.name)!r}"
-                raise UsageError(f"{caller} does not use {field.name}; got {got}{hint}")
+        for name, value in self.chosen.items():
+            if name not in names:
+                raise UsageError(f"{caller} does not use {name}; got {name}={value!r}{hint}")
 
 
 @checked_names

@@ -1,5 +1,6 @@
 """Lists of stages: what pruning, shrinking and healing are made of, and any list of the user's own."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
 from niwaki.effort import Effort
-from niwaki.errors import named
+from niwaki.errors import UsageError, named
 from niwaki.files import given_path
 from niwaki.healing.heal import Heal, refusal
 from niwaki.layer.grid import Grid
@@ -22,13 +23,15 @@ from niwaki.pruning.embeddings import QuantizeEmbeddings
 from niwaki.pruning.prune import Prune, Quantize
 from niwaki.quantities import parse_share
 from niwaki.records.progress import Progress
+from niwaki.records.recipe import Recipe
 from niwaki.records.record import Record
 from niwaki.runs.execute import check_order, execute
+from niwaki.runs.recipe import begin_recipe
 from niwaki.runs.session import current_session
 from niwaki.runs.stage import Stage, label
 from niwaki.shrinking.shrink import SHARES, Shrink
 from niwaki.shrinking.vocabulary import ShrinkVocabulary
-from niwaki.stages import make_stages
+from niwaki.stages import make_stages, stages_of, table_of
 from niwaki.texts.conversations import has_images
 from niwaki.windows import Windows
 
@@ -37,7 +40,7 @@ from niwaki.windows import Windows
 def run(
     model: str | Path,
     out: str | Path,
-    stages: Sequence[Stage | str],
+    stages: Sequence[Stage | str] | Recipe,
     *,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
@@ -58,7 +61,9 @@ def run(
             nothing else comes; :class:`~niwaki.Prune`, :class:`~niwaki.Quantize`, :class:`~niwaki.Heal`, which trains
             towards ``model`` and so is not the first, :class:`~niwaki.QuantizeEmbeddings`, after which only formats
             come, and :class:`~niwaki.Export`, of which :class:`~niwaki.Pack` is
-            one, which has to be the last; or text such as "shrink neurons=0.25" and "export gguf-q8_0".
+            one, which has to be the last; or text such as "shrink neurons=0.25" and "export gguf-q8_0". Or a
+            :class:`~niwaki.Recipe`, which has stages and options: those that are given here too come before its own,
+            and a note says whether the result has the bytes that it names.
         calibration: The text that all stages calibrate and train on, alone or as a
             :class:`~niwaki.options.Calibration`. Healing, which takes more, reads on where the others stop.
         measurement: The text that perplexity is measured on after each stage, alone or as a
@@ -75,7 +80,13 @@ def run(
         UsageError: a stage cannot follow those before it, or has a parameter that is not valid; nothing is written.
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
-    return _execute("run", model, out, make_stages(stages), calibration, measurement, compute, restart, progress)
+    follows = stages if isinstance(stages, Recipe) else None
+    if isinstance(stages, Recipe):
+        calibration = Calibration.of(calibration).over(stages.calibration)
+        measurement = Measurement.of(measurement).over(stages.measurement)
+        compute = Compute.of(compute).over(stages.compute)
+    made = stages_of(stages) if isinstance(stages, Recipe) else make_stages(stages)
+    return _execute("run", model, out, made, calibration, measurement, compute, restart, progress, follows)
 
 
 @checked
@@ -338,6 +349,7 @@ def _execute(
     compute: Compute | str,
     restart: bool,
     progress: Progress | None,
+    follows: Recipe | None = None,
 ) -> Record:
     """Does ``stages``, with the healing that their efforts ask for as stages too; errors name the ``caller``.
 
@@ -354,10 +366,15 @@ def _execute(
             reads += [locate_model(str(path)) for path in _other_models(stage)]
         whole += own
         labels += [name] * len(own)
+    recipe = None
+    with contextlib.suppress(UsageError):  # what is of the caller's own making
+        recipe = begin_recipe([table_of(stage) for stage in stages], str(model), calibration, measurement, compute)
     return execute(
         *(model, out, whole, calibration, measurement, compute),
         labels=labels,
         reads=reads,
+        recipe=recipe,
+        follows=follows,
         restart=restart,
         progress=progress,
     )

@@ -1,19 +1,24 @@
-"""Stages by name: as text such as "prune 2:4 effort=best", and in the TOML files of recipes."""
+"""Stages by name: as text such as "prune 2:4 effort=best", and as the tables of recipes."""
 
-import importlib
+import contextlib
+import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 from niwaki.arguments import given_fields
+from niwaki.effort import Effort, effort_text, make_effort
 from niwaki.errors import UnknownNameError, UsageError, named, shown
 from niwaki.exports.export import Export, Pack
-from niwaki.files import given_path
 from niwaki.healing.heal import Heal
+from niwaki.layer.grid import Grid, parse_grid
+from niwaki.layer.patterns import Pattern, parse_pattern
+from niwaki.layer.solvers import Solver, make_solver, solver_text
 from niwaki.named import find
 from niwaki.pruning.embeddings import QuantizeEmbeddings
 from niwaki.pruning.prune import Prune, Quantize
+from niwaki.records.recipe import Recipe, public_name
 from niwaki.runs.stage import Stage, label
 from niwaki.shrinking.shrink import Shrink
 from niwaki.shrinking.vocabulary import ShrinkVocabulary
@@ -33,8 +38,13 @@ STAGES: dict[str, Callable[..., Stage]] = {
 _FIRST = {"vocabulary": "size", "prune": "pattern", "quantize": "grid", "embeddings": "grid", "export": "format"}
 #: For words without a name.
 _EXAMPLES = {"shrink": "neurons=0.25", "prune": "pattern=0.5", "quantize": "grid=int4:128", "heal": "max_time=30m"}
-#: What a recipe has beside its stages.
-_STAGES = "stages"
+#: Of values that are no text, the text that stands for one, and what makes one of text.
+_TEXTS: tuple[tuple[type, Callable[[Any], str], Callable[[str], Any]], ...] = (
+    (Pattern, str, parse_pattern),
+    (Grid, str, parse_grid),
+    (Effort, effort_text, make_effort),
+    (Solver, solver_text, make_solver),
+)
 
 
 def make_stages(given: Sequence[Stage | str]) -> list[Stage]:
@@ -105,42 +115,42 @@ def _value(name: str, value: Any, hint: Any) -> Any:
     raise UsageError(f"{name} cannot be {shown(value)}")
 
 
-def read_recipe(path: str | Path) -> list[Stage]:
-    """The stages of a recipe: a TOML file with a list of tables called ``stages``.
-
-    Each has the ``stage``'s name and its parameters. UsageError, which names the file, where it is not valid.
-    """
-    file = given_path(path)
-    try:
-        values = _toml(file)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"{file} is no TOML file: {error}") from error
-    tables = values.pop(_STAGES, None)
-    if values or not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        others = f"; it has {', '.join(map(repr, values))}" if values else ""
-        raise UsageError(
-            f"{file} is no recipe, which has a table [[{_STAGES}]] for each stage, with its name as 'stage'{others}"
-        )
+def stages_of(recipe: Recipe) -> list[Stage]:
+    """The stages of a recipe; UsageError where one is not valid."""
     stages = []
-    for number, table in enumerate(tables):
-        if not isinstance(name := table.pop("stage", None), str):
-            raise UsageError(
-                f"{file}: table {number + 1} of {_STAGES} does not say which stage it is, as in stage = 'prune'"
-            )
-        try:
-            with named(label(number, len(tables), _name_in(name))):
-                stages.append(_made(name, table))
-        except UsageError as error:
-            raise UsageError(f"{file}: {error}") from None
+    for number, table in enumerate(recipe.stages):
+        given = dict(table)
+        if not isinstance(name := given.pop("stage", None), str):
+            raise UsageError(f"table {number + 1} of stages does not say which stage it is, as in stage = 'prune'")
+        with named(label(number, len(recipe.stages), _name_in(name))):
+            stages.append(_made(name, given))
     return stages
 
 
-def _toml(file: Path) -> dict[str, Any]:
-    try:
-        toml: Any = importlib.import_module("tomllib")
-    except ImportError:  # Python 3.10
-        toml = importlib.import_module("tomli")
-    values: dict[str, Any] = toml.loads(file.read_text(encoding="utf-8"))
-    return values
+def table_of(stage: Stage) -> dict[str, Any]:
+    """``stage`` as a recipe has it: its name and the parameters that were given.
+
+    UsageError where one cannot be said in a recipe, such as a solver that is not among niwaki's own.
+    """
+    kind: Any = STAGES.get(stage.name)
+    if type(stage) is not kind:
+        raise UsageError(f"{type(stage).__name__} is no stage of niwaki's own")
+    usual = {field.name: field.default for field in dataclasses.fields(cast("Any", stage))}
+    given = {name: getattr(stage, name) for name in given_fields(kind) if getattr(stage, name) != usual[name]}
+    return {"stage": stage.name, **{name: _said(name, value) for name, value in given.items()}}
+
+
+def _said(name: str, value: Any) -> Any:
+    """The parameter ``value`` as text or a number that stands for it; UsageError where none does."""
+    if isinstance(value, str | Path):
+        return public_name(value)
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, tuple):
+        return list(value)
+    for kind, as_text, make in _TEXTS:
+        if isinstance(value, kind):
+            with contextlib.suppress(UsageError, LookupError):
+                if make(text := as_text(value)) == value:
+                    return text
+    raise UsageError(f"{name} is {type(value).__name__}, which no recipe can say")

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import niwaki
-from niwaki import Export, Heal, Pack, Prune, Quantize, Record, Shrink
+from niwaki import Export, Heal, Pack, Prune, Quantize, Recipe, Record, Shrink
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.records.progress import Progress
 from niwaki.runs.stage import Stage
-from niwaki.stages import make_stage, read_recipe
+from niwaki.stages import make_stage, stages_of
 from support.command import Command, niwaki_  # noqa: F401 - a fixture
 from support.covering import FULL
 from support.healing import TOKENS
@@ -284,7 +284,7 @@ def test_stages_by_name(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     tables = ("stage = 'prune'\npattern = '2:4'", "stage = 'export'\nformat = 'gguf-f16'")
     recipe.write_text("".join(f"[[stages]]\n{table}\n" for table in tables))
-    assert read_recipe(recipe) == [Prune("2:4"), Export("gguf-f16")]
+    assert stages_of(Recipe.read(recipe)) == [Prune("2:4"), Export("gguf-f16")]
     with pytest.raises(UsageError):
         make_stage("pack gguf-f16")
 

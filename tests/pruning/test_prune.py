@@ -187,7 +187,7 @@ def test_other_files_come_along(tmp_path: Path, out: Path) -> None:
         assert any(name in note for note in record.notes)
         assert name in (out / "README.md").read_text()
     changed = {"config.json", "model.safetensors"}
-    assert {p for p in listing(out) if (out / p).is_file()} == {*expected, "README.md", "niwaki.json"}
+    assert {p for p in listing(out) if (out / p).is_file()} == {*expected, "README.md", "niwaki.json", "recipe.toml"}
     for name, content in expected.items():
         assert not (out / name).is_symlink()
         assert ((out / name).read_bytes() == content) == (name not in changed), name

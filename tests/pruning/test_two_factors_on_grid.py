@@ -503,7 +503,7 @@ def test_the_pattern_that_is_recorded_can_be_given(tmp_path: Path) -> None:
     run(model, tmp_path / "out")
     record = run(model, tmp_path / "again", sparsity=None, pattern="two-factors:0.4:int8")
     assert record.pattern == "two-factors:0.4:int8"
-    assert files(tmp_path / "out") == files(tmp_path / "again")
+    assert files(tmp_path / "out", "recipe.toml") == files(tmp_path / "again", "recipe.toml")
     assert TwoFactors(0.4, INT8) == niwaki.Prune("two-factors:0.4", quantize="int8").wanted
 
 

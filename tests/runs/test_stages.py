@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import niwaki
-from niwaki import Compute, Export, Heal, Measurement, Pack, Prune, Quantize, Record, Shrink
+from niwaki import Compute, Export, Heal, Measurement, Pack, Prune, Quantize, Recipe, Record, Shrink
 from niwaki.errors import CalibrationError, OutputError, UsageError
 from niwaki.records.progress import Progress
 from niwaki.runs.carried import MARGIN
 from niwaki.runs.stage import Stage
 from niwaki.runs.workplace import unfinished_size
 from niwaki.shrinking import shrink as shrinking
-from niwaki.stages import make_stage, read_recipe
+from niwaki.stages import make_stage, stages_of
 from support.command import Command, niwaki_  # noqa: F401 - a fixture
 from support.covering import FULL
 from support.healing import LENGTH, TOKENS, same_tensors
@@ -384,7 +384,7 @@ own_text = 0
 def test_recipes(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(RECIPE)
-    assert read_recipe(file) == [
+    assert stages_of(Recipe.read(file)) == [
         NEURONS,
         Prune("2:4", effort="fast"),
         Heal(tokens=400, rate=0.01, batch=64, own_text=0),
@@ -398,15 +398,15 @@ def test_recipes(tmp_path: Path) -> None:
         ("[[stages]]\nstage = 'prnue'", "no stage is called 'prnue'; did you mean prune"),
         ("[[stages]]\nstage = 'prune'\npatern = '2:4'", "is called 'patern'; did you mean pattern"),
         ("[[stages]]\nstage = 'shrink'\nblocks = 'two'", "blocks"),
-        ("[[stages]]\nstage = 'prune'\n[[stages]]\nstage = 'heal'\ntokens = -3", ": stage 2, heal: tokens must be"),
-        ("calibration = 'x'\n[[stages]]\nstage = 'pack'", "it has 'calibration'"),
+        ("[[stages]]\nstage = 'prune'\n[[stages]]\nstage = 'heal'\ntokens = -3", "stage 2, heal: tokens must be"),
+        ("calibation = 'x'\n[[stages]]\nstage = 'pack'", "it has 'calibation'"),
+        ("calibration = 'x'\n[[stages]]\nstage = 'pack'", "Expected `object`, got `str` - at `$.calibration`"),
+        ("[[stages]]\nstage = 'pack'\n[result]\nfile = 'digest'", "at `$.result[...]`"),
     ):
         file.write_text(text)
-        found = message(lambda: read_recipe(file))
-        assert found.startswith(str(file))
-        assert said in found
+        assert said in message(lambda: stages_of(Recipe.read(file)))
     file.unlink()
-    assert "cannot be read" in message(lambda: read_recipe(file))
+    assert "cannot be read" in message(lambda: stages_of(Recipe.read(file)))
 
 
 @pytest.mark.slow

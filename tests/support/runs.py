@@ -64,11 +64,12 @@ class StopAt(Progress):
         self.notes.append(text)
 
 
-def files(directory: Path) -> dict[str, bytes]:
+def files(directory: Path, *without: str) -> dict[str, bytes]:
+    """The contents of all files but the record, which has the time, and those ``without``."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name != "niwaki.json"
+        if path.is_file() and path.name not in ("niwaki.json", *without)
     }
 
 

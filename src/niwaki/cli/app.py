@@ -14,6 +14,7 @@ from niwaki.cli.heal import heal
 from niwaki.cli.inspect import inspect
 from niwaki.cli.pack import export, pack, unpack
 from niwaki.cli.prune import prune
+from niwaki.cli.push import push
 from niwaki.cli.quantize import quantize
 from niwaki.cli.report import report
 from niwaki.cli.run import run
@@ -38,6 +39,7 @@ _COMMANDS = (
     export,
     pack,
     unpack,
+    push,
     generate,
     bench,
     report,

@@ -5,6 +5,7 @@ from typing import Annotated
 from niwaki.cli.options import Model, Output, options
 from niwaki.cli.work import Work
 from niwaki.errors import UsageError
+from niwaki.options import Measurement
 
 
 @options()
@@ -23,12 +24,15 @@ def run(
         stages: What to do next, in quotes: its name and its parameters, such as 'shrink neurons=0.25', 'prune 2:4',
             'quantize int4:128', 'heal max_time=30m', 'embeddings int8:64', 'pack' or 'export gguf-q8_0'. May be given
             several times: they are done in this order.
-        recipe: A TOML file that lists the stages instead, in tables called [[stages]].
+        recipe: A TOML file that lists the stages instead, in tables called [[stages]], and may have options of a run:
+            the recipe.toml of another result makes that again. Options on the command line come before its own.
     """
     if bool(stages) == (recipe is not None):
         raise UsageError("say what to do, by --stage or by --recipe FILE; such as --stage 'prune 0.5' --stage heal")
     with work.begun(f"running {model}", output) as common:
         from niwaki.recipes import run as work_on
-        from niwaki.stages import read_recipe
+        from niwaki.records.recipe import Recipe
 
-        work_on(model, output, read_recipe(recipe) if recipe is not None else stages or [], **common)
+        if recipe is not None and work.measurement == Work().measurement:
+            common["measurement"] = Measurement()  # what the recipe says, or else the same
+        work_on(model, output, Recipe.read(recipe) if recipe is not None else stages or [], **common)

@@ -18,6 +18,7 @@ from niwaki.records.wording import counted, duration, kind, short, size
 if TYPE_CHECKING:
     from niwaki.evaluation.inspect import MatrixSummary
     from niwaki.evaluation.tasks import TaskScores
+    from niwaki.exports.push import PublishedFile
     from niwaki.models.extra import ExtraTensors
 
 
@@ -29,6 +30,12 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str | Text]], words: Col
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def files_table(files: Sequence[PublishedFile]) -> Table:
+    """What would be uploaded, with its size."""
+    rows = [(file.path, size(file.size)) for file in files]
+    return _table(("file", "size"), [*rows, ("", size(sum(file.size for file in files)))], words=("file",))
 
 
 def summary(record: Record) -> Table:

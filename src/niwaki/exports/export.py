@@ -61,7 +61,7 @@ def export(
     form = _opened(format, Checkpoint(locate_model(str(model))), str(model), progress or Progress())
     if is_file and isinstance(form, Gguf):
         return write_gguf(form, model, out)
-    return convert(form, model, out, f"export {format}")
+    return convert(form, model, out, "export", format=format)
 
 
 def _opened(

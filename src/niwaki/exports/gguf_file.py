@@ -43,7 +43,7 @@ _LARGEST = 65504.0  # in float16
 #: are not too small for it.
 _FAR = 0.01
 #: What the directory of a file has too: what the model is, how it was made, and what may be done with it.
-_CARRIED = {"README.md", "README.base.md", "niwaki.json", "niwaki.base.json"}
+_CARRIED = {"README.md", "README.base.md", "niwaki.json", "niwaki.base.json", "recipe.toml", "recipe.base.toml"}
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _CARD = """
 # {title}, for llama.cpp

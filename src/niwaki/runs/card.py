@@ -1,15 +1,17 @@
 """What the output says about itself: its model card, README.md, and its record, niwaki.json; and config.json."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
 from niwaki._version import __version__
 from niwaki.effort import described
 from niwaki.files import output_errors, write_json
+from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import CalibrationRecord, Record
 from niwaki.records.wording import conversations, counted, markdown
 from niwaki.runs.model_card import notes, top
@@ -41,12 +43,15 @@ _QUANTIZED = (
     "are stored as usual, so this loads wherever the original does; `niwaki pack` makes it small."
 )
 _TRAINED = ", and what is left trained towards the dense model's predictions"
+_AGAIN = (
+    "\n`recipe.toml` makes it again: `niwaki run MODEL OUT --recipe recipe.toml`, with the digests of what comes out.\n"
+)
 #: Keys at the top of the dense model's card that are true of the pruned one too.
 _INHERITED = ("license", "license_name", "license_link", "language")
 
 
-def write(directory: Path, record: Record) -> None:
-    """Writes the card of the model in ``directory``, README.md.
+def write(directory: Path, record: Record, has_recipe: bool = False) -> None:
+    """Writes the card of the model in ``directory``, README.md; ``has_recipe`` is whether a recipe will be beside it.
 
     The dense model's card stays as ``README.base.md``. Nothing in the new one depends on the clock: the same run makes
     the same card.
@@ -59,7 +64,7 @@ def write(directory: Path, record: Record) -> None:
     name = markdown(Path(record.model).name or record.model)
     table = "\n".join(f"| {key} | {markdown(value)} |" for key, value in _rows(record).items() if value)
     text = f"# {name}, {record.outcome}\n\n{_about(record, name)}\n\n| | |\n|---|---|\n{table}{notes(record)}"
-    write_json(readme, f"---\n{_data(record, inherited).to_yaml()}\n---\n\n{text}")
+    write_json(readme, f"---\n{_data(record, inherited).to_yaml()}\n---\n\n{text}{_AGAIN * has_recipe}")
 
 
 def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
@@ -86,11 +91,28 @@ def _data(record: Record, inherited: Mapping[str, Any]) -> ModelCardData:
     """What is at the top of the card, for programs."""
     base = record.teacher or record.model
     kept: dict[str, Any] = {key: inherited.get(key) for key in _INHERITED}
+    measured = record.perplexity.get("after")
     return ModelCardData(
         base_model=base if base.count("/") == 1 else Path(base).name or base,
+        base_model_relation="quantized" if record.only_quantizes else "finetune",  # the hub knows no pruning
         library_name="transformers",
+        model_name=record.outcome if measured else None,
+        eval_results=[_result(measured)] if measured else None,
         tags=sorted({*inherited.get("tags", []), "niwaki", *_tags(record)}),
         **kept,
+    )
+
+
+def _result(measured: Perplexity) -> EvalResult:
+    """A perplexity as the hub lists it."""
+    text = Path(measured.text).name
+    return EvalResult(
+        task_type="text-generation",
+        dataset_name=text,
+        dataset_type=re.sub(r"[^\w.-]+", "-", text),
+        metric_type="perplexity",
+        metric_name=f"perplexity of {measured.tokens:,} tokens, in windows of {measured.context:,}",
+        metric_value=round(measured.value, 4),
     )
 
 

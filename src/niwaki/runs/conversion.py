@@ -9,6 +9,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.files import given_path
 from niwaki.records.progress import Progress
 from niwaki.runs.carried import CarriedFiles, find_carried
+from niwaki.runs.recipe import extend_recipe
 from niwaki.runs.workplace import check_output, new_directory
 
 
@@ -42,20 +43,21 @@ class Form(ABC):
         """
 
 
-def convert(form: Form, model: str | Path, out: str | Path, asked: str) -> list[str]:
+def convert(form: Form, model: str | Path, out: str | Path, stage: str, **parameters: str) -> list[str]:
     """Writes ``model``, opened as ``form``, to the directory ``out``, new or empty; what there is to say of it.
 
-    After an error nothing is left. ``asked`` is what an earlier call must have been asked for, to which only the move
-    into place was missing: nothing is left to write then, or to say.
+    After an error nothing is left. Where only the move into place was missing to an earlier call, which was asked for
+    the same ``stage`` with the same ``parameters``, nothing is left to write, or to say.
     """
     path = form.checkpoint.path
     target = check_output(path, out)
     carried = find_carried(form.checkpoint, target, form.size, form.kept)
     form.check(str(model))
     said: list[str] = []
-    with new_directory(target, {asked: form.checkpoint.fingerprint()}) as directory:
+    with new_directory(target, {" ".join([stage, *parameters.values()]): form.checkpoint.fingerprint()}) as directory:
         if directory:
             said = write_form(form, carried, directory, model_name(model, path))
+            extend_recipe(directory, stage, **parameters)
     return said
 
 

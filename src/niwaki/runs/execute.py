@@ -13,11 +13,13 @@ from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.progress import Progress
+from niwaki.records.recipe import Recipe
 from niwaki.records.record import Record, StageRecord
 from niwaki.runs import card
 from niwaki.runs.clock import Clock
 from niwaki.runs.duration import products_per_second
 from niwaki.runs.journal import Journal
+from niwaki.runs.recipe import with_result, with_sources, write_recipe
 from niwaki.runs.session import current_session
 from niwaki.runs.stage import ChangesTokens, Run, Stage, Task
 from niwaki.runs.workplace import check_output, workplace
@@ -33,6 +35,8 @@ def execute(
     *,
     labels: Sequence[str],
     reads: Sequence[Path] = (),
+    recipe: Recipe | None = None,
+    follows: Recipe | None = None,
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Record:
@@ -40,7 +44,8 @@ def execute(
 
     All of them are opened and checked before anything is written. A run that is interrupted resumes after the last
     block that is done, of the stage that was at work. ``labels`` are what errors call the stages, see
-    :func:`check_order`; ``reads`` are directories of other models that stages read.
+    :func:`check_order`; ``reads`` are directories of other models that stages read. ``recipe`` says what is asked for
+    and goes into the output; where the run ``follows`` another, it is compared with that.
 
     Returns:
         The record of all stages, which is also in ``out/niwaki.json``.
@@ -59,10 +64,16 @@ def execute(
         run = Run(
             *(str(model), source, target, tuple(stages), calibration, measurement, compute, world, progress, budget),
             reading=source,
+            recipe=recipe,
+            follows=follows,
         )
         tasks = _opened(run, labels)
         asked = [{"stage": stage.name, **task.asked()} for stage, task in zip(stages, tasks, strict=True)]
         world.check_same(asked[0] if len(asked) == 1 else {f"stage {i + 1}": each for i, each in enumerate(asked)})
+        if world.first and recipe:
+            run.recipe = with_sources(recipe, source, calibration)
+            for difference in follows.differences(run.recipe) if follows else ():
+                progress.note(f"not as in the recipe: {difference}")
         run.clock.lap("prepare")
         place = stack.enter_context(workplace(target, asked, restart)) if world.first else None
         run.place, journal = place, world.received(place.journal if place else Journal(asked))
@@ -174,9 +185,14 @@ def _finish(run: Run, record: Record) -> None:
         run.clock.add(earlier.seconds)
     record.seconds = {**run.clock.seconds, "total": run.clock.total()}
     is_format, *after = (each.is_format for each in run.stages[run.number :])
+    made = with_result(run.recipe, record, place.directory) if run.recipe and not after else None
+    if made and run.follows and (outcome := run.follows.outcome(made)):
+        run.note(record, outcome)
     if not is_format and all(after):
-        card.write(place.directory, record)
+        card.write(place.directory, record, has_recipe=run.recipe is not None)
         write_json(place.directory / "niwaki.json", record.to_json())
+    if made:
+        write_recipe(made, place.directory)
     place.finish_stage(record)
 
 

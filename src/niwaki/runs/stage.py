@@ -13,6 +13,7 @@ from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.progress import Progress
+from niwaki.records.recipe import Recipe
 from niwaki.records.record import CalibrationRecord, Record
 from niwaki.runs.carried import MARGIN, CarriedFiles, find_carried
 from niwaki.runs.clock import Clock
@@ -39,6 +40,8 @@ class Run:
     world: World
     progress: Progress
     budget: MemoryBudget  # for hidden states
+    recipe: Recipe | None = None  # what is asked for, if a recipe can say it
+    follows: Recipe | None = None  # the one that is followed, if one is
     clock: Clock = field(default_factory=Clock)  # of the stage at work
     number: int = 0  # of the stage that is opened or at work, from 0
     reading: Path = Path()  # the model that it reads

@@ -30,13 +30,13 @@ from niwaki.layer.solvers.ria import RIA
 from niwaki.layer.solvers.sparsegpt import SparseGPT
 from niwaki.layer.solvers.swaps import Swaps
 from niwaki.layer.solvers.wanda import Wanda
-from niwaki.named import choose, name_of, parameters
+from niwaki.named import choose, name_of, parameters, text_of
 from niwaki.options import DEFAULT_SOLVER
 
 __all__ = [
     "ADMM", "ALPS", "DEFAULT_SOLVER", "OBC", "RIA", "SOLVERS", "ConjugateGradients", "Continuation", "DSnoT", "Descent",
     "DoubleSparse", "Exact", "Magnitude", "MaskThenUpdate", "OBSSaliency", "Solver", "SparseGPT", "Swaps", "Wanda",
-    "describe", "make_solver",
+    "describe", "make_solver", "solver_text",
 ]  # fmt: skip
 
 #: The most solvers that may choose a mask one after the other.
@@ -92,3 +92,10 @@ def describe(solver: Solver) -> dict[str, Any]:
         mask, update = describe(solver.mask), describe(solver.update)
         return {"name": f"{mask['name']}+{update['name']}", "mask": mask, "update": update}
     return {"name": name_of(solver, SOLVERS), **parameters(solver)}
+
+
+def solver_text(solver: Solver) -> str:
+    """The text for :func:`make_solver` to make ``solver`` of; KeyError where it is not of a class in ``SOLVERS``."""
+    if isinstance(solver, MaskThenUpdate):
+        return f"{solver_text(solver.mask)}+{solver_text(solver.update)}"
+    return text_of(solver, SOLVERS)

@@ -1,0 +1,44 @@
+"""``niwaki push``."""
+
+from typing import Annotated
+
+from niwaki.cli.common import in_session, out
+from niwaki.cli.options import options
+from niwaki.cli.screen import Screen
+
+
+@options()
+def push(
+    directory: Annotated[str, "DIR"],
+    name: Annotated[str, "OWNER/NAME"],
+    private: bool = False,
+    base_model: Annotated[str | None, "OWNER/NAME"] = None,
+    dry_run: bool = False,
+) -> None:
+    """Publish DIR, which niwaki wrote, as the model OWNER/NAME on the Hugging Face hub, with your own login.
+
+    All its files are listed first, and then uploaded in one commit: the weights, the model card, the record niwaki.json
+    and recipe.toml, by which others can make the same model again.
+
+    Options:
+        directory: A directory that niwaki wrote, in any format.
+        name: What the model is to be called on the hub, where it must be new.
+        private: Only you will see the model.
+        base_model: The model of the hub that it was made from, where that was a local directory; 'none' for one that is
+            not on the hub.
+        dry_run: Only list what would be uploaded.
+    """
+    with Screen(f"reading {directory}") as screen, in_session():
+        from niwaki.cli.tables import files_table
+        from niwaki.exports.push import Publication
+
+        publication = Publication(directory, name, base_model)
+        with screen.above():
+            out.print(files_table(publication.files))
+        for note in publication.notes:
+            screen.note(note)
+        if dry_run:
+            return
+        screen.status(f"uploading to {name}")
+        url = publication.upload(private)
+    out.print(f"published at {url}", soft_wrap=True, markup=False)

@@ -1,0 +1,203 @@
+"""``niwaki push``: a result on the Hugging Face hub, with its model card, its record and its recipe."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+from niwaki.arguments import checked
+from niwaki.errors import CheckpointError, OutputError, UsageError, first_line, raised_as
+from niwaki.files import given_path, input_errors
+from niwaki.records.recipe import BASE_RECIPE, RECIPE, Recipe
+from niwaki.records.record import Record
+from niwaki.records.wording import several
+
+_CARD, _RECORD = "README.md", "niwaki.json"
+_RELATION = "base_model_relation"
+#: What the hub puts into a repository that is new.
+_OF_THE_HUB = {".gitattributes"}
+#: For models whose base is nowhere on the hub.
+NO_BASE = "none"
+
+
+@checked
+def push(directory: str | Path, name: str, *, base_model: str | None = None, private: bool = False) -> str:
+    """Publishes what niwaki wrote to ``directory`` as the model ``name`` of the Hugging Face hub.
+
+    All files of the directory are uploaded, in one commit, with the user's own login. The model card on the hub says
+    which model it was made from, what was done and measured; ``recipe.toml`` makes it again. :class:`Publication` says
+    first what would be uploaded.
+
+    Args:
+        directory: A directory that niwaki wrote, in any format.
+        name: "OWNER/NAME"; no such model may be on the hub yet, or it has to be empty.
+        base_model: The model of the hub that it was made from, for results whose card does not say that; "none" for one
+            that is not there.
+        private: Make a model that only its owner sees.
+
+    Returns:
+        The address of the model.
+
+    Raises:
+        UsageError: there is nothing that niwaki wrote, no login, a name that is not valid or is taken, or nothing that
+            says what the model was made from.
+        CheckpointError: a file cannot be read, or leads out of the directory.
+        OutputError: the hub is out of reach, or refuses it.
+    """
+    return Publication(directory, name, base_model).upload(private)
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """A file to upload: its path on the hub, and its size in bytes."""
+
+    path: str
+    size: int
+
+
+class Publication:
+    """The directory of a result, opened to be published; ``files`` are all that would be uploaded.
+
+    Arguments and errors are as of :func:`push`. Nothing has been sent anywhere by then.
+    """
+
+    def __init__(self, directory: str | Path, name: str, base_model: str | None = None) -> None:
+        self.directory, self.name = given_path(directory), name
+        if not self.directory.is_dir():
+            raise UsageError(f"there is no directory {directory}; give one that niwaki wrote")
+        _check_name(name, "the model to make")
+        if not all((self.directory / each).is_file() for each in (_CARD, _RECORD)):
+            raise UsageError(
+                f"{directory} is not what niwaki wrote: it has no {_CARD} or no {_RECORD}. For other models there is "
+                f"'hf upload {name} {directory}'"
+            )
+        self._paths = _paths(self.directory)
+        #: Of files that say on the hub which model there this was made from.
+        self._contents = {_CARD: _card(self.directory, name, base_model), **_recipes(self.directory, base_model)}
+        with input_errors(self.directory):
+            sizes = {path: (self.directory / path).stat().st_size for path in self._paths}
+        sizes |= {path: len(content) for path, content in self._contents.items()}
+        #: In the order in which a reader looks for them: the card first.
+        self.files = [
+            PublishedFile(path, sizes[path]) for path in sorted(sizes, key=lambda each: (each != _CARD, each))
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        """What its owner should know before others see it."""
+        said = []
+        if not ModelCard(self._contents[_CARD].decode()).data.get("license"):
+            said.append("the card names no license; the base model's says which may be given")
+        if RECIPE not in self._paths:
+            said.append(f"there is no {RECIPE}, so that nobody can make the model again")
+        record = Record.from_json((self.directory / _RECORD).read_text(encoding="utf-8"))
+        if paths := [word for word in record.command.split() if os.path.isabs(word.strip("'\""))]:
+            said.append(f"{_RECORD} has the command with paths of this machine: {several(paths, 2)}")
+        return said
+
+    def upload(self, private: bool = False) -> str:
+        """Makes the model on the hub and uploads all ``files`` in one commit; the address of the model.
+
+        After an error nothing of them is there; the model itself may be, empty, and the same call goes on with it.
+        """
+        api = HfApi()
+        try:
+            api.whoami()
+        except LocalTokenNotFoundError:
+            raise UsageError(
+                "there is no login to the hub; log in with 'hf auth login', or set HF_TOKEN to a token that may write"
+            ) from None
+        except HfHubHTTPError as error:
+            raise UsageError(f"the hub does not accept the login: {first_line(error)}; see 'hf auth login'") from error
+        except Exception as error:  # of httpx and of the system
+            raise OutputError(f"the hub is out of reach: {first_line(error)}") from error
+        with (
+            raised_as(UsageError, f"the hub refuses the card {_CARD}", ValueError),
+            raised_as(OutputError, "the hub is out of reach", HfHubHTTPError),
+        ):
+            ModelCard(self._contents[_CARD].decode()).validate()
+        with raised_as(OutputError, f"{self.name} cannot be made on the hub"):
+            url = api.create_repo(self.name, private=private, exist_ok=True)
+            taken = sorted({*api.list_repo_files(self.name)} - _OF_THE_HUB)
+        if taken:
+            raise UsageError(
+                f"{self.name} is on the hub already, with {several(taken, 3)}; choose another name, or change it there "
+                f"with 'hf upload {self.name} {self.directory}'"
+            )
+        operations = [
+            CommitOperationAdd(file.path, self._contents.get(file.path, self.directory / file.path))
+            for file in self.files
+        ]
+        with raised_as(OutputError, f"the upload to {self.name} failed, and nothing of it is there", reason=_reason):
+            api.create_commit(self.name, operations, commit_message="Upload by niwaki push")
+        return str(url)
+
+
+def _reason(error: Exception) -> str:
+    """What an error of an upload says, and what caused it."""
+    return first_line(error) + (f" ({first_line(error.__cause__)})" if error.__cause__ else "")
+
+
+def _check_name(name: str, what: str) -> None:
+    """UsageError where ``name`` cannot be that of a model on the hub, with its owner."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UsageError(f"{what} cannot be called {name!r}: {first_line(error)}") from None
+    if name.count("/") != 1:
+        raise UsageError(f"{what} is given as OWNER/NAME; got {name!r}")
+
+
+def _paths(directory: Path) -> list[str]:
+    """All files of a directory, but hidden ones; CheckpointError for a link that leads out of it."""
+    found, whole = [], directory.resolve()
+    with input_errors(directory):
+        for folder, folders, names in os.walk(directory):
+            folders[:] = sorted(each for each in folders if not each.startswith("."))
+            found += [Path(folder, each) for each in names if not each.startswith(".")]
+        for path in found:
+            if not path.resolve().is_relative_to(whole):
+                raise CheckpointError(f"{path} is a link to a file outside of {directory}; put a copy in its place")
+    return [path.relative_to(directory).as_posix() for path in found]
+
+
+def _card(directory: Path, name: str, base_model: str | None) -> bytes:
+    """The card for the hub: that of the directory with a base model that is there, and its results under ``name``."""
+    readme = directory / _CARD
+    with input_errors(readme), raised_as(CheckpointError, f"{readme} is not a model card", ValueError):
+        card = ModelCard(readme.read_text(encoding="utf-8"))
+    data = card.data
+    assert isinstance(data, ModelCardData)
+    if base_model is not None:
+        data.base_model = None if base_model == NO_BASE else base_model
+    if data.base_model is not None:
+        try:
+            for each in [data.base_model] if isinstance(data.base_model, str) else data.base_model:
+                _check_name(str(each), "the base model")
+        except UsageError as error:
+            hint = f"--base-model OWNER/NAME, or --base-model {NO_BASE} where it is not there"
+            raise UsageError(f"say which model of the hub this was made from, with {hint} ({error})") from None
+    else:
+        setattr(data, _RELATION, None)  # to nothing
+    if data.eval_results:
+        data.model_name = name.split("/")[1]
+    card.data = data
+    return str(card).encode()
+
+
+def _recipes(directory: Path, base_model: str | None) -> dict[str, bytes]:
+    """By path, recipes in which the model that the card names has its name on the hub."""
+    if base_model in (None, NO_BASE):
+        return {}
+    former = ModelCard.load(directory / _CARD).data.get("base_model")
+    found = {}
+    for path in (RECIPE, BASE_RECIPE):
+        if (directory / path).is_file():
+            recipe = Recipe.read(directory / path).renamed(former, base_model)
+            found[path] = recipe.toml().encode()
+    return found

@@ -1,0 +1,158 @@
+"""Recipes: what niwaki was asked for, as a file with which anybody can make the same model again."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import tomli_w
+
+from niwaki.arguments import checked
+from niwaki.errors import UsageError
+from niwaki.files import given_path
+from niwaki.records.wording import counted, printable
+
+#: What a recipe is called in the directory of the model that was made by it; and that of the model that this was made
+#: from, where it had one.
+RECIPE, BASE_RECIPE = "recipe.toml", "recipe.base.toml"
+_STAGES = "stages"
+#: A stage of it, or a group of options: values that TOML has, by name.
+Table = dict[str, Any]
+Digests = dict[str, Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]]
+
+_HEAD = """\
+# How this model was made with niwaki. To make it again{where}:
+#
+#     niwaki run {model} OUT --recipe {file}
+#
+# The versions below, the same kind of processor and the same number of threads give the same bytes.
+"""
+_BY_THE_CLOCK = "# But healing was limited by a time, and how far it comes in that differs from run to run.\n"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A list of stages, with the options of a run: what ``recipe.toml`` has, and ``niwaki run --recipe`` takes.
+
+    Only ``stages`` has to be there. The options are as in :class:`~niwaki.options.Calibration`,
+    :class:`~niwaki.options.Measurement` and :class:`~niwaki.options.Compute`, and those that are missing have their
+    defaults. What else is there tells whether another run of it is the same.
+
+    Attributes:
+        stages: Each with its name as "stage", and its parameters.
+        calibration: Options of the texts to calibrate on.
+        measurement: Options of the text to measure on.
+        compute: Options of where to compute.
+        model: The "name" of the model that it was made from.
+        weights: SHA-256 of that model's weight files, by name.
+        texts: SHA-256 of the local files that it was calibrated on, by name.
+        made_with: Versions and the device, by name.
+        result: SHA-256 of the weight files that were written, by name.
+    """
+
+    stages: list[Table]
+    calibration: Table = field(default_factory=dict)
+    measurement: Table = field(default_factory=dict)
+    compute: Table = field(default_factory=dict)
+    model: dict[str, str] = field(default_factory=dict)
+    weights: Digests = field(default_factory=dict)
+    texts: Digests = field(default_factory=dict)
+    made_with: dict[str, str] = field(default_factory=dict)
+    result: Digests = field(default_factory=dict)
+
+    @classmethod
+    @checked
+    def read(cls, path: str | Path) -> Recipe:
+        """The recipe in the TOML file at ``path``; UsageError, which names the file, where it is not valid.
+
+        Names and parameters of stages, and values of options, are checked where a run is made of them.
+        """
+        file = given_path(path)
+        file = file / RECIPE if file.is_dir() else file
+        try:
+            values = _toml().loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{file} is no TOML file: {error}") from error
+        tables = values.get(_STAGES)
+        others = [name for name in values if name not in {each.name for each in dataclasses.fields(cls)}]
+        if others or not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
+            has = f"; it has {', '.join(map(repr, others))}" if others else ""
+            raise UsageError(
+                f"{file} is no recipe, which has a table [[{_STAGES}]] for each stage, with its name as 'stage'{has}"
+            )
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"{file} is no recipe: {error}") from error
+
+    def toml(self) -> str:
+        """The text of its file, with a comment for people."""
+        where = f", with {_line(', '.join(self.texts))} in the working directory" if self.texts else ""
+        model = shlex.quote(_line(self.model.get("name", ""))) if self.model else "MODEL"
+        head = _HEAD.format(where=where, model=model, file=RECIPE)
+        if any(stage.get("max_time") for stage in self.stages):
+            head += _BY_THE_CLOCK
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value}
+        return f"{head}\n{tomli_w.dumps(values)}"
+
+    def renamed(self, former: str, name: str) -> Recipe:
+        """The same, for those who call the model ``former`` by another ``name``."""
+        stages = [{key: name if value == former else value for key, value in stage.items()} for stage in self.stages]
+        model = {key: name if value == former else value for key, value in self.model.items()}
+        return dataclasses.replace(self, stages=stages, model=model)
+
+    def differences(self, other: Recipe) -> list[str]:
+        """In what ``other``, a run of this recipe on some model and texts, differs from it, in words."""
+        found = [
+            f"{what} ({', '.join(names)}) {_has(names)} other bytes"
+            for what, here, there in (("the model", self.weights, other.weights), ("the text", self.texts, other.texts))
+            if here and (names := sorted(name for name in {**here, **there} if here.get(name) != there.get(name)))
+        ]
+        differing = [
+            f"{name} is {value} and not {self.made_with[name]}"
+            for name, value in other.made_with.items()
+            if name in self.made_with and self.made_with[name] != value
+        ]
+        return found + differing
+
+    def outcome(self, other: Recipe) -> str:
+        """Whether ``other``, a run of this recipe, made the same weights, as a sentence; "" where nobody can say."""
+        if not self.result:
+            return ""
+        if self.result == other.result:
+            files = counted(len(self.result), "weight file")
+            return f"the {files} {_has(self.result)} the bytes that the recipe names: it is the same model"
+        why = self.differences(other)
+        return "the weights are not those that the recipe names" + (f": {'; '.join(why)}" if why else "")
+
+
+def public_name(value: str | Path) -> str:
+    """A name for those who have other directories: without the folders of a path that is there."""
+    try:
+        path = given_path(value)
+        return path.resolve().name if path.exists() else str(value)
+    except (OSError, UsageError):  # no path, which is for others to say
+        return str(value)
+
+
+def _line(text: str) -> str:
+    """``text`` for a comment, which ends with the line."""
+    return printable(" ".join(text.split()))
+
+
+def _has(names: Any) -> str:
+    return "has" if len(names) == 1 else "have"
+
+
+def _toml() -> Any:
+    try:
+        return importlib.import_module("tomllib")
+    except ImportError:  # Python 3.10
+        return importlib.import_module("tomli")

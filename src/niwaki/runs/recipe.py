@@ -1,0 +1,89 @@
+"""The recipe of a run: what it was asked for, and digests of what it read and wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.errors import UsageError
+from niwaki.files import digest, given_path, input_errors, output_errors
+from niwaki.options import Calibration, Compute, Measurement
+from niwaki.records.recipe import BASE_RECIPE, RECIPE, Recipe, Table, public_name
+from niwaki.records.record import Record
+
+#: What stands for a text that was not given by a name. No file is called so.
+_TOKENS = "<tokens that were given in Python>"
+_WEIGHTS = (".safetensors", ".gguf")
+
+
+def begin_recipe(
+    stages: list[Table], model: str, calibration: Calibration, measurement: Measurement, compute: Compute
+) -> Recipe:
+    """The recipe of a run that is asked for, without digests."""
+    return Recipe(stages, _table(calibration), _table(measurement), _table(compute), model={"name": public_name(model)})
+
+
+def with_sources(recipe: Recipe, source: Path, calibration: Calibration) -> Recipe:
+    """The ``recipe`` with digests of the model in the directory ``source`` and of local texts."""
+    with input_errors(source):
+        weights = {name: digest(source / name) for name in sorted(Checkpoint(source).files)}
+    texts = {}
+    for text in calibration.texts:
+        if isinstance(text, str) and (path := given_path(text)).is_file():
+            with input_errors(path):
+                texts[path.name] = digest(path)
+    return dataclasses.replace(recipe, weights=weights, texts=texts)
+
+
+def with_result(recipe: Recipe, record: Record, directory: Path) -> Recipe:
+    """The ``recipe`` with what the ``record`` says of versions, and digests of the weights in the ``directory``."""
+    with output_errors(directory):
+        result = _digests(directory)
+    made_with = {**record.versions, "device": record.device, "dtype": record.dtype}
+    return dataclasses.replace(recipe, made_with=made_with, result=result)
+
+
+def write_recipe(recipe: Recipe, directory: Path) -> None:
+    """Writes it to ``directory``; one that is there is of the model that was read, and stays as its base's."""
+    with output_errors(directory):
+        if (earlier := directory / RECIPE).exists():
+            earlier.replace(directory / BASE_RECIPE)
+        (directory / RECIPE).write_text(recipe.toml(), encoding="utf-8")
+
+
+def extend_recipe(directory: Path, stage: str, **parameters: str) -> None:
+    """Adds the last ``stage`` to the recipe in ``directory``, if it has one; "unpack" takes the stage "pack" from it.
+
+    Another's file of that name stays as it is. Files of llama.cpp have the name of the directory that they were made
+    from, which is another one in a run: no digests are given for these.
+    """
+    try:
+        recipe = Recipe.read(directory / RECIPE)
+    except UsageError:
+        return
+    stages = recipe.stages[:-1] if stage == "unpack" else [*recipe.stages, {"stage": stage, **parameters}]
+    with output_errors(directory):
+        result = {} if stage == "export" and parameters["format"].startswith("gguf") else _digests(directory)
+        made = dataclasses.replace(recipe, stages=stages, result=result)
+        (directory / RECIPE).write_text(made.toml(), encoding="utf-8")
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """Those of all files of weights in the ``directory``."""
+    paths = (path for path in sorted(directory.rglob("*")) if path.suffix in _WEIGHTS and path.is_file())
+    return {path.relative_to(directory).as_posix(): digest(path) for path in paths}
+
+
+def _table(options: Calibration | Measurement | Compute) -> Table:
+    """What was chosen of the ``options``, as a recipe has it."""
+    return {name: _said(value) for name, value in options.chosen.items()}
+
+
+def _said(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_said(each) for each in value]
+    if isinstance(value, str):
+        return public_name(value)
+    return value if isinstance(value, bool | int | float) else _TOKENS
