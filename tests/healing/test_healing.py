@@ -94,6 +94,7 @@ def test_the_objective(tmp_path: Path, case: str) -> None:
     with torch.no_grad():
         log_p = reference(dense)(tokens).logits.flatten(0, 1).double().log_softmax(-1)
     h, head = states.double().requires_grad_(), student.head
+    assert isinstance(head, Head)
     bias = None if head.bias is None else head.bias.double()
     logits = nn.functional.linear(h, head.weight.double(), bias) * head.scale
     if isinstance(head, CappedHead):

@@ -77,6 +77,8 @@ def summary(record: Record) -> Table:
     for when, measured in record.perplexity.items():
         if when != "after" and "after" in record.perplexity:
             table.add_row(f"above {when}", record.perplexity["after"].above(measured).words)
+    for when, similar in record.vectors.items():
+        table.add_row(f"vectors {when}", Text(str(similar)))
     for stage, cost in record.costs():
         table.add_row(stage.name, Text(f"{f'{cost.words}, ' if cost else ''}{duration(stage.seconds)}"))
     stages = {name: seconds for name, seconds in record.seconds.items() if name != "total" and seconds >= 0.05}

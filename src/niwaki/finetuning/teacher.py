@@ -16,7 +16,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import read_json
 from niwaki.errors import CalibrationError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import output_errors
-from niwaki.healing.objective import Head, find_logits
+from niwaki.healing.objective import Head, Logits, find_logits
 from niwaki.healing.teacher import Lessons, teach
 from niwaki.models.device import training_dtype
 from niwaki.models.locate import locate_model
@@ -63,7 +63,10 @@ class Teacher:
         self._dense = StreamedModel(checkpoint, compute.device, dtype)
         if self._dense.sees_ahead:
             raise UnsupportedModelError(f"{model} predicts no next token, and cannot teach")
-        self._logits = find_logits(self._dense)
+        self._dense.check_head()
+        logits = find_logits(self._dense)
+        assert isinstance(logits, Logits)
+        self._logits = logits
         self._directory, self._progress = Path(directory), progress or Progress()
         self._numbers: dict[bytes, int] = {}
         self._lessons: Lessons | None = None

@@ -137,6 +137,7 @@ class Healing:
         self.stage, self.method, compute = stage, stage.method, run.compute
         self.teacher = run.model if stage.teacher is None else str(stage.teacher)
         knowing = Checkpoint(run.source if stage.teacher is None else locate_model(self.teacher))
+        run.sentences.dense = knowing.path
         dtype = training_dtype(compute.dtype, compute.device, knowing)
         self.dense = StreamedModel(knowing, compute.device, dtype)
         self.tokens = stage.tokens_asked
@@ -150,7 +151,7 @@ class Healing:
             self._open(run, stage.method)
             self._identity = {"model": self.student.checkpoint.fingerprint()}
         else:
-            find_logits(self.dense) if stage.method in ("full", "lora", "norms") else self.dense.check_head()
+            self.dense.check_head() if stage.method == "blocks" else find_logits(self.dense)
         run.progress.status("reading the text to train on")
         self.texts, self.held = self._read(run)
 
@@ -197,6 +198,7 @@ class Healing:
         tokens = _drawn(texts.windows.tokens, seen, held, calibration.seed)
         if self.translation:
             texts = replace(texts, heldout={name: self._both(windows) for name, windows in texts.heldout.items()})
+        texts = run.sentences.apart(self.dense, texts)
         return replace(texts, calibration=replace(texts.windows, tokens=tokens)), held
 
     def _both(self, windows: Windows) -> Windows:
@@ -268,7 +270,12 @@ class Healing:
             blocks=base.blocks if base else None,
             quantization=made.quantization,
             healing=HealingRecord(
-                self.teacher, **settings, tokens=self.tokens, limit=self.stage.limit, held=self.held * length
+                self.teacher,
+                **settings,
+                tokens=self.tokens,
+                limit=self.stage.limit,
+                held=self.held * length,
+                of_states=not self.dense.has_head,
             ),
         )
         record.notes += [*self.notes, *self.format.notes(self.student.matrices()), *notes_of(self.student)]

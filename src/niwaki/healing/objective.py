@@ -17,10 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from niwaki.errors import UnsupportedModelError
 from niwaki.models.streamed import StreamedModel
 
+#: Squares of a state that count for 1 at least: it may be 0.
+_SMALLEST = 1e-30
 #: Logits at a time: few enough to stay in a processor's cache, where they are read several times.
 LOGITS = 1 << 22
 #: By how much logits may differ from what is made of the head's products, relative to the largest of them.
@@ -48,6 +51,16 @@ class Head:
     def kept(self) -> Mapping[str, tuple[type[np.generic], tuple[int, ...]]]:
         """What :meth:`targets` gives for each token, by name: dtype and shape in which it is kept."""
         return {"c": (np.float16, (self.weight.shape[1],)), "s": (np.float32, ())}
+
+    @property
+    def width(self) -> int:
+        """Of a state."""
+        return self.weight.shape[1]
+
+    @property
+    def answers(self) -> int:
+        """How many numbers the dense model says of a token."""
+        return len(self.weight)
 
     @torch.no_grad()
     def targets(self, logits: Tensor) -> tuple[Tensor, ...]:
@@ -134,11 +147,59 @@ class CappedHead(Head):
         return losses, self._mean_row(gradient.mul_(1 - capped.square_()))
 
 
+@dataclass(frozen=True)
+class States:
+    """What stands for a head where a model has none: its states themselves are to be as the dense model's.
+
+    The distance of a token's state q from the dense model's h is |q - h|^2 / |h|^2. Vectors of sentences are made of
+    these states.
+    """
+
+    width: int
+
+    @property
+    def kept(self) -> Mapping[str, tuple[type[np.generic], tuple[int, ...]]]:
+        """As of :attr:`Head.kept`."""
+        return {"h": (np.float16, (self.width,))}
+
+    @property
+    def answers(self) -> int:
+        """As of :attr:`Head.answers`."""
+        return self.width
+
+    def targets(self, states: Tensor) -> tuple[Tensor, ...]:
+        """The dense model's ``states`` (tokens, width)."""
+        return (states.float(),)
+
+    def divergence(self, states: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor]:
+        """(Distances (tokens,), their gradient with respect to ``states`` (tokens, width)), float32."""
+        (h,) = kept
+        squares = h.square().sum(1, keepdim=True).clamp_(min=_SMALLEST)
+        gradient = (states.float() - h).div_(squares)
+        return (gradient.square() * squares).sum(1), gradient.mul_(2)
+
+
+class NoHead(NamedTuple):
+    """That a model has no head, and states of so many numbers."""
+
+    width: int
+
+    def of(self, model: PreTrainedModel, dtype: torch.dtype) -> States:
+        """What stands for the head."""
+        return States(self.width)
+
+
 class Logits(NamedTuple):
     """What becomes of a head's products: they are multiplied by ``scale``, and where there is a ``cap``, capped."""
 
     scale: float
     cap: float | None = None
+
+    def of(self, model: PreTrainedModel, dtype: torch.dtype) -> Head:
+        """The head of ``model``, in ``dtype``."""
+        output = model.get_output_embeddings()
+        bias = getattr(output, "bias", None)
+        return self.head(output.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """The head with these parameters."""
@@ -146,12 +207,13 @@ class Logits(NamedTuple):
 
 
 @torch.no_grad()
-def find_logits(model: StreamedModel) -> Logits:
-    """How the model makes logits of the products of its head with states after the last norm.
+def find_logits(model: StreamedModel) -> Logits | NoHead:
+    """How the model makes logits of the products of its head with states after the last norm, if it has a head.
 
     UnsupportedModelError where they are neither multiples of these nor capped by a tanh.
     """
-    model.check_head()
+    if not model.has_head:
+        return NoHead(model.config.hidden_size)
     seen: list[Tensor] = []
     output = model.model.get_output_embeddings()
     hook = output.register_forward_hook(lambda _module, _inputs, product: seen.append(product))

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from niwaki.errors import NumericalError
-from niwaki.healing.objective import Logits
+from niwaki.healing.objective import Logits, NoHead
 from niwaki.layer.linalg import is_finite
 from niwaki.models.factors import Factored, factor_keys, product
 from niwaki.models.families import choice
@@ -45,7 +45,7 @@ class Student:
         sizes: The magnitude that changes of each parameter are relative to.
     """
 
-    def __init__(self, stream: StreamedModel, logits: Logits, length: int, half: bool = False) -> None:
+    def __init__(self, stream: StreamedModel, logits: Logits | NoHead, length: int, half: bool = False) -> None:
         self.device, self._stream, self._half = stream.device, stream, half
         model = stream.load().eval().requires_grad_(False)
         dtype = torch.bfloat16 if half else stream.dtype
@@ -53,9 +53,8 @@ class Student:
         if is_short and model._can_set_attn_implementation():  # it would warn where it cannot
             model.set_attn_implementation("eager")
         ends = model.get_input_embeddings(), model.get_output_embeddings()
-        bias = getattr(ends[1], "bias", None)
-        self.head = logits.head(ends[1].weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
-        inside = {id(value) for value in stream.decoder.parameters()} - {id(end.weight) for end in ends}
+        self.head = logits.of(model, dtype)
+        inside = {id(value) for value in stream.decoder.parameters()} - {id(end.weight) for end in ends if end}
         matrices = defaultdict[str, list[Matrix]](list)  # by the parameter that they are in
         for matrix in stream.matrices():
             matrices[f"{stream.path}.{matrix.block}.{matrix.parameter}"].append(matrix)
@@ -154,7 +153,7 @@ class FactoredStudent(Student):
     and scales stay.
     """
 
-    def __init__(self, stream: StreamedModel, logits: Logits, length: int, half: bool = False) -> None:
+    def __init__(self, stream: StreamedModel, logits: Logits | NoHead, length: int, half: bool = False) -> None:
         #: By name in the model, the parameters that are products of factors, and those of them that it computes with.
         self._products: dict[str, tuple[nn.Parameter, list[Matrix]]] = {}
         self._computed: list[tuple[nn.Parameter, list[Matrix]]] = []
@@ -254,7 +253,7 @@ class LowRankStudent(Student):
     Source: Hu et al. 2021, arXiv:2106.09685; masked: Zimmer et al. 2023, arXiv:2312.15230.
     """
 
-    def __init__(self, stream: StreamedModel, logits: Logits, length: int, rank: int) -> None:
+    def __init__(self, stream: StreamedModel, logits: Logits | NoHead, length: int, rank: int) -> None:
         self._rank = rank
         self._drawing = torch.Generator().manual_seed(0)
         self._trained: list[dict[str, str]] = [{} for _ in stream.blocks]  # by path in each block: names in the model

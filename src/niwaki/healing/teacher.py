@@ -10,7 +10,7 @@ from torch import Tensor
 
 from niwaki.errors import NumericalError
 from niwaki.files import output_errors, reserve
-from niwaki.healing.objective import LOGITS, Head
+from niwaki.healing.objective import LOGITS, Head, States
 from niwaki.healing.translation import Translation
 from niwaki.layer.linalg import is_finite
 from niwaki.models.hidden_states import pieces
@@ -31,7 +31,9 @@ class Lessons:
         parts: Of :meth:`.Head.targets`, each (windows, length, ...).
     """
 
-    def __init__(self, directory: Path, tokens: Tensor, head: Head, translation: Translation | None = None) -> None:
+    def __init__(
+        self, directory: Path, tokens: Tensor, head: Head | States, translation: Translation | None = None
+    ) -> None:
         self._directory, self.asked, self.translation = directory, tokens, translation
         self.translated = translation.windows(tokens) if translation else None
         self.tokens = tokens = self.translated.tokens if self.translated else tokens
@@ -92,7 +94,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 @torch.no_grad()
-def teach(model: StreamedModel, head: Head, lessons: Lessons, windows: range, progress: Progress) -> None:
+def teach(model: StreamedModel, head: Head | States, lessons: Lessons, windows: range, progress: Progress) -> None:
     """Writes into ``lessons`` what the dense ``model`` says of some ``windows``; ``head`` is the pruned model's.
 
     The models may differ in all but the vocabulary, or in that too where ``lessons`` have a translation. One block is
@@ -104,8 +106,8 @@ def teach(model: StreamedModel, head: Head, lessons: Lessons, windows: range, pr
         for block in model.stream():
             progress.status("asking the dense model, block", block.index + 1, len(model.blocks))
             block.advance(states)
-        first, rows = windows.start, max(1, LOGITS // max(model.config.vocab_size, len(head.weight)))
-        with model.head() as logits:
+        first, rows = windows.start, max(1, LOGITS // max(model.config.vocab_size, head.answers))
+        with model.head() if model.has_head else model.last_states() as logits:
             for i, batch in enumerate(states.tokens):
                 these = slice(first, first + len(batch))
                 first += len(batch)

@@ -121,7 +121,7 @@ class Training:
         drawing, count, held = torch.Generator().manual_seed(0), len(self.lessons.tokens), self.points.held
         together, start = max(1, self.record.batch // (self._length * self.world.size)), held
         size = max(1, _ROUND // self._length)
-        most = _STATES // (4 * self.student.head.weight.shape[1] * self._length)
+        most = _STATES // (4 * self.student.head.width * self._length)
         while start < count:
             windows = range(start, min(count, start + max(together, min(size, most, self._affordable))))
             self._ask(windows)

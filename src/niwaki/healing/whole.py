@@ -11,7 +11,7 @@ from torch import Tensor
 
 from niwaki.errors import OutputError
 from niwaki.files import check_space, digest, output_errors
-from niwaki.healing.objective import Logits
+from niwaki.healing.objective import Logits, NoHead
 from niwaki.healing.points import Points, point_file
 from niwaki.healing.run import HealingRun
 from niwaki.healing.schedule import Schedule
@@ -30,7 +30,7 @@ _POINT = 4 + 8 + 4
 class WholeRun(HealingRun):
     """Trains the whole model at once, see :class:`.training.Training`."""
 
-    logits: Logits = field(kw_only=True)  # of both models
+    logits: Logits | NoHead = field(kw_only=True)  # of both models
     translation: Translation | None = field(kw_only=True, default=None)  # where the pruned model has other tokens
 
     def _train(self, tokens: Tensor) -> None:

@@ -312,6 +312,23 @@ class StreamedModel:
         with self._weights.outside(dtype):
             yield logits
 
+    @contextlib.contextmanager
+    def last_states(self) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+        """What makes the states (samples, length, width) after the last norm, of the last hidden ones and their tokens.
+
+        It is what the head would receive, and what a model without one gives.
+        """
+        interface = self.interface
+
+        def states(hidden: Tensor, tokens: Tensor) -> Tensor:
+            answer = interface.answer(streams_first(hidden, interface.leading))
+            with replaced_blocks(self.blocks, lambda _: lambda *_, **__: answer):
+                values: Tensor = self.decoder(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
+            return values
+
+        with self._weights.outside():
+            yield states
+
     def stream(self, order: Sequence[int] | None = None) -> Generator[DecoderBlock]:
         """The blocks one after the other, each with its weights until the next one is asked for.
 

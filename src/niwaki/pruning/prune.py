@@ -129,7 +129,8 @@ class Pruning:
         self.request = request
         request.check()
         self._open(run)
-        self.texts = read_texts(self.model, run, self.measurement, calibrates=not request.rounds_to_nearest)
+        texts = read_texts(self.model, run, self.measurement, calibrates=not request.rounds_to_nearest)
+        self.texts = run.sentences.apart(self.model, texts)
         self.record: Record = self._begun(run)
         run.seen = self.record.calibration or run.seen
         run.foreseen["pruning_config"] = pruning_config(self.record)
@@ -162,8 +163,7 @@ class Pruning:
         given, shares, reasons = self.request.settled_effort, self.request.shares_zeros, []
         self.measurement = run.measured
         if not self.model.has_head:
-            reasons.append("this model has no head: no perplexity is measured")
-            self.measurement = dataclasses.replace(self.measurement, samples=0)
+            reasons.append("this model predicts no words: its sentence vectors are measured, and no perplexity")
         if has_images(run.calibration) and not self.request.rounds_to_nearest:
             reasons.append("calibrated on images: what needs text is left out")
         self.effort = given.settled(shares, predicts=not reasons)
@@ -277,7 +277,8 @@ class Pruning:
         if not run.is_first:
             self._open(run)
             self.record = self._begun(run)
-        if not self.texts.heldout and self.request.rounds_to_nearest and self.measurement.samples != 0:
+        measures = self.texts.heldout or run.sentences.windows
+        if not measures and self.request.rounds_to_nearest and self.measurement.samples != 0:
             self.record.notes.append("no text was given to measure perplexity on; --text names one")
         record = run.resumed(self.record, len(self.model.blocks))
         store = WeightStore(run, self.format)

@@ -17,7 +17,7 @@ class HealingPoint:
 
     Attributes:
         error: The mean KL of the dense from the pruned model on what is held out, in nats a token; of weights as files
-            have them.
+            have them. Where models have no head, the squared distance of states, relative to their squares.
         loss: The same on what was trained on since the last point; None where that is nothing, as at the first point,
             and where blocks are trained, each towards its own. Old records have a copy of the error at the first one.
     """
@@ -47,6 +47,7 @@ class HealingRecord:
         batch: Tokens in a step.
         held: Tokens that were held out.
         own_text: The share of what was trained on that the dense model was to write itself.
+        of_states: Whether states were trained towards those of the dense model, which has no head, and no predictions.
         halved: How often the rate was halved, after outputs that were not finite.
         points: From the pruned model as it came to the end.
         best: The number of the point with the lowest error, whose weights are the result.
@@ -61,6 +62,7 @@ class HealingRecord:
     held: Positive
     own_text: Fraction = 0.0
     halved: Count = 0
+    of_states: bool = False
     points: list[HealingPoint] = field(default_factory=list)
     best: Count = 0
 
@@ -80,7 +82,8 @@ class HealingRecord:
             return f"0 tokens towards {self.teacher}"
         first, best, last = self.points[0], self.points[self.best], self.points[-1]
         after = "" if best == last else f" after {best.tokens:,}"
+        what, unit = ("distance of states", "of their squares") if self.of_states else ("KL", "nats a token")
         return (
-            f"{last.tokens:,} tokens towards {self.teacher}; KL from it on {self.held:,} held-out tokens "
-            f"{first.error:.4g} to {best.error:.4g} nats a token{after}"
+            f"{last.tokens:,} tokens towards {self.teacher}; {what} from it on {self.held:,} held-out tokens "
+            f"{first.error:.4g} to {best.error:.4g} {unit}{after}"
         )

@@ -33,6 +33,7 @@ from niwaki.records.data import (
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Difference, Perplexity
 from niwaki.records.structure import StructureRecord
+from niwaki.records.vectors import Similarity
 from niwaki.records.wording import counted, in_words, kind, several
 
 #: Of ``niwaki.json``. Before it had a number, solver and effort were text.
@@ -164,6 +165,8 @@ class Record(JsonFile):
             products and factorisations, as if no two matrices had the same inputs, without the effort's and the grid's.
         sparsity: Fraction of zeros in all pruned ``matrices`` together, which are in the order of computation.
         perplexity: "before" and "after", where measured.
+        vectors: Of models that predict no words, how near sentence vectors are to the dense model's: of one that was
+            pruned before "pruned", and "after".
         seconds: By stage, and in "total".
         peak_memory: Bytes: the greatest resident size of the process; on a GPU also that of its allocator.
         notes: What a careful reader should know: damping raised, text left out, files not carried over.
@@ -198,6 +201,7 @@ class Record(JsonFile):
     perplexity: dict[Annotated[str, msgspec.Meta(pattern="^(before|pruned|after)$")], Perplexity] = field(
         default_factory=dict
     )
+    vectors: dict[Annotated[str, msgspec.Meta(pattern="^(pruned|after)$")], Similarity] = field(default_factory=dict)
     seconds: Stages = field(default_factory=dict)
     peak_memory: Annotated[dict[str, Count], msgspec.Meta(max_length=100)] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -169,7 +169,9 @@ def _rows(record: Record) -> dict[str, object]:
             f"{measured.figure} ({measured.tokens:,} tokens, context {measured.context:,}, {Path(measured.text).name})"
             f"{measured.by_bytes}"
         )
-    return rows if record.perplexity else {**rows, "perplexity": "not measured"}
+    for when, similar in record.vectors.items():
+        rows[f"sentence vectors {when}"] = str(similar)
+    return rows if record.perplexity or record.vectors else {**rows, "perplexity": "not measured"}
 
 
 def _samples(calibration: CalibrationRecord) -> str:

@@ -21,6 +21,7 @@ from niwaki.runs.duration import products_per_second
 from niwaki.runs.journal import Journal
 from niwaki.runs.recipe import with_result, with_sources, write_recipe
 from niwaki.runs.session import current_session
+from niwaki.runs.similarity import Sentences
 from niwaki.runs.stage import ChangesTokens, Run, Stage, Task
 from niwaki.runs.workplace import check_output, workplace
 
@@ -64,6 +65,7 @@ def execute(
         run = Run(
             *(str(model), source, target, tuple(stages), calibration, measurement, compute, world, progress, budget),
             reading=source,
+            sentences=Sentences(dense=source),
             recipe=recipe,
             follows=follows,
         )
@@ -165,8 +167,21 @@ def _done(run: Run, task: Task) -> Record:
     with _report_interruption(run, task):
         record = task.work(run)
         if run.place:
+            _compare_vectors(run, record)
             _finish(run, record)
     return run.world.received(record)
+
+
+def _compare_vectors(run: Run, record: Record) -> None:
+    """Measures sentence vectors where the model predicts no words."""
+    sentences, stage = run.sentences, run.stages[run.number]
+    if sentences.windows and run.place and not stage.is_format:
+        run.progress.status("comparing sentence vectors")
+        where = run.compute.device, run.compute.dtype
+        if run.is_first and sentences.dense != run.source:
+            record.vectors["pruned"] = sentences.measured(run.source, *where)
+        record.vectors["after"] = sentences.measured(run.place.directory, *where)
+        run.clock.lap("vectors")
 
 
 def _finish(run: Run, record: Record) -> None:

@@ -18,6 +18,7 @@ from niwaki.records.record import CalibrationRecord, Record
 from niwaki.runs.carried import MARGIN, CarriedFiles, find_carried
 from niwaki.runs.clock import Clock
 from niwaki.runs.journal import Journal
+from niwaki.runs.similarity import Sentences
 from niwaki.runs.workplace import Workplace, scratch_size, unfinished_size
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
@@ -42,6 +43,7 @@ class Run:
     budget: MemoryBudget  # for hidden states
     recipe: Recipe | None = None  # what is asked for, if a recipe can say it
     follows: Recipe | None = None  # the one that is followed, if one is
+    sentences: Sentences = field(default_factory=Sentences)  # of models that predict no words
     clock: Clock = field(default_factory=Clock)  # of the stage at work
     number: int = 0  # of the stage that is opened or at work, from 0
     reading: Path = Path()  # the model that it reads

@@ -149,7 +149,7 @@ class Shrinking:
         check_dtypes(checkpoint, (matrix.key for removal in removals for matrix in removal.matrices))
         run.progress.status("reading the text to calibrate on")
         written = with_answers(model, run.calibration, compute.budget, run.world, run.progress)
-        self.texts = Texts.read(model, written, run.measurement, USUAL_WINDOWS)
+        self.texts = run.sentences.apart(model, Texts.read(model, written, run.measurement, USUAL_WINDOWS))
         self._measured = "both" if run.measurement.before else "after"
         self.record = self._begun(run, stage, removals)
         run.seen = self.record.calibration

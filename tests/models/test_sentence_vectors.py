@@ -1,0 +1,204 @@
+"""Models that make vectors of texts: measured by these, against transformers, and healed towards the dense model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel
+
+import niwaki
+from niwaki import Compute, Heal, Measurement, Prune, Shrink
+from niwaki.errors import UnsupportedModelError
+from niwaki.models.sentence_vectors import pooling_of, sentence_vectors, similarity
+from niwaki.runs.stage import Stage
+from niwaki.texts.sentences import sentences_of
+from niwaki.windows import Windows
+from support.healing import TOKENS
+from support.models import add_tokenizer, save_random
+from support.runs import files, tensors, zeros
+from support.streams import stream_of
+
+CPU = Compute("cpu", "float32")
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
+SENTENCES = [torch.arange(5, 5 + length) for length in (9, 4, 9, 12, 4)]
+TEXT = "The old man went to the river. He did not see the boat! Where was it? " * 60
+
+
+def save_encoder(path: Path, **others: Any) -> Path:
+    """A tiny one without a head, with the embedded model's tokenizer."""
+    config = AutoConfig.for_model("bert", vocab_size=4096, max_position_embeddings=64, **SIZES, **others)
+    return add_tokenizer(save_random(path, config, AutoModel))
+
+
+def set_pooling(model: Path, mode: str) -> None:
+    """The files of sentence-transformers."""
+    modules = [{"idx": 0, "path": "", "type": "a.Transformer"}, {"idx": 1, "path": "1_Pooling", "type": "a.Pooling"}]
+    (model / "modules.json").write_text(json.dumps(modules))
+    (model / "1_Pooling").mkdir(exist_ok=True)
+    (model / "1_Pooling" / "config.json").write_text(json.dumps({mode: True, "pooling_mode_mean_tokens": False}))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_encoder(tmp_path_factory.mktemp("vectors") / "model")
+
+
+def expected(model: Path, pool: Any) -> Tensor:
+    whole = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        rows = [pool(whole(tokens.unsqueeze(0)).last_hidden_state[0]) for tokens in SENTENCES]
+    return torch.nn.functional.normalize(torch.stack(rows))
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "pool"),
+    [
+        ("pooling_mode_mean_tokens_", "mean", lambda states: states.mean(0)),
+        ("pooling_mode_cls_token", "cls", lambda states: states[0]),
+        ("pooling_mode_max_tokens", "max", lambda states: states.amax(0)),
+        ("pooling_mode_lasttoken", "lasttoken", lambda states: states[-1]),
+    ],
+)
+def test_vectors_are_those_of_transformers(tmp_path: Path, mode: str, name: str, pool: Any) -> None:
+    model = save_encoder(tmp_path / "model")
+    set_pooling(model, mode)
+    stream = stream_of(model)
+    assert pooling_of(stream) == name
+    torch.testing.assert_close(sentence_vectors(stream, SENTENCES), expected(model, pool), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[3]", '[{"type": "a.Pooling", "path": "nowhere"}]', '{"a": 1}'])
+def test_files_that_say_nothing(tmp_path: Path, text: str) -> None:
+    model = save_encoder(tmp_path / "model")
+    (model / "modules.json").write_text(text)
+    assert pooling_of(stream_of(model)) == "mean"
+
+
+def test_similarities_by_hand() -> None:
+    dense = torch.nn.functional.normalize(torch.randn(7, 5, generator=torch.Generator().manual_seed(0)))
+    same = similarity(dense, dense, "mean", "a text")
+    assert same.cosine == pytest.approx(1)
+    assert same.rank_correlation == pytest.approx(1)
+    other = torch.nn.functional.normalize(dense + 0.3 * torch.randn(7, 5, generator=torch.Generator().manual_seed(1)))
+    found = similarity(dense, other, "mean", "a text")
+    cosines = [float(torch.dot(a.double(), b.double())) for a, b in zip(dense, other, strict=True)]
+    assert found.cosine == pytest.approx(sum(cosines) / 7)
+    assert found.lowest == pytest.approx(min(cosines))
+    pairs = [(i, j) for i in range(7) for j in range(i)]
+    one, two = ([float(v[i].double() @ v[j].double()) for i, j in pairs] for v in (dense, other))
+    ranks = [[sorted(values).index(value) for value in values] for values in (one, two)]
+    squares = sum((a - b) ** 2 for a, b in zip(*ranks, strict=True))
+    assert found.rank_correlation == pytest.approx(1 - 6 * squares / (21 * (21**2 - 1)))  # without ties
+    assert (found.sentences, found.pairs) == (7, 21)
+
+
+def test_one_sentence_has_no_pairs() -> None:
+    vector = torch.ones(1, 4) / 2
+    found = similarity(vector, vector, "mean", "a text")
+    assert found.cosine == pytest.approx(1)
+    assert (found.standard_error, found.rank_correlation) == (0, 1)
+
+
+def test_sentences_of_a_text(model: Path) -> None:
+    stream = stream_of(model)
+    ids = torch.tensor(stream.tokenizer(TEXT)["input_ids"][:640]).view(20, 32)
+    found = sentences_of(stream, Windows(ids, "a text"))
+    words = [str(stream.tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in found]
+    assert set(words[:-1]) <= {"The old man went to the river.", "He did not see the boat!"}
+    assert all(8 <= len(tokens) <= 32 for tokens in found)
+    few = Windows(torch.randint(300, 4000, (4, 32), generator=torch.Generator().manual_seed(0)), "no text")
+    assert torch.equal(torch.stack(sentences_of(stream, few)), few.tokens)
+
+
+def test_pruned_models_are_measured_by_their_vectors(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    calibration = niwaki.Calibration(str(text), samples=8, length=32)
+    record = niwaki.prune(model, tmp_path / "out", 0.5, calibration=calibration, compute=CPU)
+    assert record.perplexity == {}
+    found = record.vectors["after"]
+    dense, pruned = (stream_of(path) for path in (model, tmp_path / "out"))
+    sentences = sentences_of(dense, Windows(_after(dense, text), "a text"))
+    again = similarity(sentence_vectors(dense, sentences), sentence_vectors(pruned, sentences), "mean", found.text)
+    assert again == found
+    assert 0 < found.cosine < 0.999
+    assert f"cosine {found.cosine:.4f}" in (tmp_path / "out" / "README.md").read_text()
+    assert niwaki.Record.load(tmp_path / "out" / "niwaki.json").vectors == record.vectors
+
+
+def _after(stream: Any, text: Path) -> Tensor:
+    """The 16 windows after the first 8."""
+    return torch.tensor(stream.tokenizer(text.read_text(), add_special_tokens=False)["input_ids"])[: 24 * 32].view(
+        24, 32
+    )[8:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora", "norms"])
+def test_healing_brings_vectors_nearer(model: Path, tmp_path: Path, method: Any) -> None:
+    niwaki.prune(model, tmp_path / "pruned", 0.6, effort="fast", calibration=TOKENS, compute=CPU)
+    record = niwaki.heal(
+        *(tmp_path / "pruned", tmp_path / "healed", model),
+        method=method,
+        tokens=4000,
+        rate=0.01,
+        batch=64,
+        own_text=0.0,
+        calibration=TOKENS,
+        measurement=Measurement(TOKENS[:4]),
+        compute=CPU,
+    )
+    assert record.healing
+    assert record.healing.of_states
+    assert record.healing.points[record.healing.best].error < 0.95 * record.healing.points[0].error
+    assert "distance of states" in str(record.healing)
+    assert record.vectors["after"].cosine > record.vectors["pruned"].cosine
+    before, after = tensors(tmp_path / "pruned"), tensors(tmp_path / "healed")
+    assert all(zeros(before[key]) == zeros(after[key]) for key in before if before[key].ndim == 2)
+
+
+@pytest.mark.slow
+def test_one_run_resumes(model: Path, tmp_path: Path) -> None:
+    """Prune and heal in one run, stopped in the first stage: the same bytes, measured on the same sentences."""
+
+    class Stop(niwaki.Progress):
+        count = 0
+
+        def solved(self, matrix: Any) -> None:
+            self.count += 1
+            if self.count == 8:
+                raise KeyboardInterrupt
+
+    stages: list[Stage] = [Prune(0.5, effort="fast"), Heal(tokens=400, rate=0.01, batch=64, own_text=0.0)]
+    options: dict[str, Any] = {"calibration": TOKENS, "measurement": Measurement(TOKENS[:4]), "compute": CPU}
+    whole = niwaki.run(model, tmp_path / "whole", stages, **options)
+    with pytest.raises(KeyboardInterrupt):
+        niwaki.run(model, tmp_path / "parts", stages, **options, progress=Stop())
+    parts = niwaki.run(model, tmp_path / "parts", stages, **options)
+    assert files(tmp_path / "whole") == files(tmp_path / "parts")
+    assert whole.vectors == parts.vectors
+
+
+@pytest.mark.slow
+def test_a_smaller_one(model: Path, tmp_path: Path) -> None:
+    record = niwaki.run(
+        *(model, tmp_path / "out", [Shrink(blocks=1, effort="fast")]),
+        calibration=TOKENS,
+        measurement=Measurement(TOKENS[:4]),
+        compute=CPU,
+    )
+    assert record.structure
+    assert 0 < record.vectors["after"].cosine < 1
+
+
+def test_what_needs_predictions_is_refused(model: Path, tmp_path: Path) -> None:
+    niwaki.prune(model, tmp_path / "out", 0.5, effort="fast", calibration=TOKENS, measurement=None, compute=CPU)
+    with pytest.raises(UnsupportedModelError, match="has no head, and makes no predictions"):
+        niwaki.evaluate(tmp_path / "out", Measurement(TOKENS))
+    with pytest.raises(UnsupportedModelError, match="has no head, and makes no predictions"):
+        niwaki.heal(tmp_path / "out", tmp_path / "healed", model, method="blocks", calibration=TOKENS)
