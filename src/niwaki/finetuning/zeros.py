@@ -23,6 +23,7 @@ from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, U
 from niwaki.files import write_json
 from niwaki.finetuning.adapters import mask_lora
 from niwaki.finetuning.grids import KeptGrid, grid_in, plain_name
+from niwaki.packed.kernels import mask_
 
 #: Matrices with a smaller share of zeros were not pruned: rounding makes some.
 _LEAST = 1e-3
@@ -232,6 +233,9 @@ class _Kept:
     def mask_(self, values: Tensor) -> None:
         """Makes 0 what of ``values``, the parameter or its gradient, is at one of the zeros, also NaN there."""
         local = _local(values)
+        self.bits = self.bits.to(local.device)  # the model may have been moved
+        if mask_(local, self.bits):
+            return
         integers = _INTEGERS[local.itemsize]
         local.view(integers).bitwise_and_(self._unpacked(local, integers))
 

@@ -78,7 +78,8 @@ def open_library(path: str) -> ctypes.CDLL:
     native.niwaki_block_begin.argtypes = [pointer, pointer, pointer, pointer, size, pointer, pointer, pointer, int_]
     native.niwaki_block_end.argtypes = [pointer, pointer, pointer, pointer, pointer, int_]
     native.niwaki_dense.argtypes = [int_, pointer, size, size, pointer, pointer, int_]
-    for name in ("multiply", "expand", "block_begin", "block_end", "dense"):
+    native.niwaki_mask.argtypes = [int_, pointer, int_, size, pointer, int_]
+    for name in ("multiply", "expand", "block_begin", "block_end", "dense", "mask"):
         getattr(native, f"niwaki_{name}").restype = None
     return native
 
@@ -182,6 +183,23 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
             path, ctypes.byref(matrix), W.columns, first, last, raw.data_ptr(), torch.get_num_threads()
         )
     return raw.to(W.dtype)
+
+
+def mask_(values: Tensor, bits: Tensor, path: Path | None = None) -> bool:
+    """Makes 0 what of ``values`` has no bit set in ``bits`` (bytes,) uint8, the first in the lowest; also NaN there.
+
+    Whether that was done: False, and nothing has changed, where there is no native library, or one of them is not on
+    the CPU or not contiguous. RuntimeError where there are too few bits.
+    """
+    native = library()
+    if native is None or not all(each.device.type == "cpu" and each.is_contiguous() for each in (values, bits)):
+        return False
+    if bits.dtype != torch.uint8 or 8 * bits.numel() < values.numel() or values.itemsize not in (1, 2, 4, 8):
+        raise RuntimeError(f"{bits.numel()} bytes in {bits.dtype} are no mask of {values.numel()} {values.dtype}")
+    path = (best_path() or Path.PORTABLE) if path is None else path
+    threads = torch.get_num_threads()
+    native.niwaki_mask(path, values.data_ptr(), values.itemsize, values.numel(), bits.data_ptr(), threads)
+    return True
 
 
 def native_matrix(W: PackedMatrix) -> NativeMatrix:
