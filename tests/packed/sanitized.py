@@ -69,9 +69,9 @@ for rows, (columns, groups), bits in itertools.product((1, 4, 37), ((1, 1), (100
 # Numbers that a mask makes 0, up to the last bit of each.
 for dtype, count in itertools.product((torch.int8, torch.bfloat16, torch.float32, torch.float64), (1, 8, 77, 70_001)):
     for path in paths:
-        ones, bits = torch.ones(count, dtype=dtype), torch.full(((count + 7) // 8,), 0x55, dtype=torch.uint8)
-        assert kernels.mask_(ones, bits, path)
-        assert torch.equal(ones, (torch.arange(count) % 2 == 0).to(dtype))
+        kept, which = torch.ones(count, dtype=dtype), torch.full(((count + 7) // 8,), 0x55, dtype=torch.uint8)
+        assert kernels.mask_(kept, which, path)
+        assert torch.equal(kept, (torch.arange(count) % 2 == 0).to(dtype))
 
 # A token through each kind of block, behind a few others, in caches that end where their numbers do.
 for case, dtype in itertools.product(("llama", "llama biases", "qwen3"), (torch.bfloat16, torch.float32)):
