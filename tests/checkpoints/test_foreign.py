@@ -145,6 +145,7 @@ Q = "model.layers.0.self_attn.q_proj"
         (renamed(lambda key: f"base_model.model.{key}"), ["peft", "merge_and_unload"]),
         (renamed(lambda key: f"_fsdp_wrapped_module.{key}"), ["FSDP"]),
         (renamed(lambda key: key.replace("q_proj.", "q_proj.base_layer.")), ["peft, not merged"]),
+        (with_more(f"{Q}._weight_mask"), ["Model-Optimizer", "modelopt.torch.sparsity.export"]),
         (with_more(f"{Q}.scales", quantization={"group_size": 64, "bits": 4}), ["MLX, 4 bits", "prune the original"]),
         (with_more(f"{Q}.qweight"), ["GPTQ or AWQ", f"{Q}.qweight", "prune the original"]),
         (with_more(f"{Q}.weight.absmax"), ["bitsandbytes"]),

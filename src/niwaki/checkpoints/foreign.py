@@ -79,6 +79,8 @@ _WRAPPED = {
     "_checkpoint_wrapped_module": ("activation checkpointing", "save the model without that"),
     "_forward_module": ("Lightning or DeepSpeed", "save the model inside"),
     **dict.fromkeys(("lora_A", "lora_B", "base_layer"), ("peft, not merged", "merge_and_unload, then save_pretrained")),
+    # Its weights are dense, and have zeros where it multiplies with these.
+    "_weight_mask": ("Model-Optimizer, with its masks", "modelopt.torch.sparsity.export(model), then save_pretrained"),
     # These are how all names begin.
     "base_model.model.": ("peft", "merge_and_unload, then save_pretrained"),
     "module.": ("DataParallel", "save the model inside: model.module.save_pretrained(...)"),
