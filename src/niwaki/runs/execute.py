@@ -15,13 +15,14 @@ from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import Recipe
 from niwaki.records.record import Record, StageRecord
+from niwaki.records.wording import counted
 from niwaki.runs import card
 from niwaki.runs.clock import Clock
 from niwaki.runs.duration import products_per_second
 from niwaki.runs.journal import Journal
 from niwaki.runs.recipe import with_result, with_sources, write_recipe
 from niwaki.runs.session import current_session
-from niwaki.runs.similarity import Sentences
+from niwaki.runs.similarity import FEW_SENTENCES, Sentences
 from niwaki.runs.stage import ChangesTokens, Run, Stage, Task
 from niwaki.runs.workplace import check_output, workplace
 
@@ -180,7 +181,10 @@ def _compare_vectors(run: Run, record: Record) -> None:
         where = run.compute.device, run.compute.dtype
         if run.is_first and sentences.dense != run.source:
             record.vectors["pruned"] = sentences.measured(run.source, *where)
-        record.vectors["after"] = sentences.measured(run.place.directory, *where)
+        found = record.vectors["after"] = sentences.measured(run.place.directory, *where)
+        if found.sentences < FEW_SENTENCES:
+            few = counted(found.sentences, "sentence")
+            run.note(record, f"vectors of only {few} were compared; more --text-samples, or a longer text, tells more")
         run.clock.lap("vectors")
 
 

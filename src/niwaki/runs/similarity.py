@@ -15,6 +15,9 @@ from niwaki.texts.sentences import sentences_of
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
+#: With fewer sentences a cosine says little.
+FEW_SENTENCES = 100
+
 
 @dataclass
 class Sentences:
