@@ -159,7 +159,7 @@ def make_effort(name: str) -> Effort:
             "the effort none rounds weights to a grid and does nothing else: it goes with quantize alone, without "
             "zeros, a solver and parameters"
         )
-    effort = find("effort", name, EFFORTS)
+    effort = find("effort", name, {**EFFORTS, NO_EFFORT: Effort()})  # which may have been meant
     check_known(name, given, _flat(effort))
     for part in ("plan", "fit"):
         value = getattr(effort, part)

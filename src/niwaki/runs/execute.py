@@ -73,10 +73,7 @@ def execute(
         tasks = _opened(run, labels)
         asked = [{"stage": stage.name, **task.asked()} for stage, task in zip(stages, tasks, strict=True)]
         world.check_same(asked[0] if len(asked) == 1 else {f"stage {i + 1}": each for i, each in enumerate(asked)})
-        if world.first and recipe:
-            run.recipe = with_sources(recipe, source, calibration)
-            for difference in follows.differences(run.recipe) if follows else ():
-                progress.note(f"not as in the recipe: {difference}")
+        _compare_recipe(run)
         run.clock.lap("prepare")
         place = stack.enter_context(workplace(target, asked, restart)) if world.first else None
         run.place, journal = place, world.received(place.journal if place else Journal(asked))
@@ -139,6 +136,14 @@ def _opened(run: Run, labels: Sequence[str]) -> list[Task]:
                 task.measure_on(most.heldout)
     run.number = 0
     return tasks
+
+
+def _compare_recipe(run: Run) -> None:
+    """Puts digests of what the run reads into its recipe, and says where they are not those of the one it follows."""
+    if run.world.first and run.recipe:
+        run.recipe = with_sources(run.recipe, run.source, run.calibration)
+        for difference in run.follows.differences(run.recipe) if run.follows else ():
+            run.progress.note(f"not as in the recipe: {difference}")
 
 
 def _say_duration(run: Run, tasks: Sequence[Task]) -> None:
