@@ -1,6 +1,5 @@
 """Lists of stages: what pruning, shrinking and healing are made of, and any list of the user's own."""
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -366,9 +365,11 @@ def _execute(
             reads += [locate_model(str(path)) for path in _other_models(stage)]
         whole += own
         labels += [name] * len(own)
-    recipe = None
-    with contextlib.suppress(UsageError):  # what is of the caller's own making
+    recipe, progress = None, progress or Progress()
+    try:
         recipe = begin_recipe([table_of(stage) for stage in stages], str(model), calibration, measurement, compute)
+    except UsageError as error:  # such as what is of the caller's own making
+        progress.note(f"the result will have no recipe.toml: {error}")
     return execute(
         *(model, out, whole, calibration, measurement, compute),
         labels=labels,

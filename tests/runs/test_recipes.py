@@ -161,6 +161,21 @@ def test_what_has_no_name_has_no_recipe(model: Path, tmp_path: Path) -> None:
     assert "recipe.toml" not in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_two_texts_of_one_name_have_no_recipe(model: Path, text: str, tmp_path: Path) -> None:
+    class Notes(niwaki.Progress):
+        said = ""
+
+        def note(self, text: str) -> None:
+            self.said += text
+
+    other, notes = tmp_path / "text.txt", Notes()
+    other.write_text(Path(text).read_text())
+    both = Calibration((text, str(other)), samples=4, length=LENGTH)
+    niwaki.prune(model, tmp_path / "out", 0.5, effort="fast", calibration=both, **FEW, progress=notes)
+    assert not (tmp_path / "out" / "recipe.toml").exists()
+    assert "no recipe.toml: two texts are called text.txt" in notes.said
+
+
 def test_tokens_from_python_are_no_text_of_a_recipe(model: Path, tmp_path: Path) -> None:
     niwaki.prune(model, tmp_path / "out", 0.5, effort="fast", calibration=TOKENS, measurement=None, compute=CPU)
     recipe = Recipe.read(tmp_path / "out")

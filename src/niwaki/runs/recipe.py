@@ -21,7 +21,10 @@ _WEIGHTS = (".safetensors", ".gguf")
 def begin_recipe(
     stages: list[Table], model: str, calibration: Calibration, measurement: Measurement, compute: Compute
 ) -> Recipe:
-    """The recipe of a run that is asked for, without digests."""
+    """The recipe of a run that is asked for, without digests; UsageError where two of its texts have the same name."""
+    names = [public_name(text) for text in calibration.texts if isinstance(text, str)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"two texts are called {twice}, and recipes name no directories")
     return Recipe(stages, _table(calibration), _table(measurement), _table(compute), model={"name": public_name(model)})
 
 
