@@ -66,6 +66,37 @@ def test_faces_do_not_load_torch() -> None:
     assert not modules_after("\n".join(f"import niwaki.{part}" for part in parts)) & {"torch", "transformers"}
 
 
+WRONG = (
+    "prune demo out --sparsity 60",
+    "prune demo out --solver wanda+nosuch --sparsity 0.5",
+    "prune demo out --sparsity 0.5 --effort best:epoch=3",
+    "prune demo out --sparsity 0.5 --quantize int9",
+    "quantize demo out int4:0",
+    "quantize demo out int8 --embeddings 8",
+    "shrink demo out --neurons 25",
+    "shrink demo out --parameters 3",
+    "heal demo out --teacher demo --max-time 5",
+    "heal demo out --teacher demo --tokens many",
+    "heal demo out --teacher demo --own-text 1",
+)
+
+
+def test_wrong_options_are_refused_before_torch_is_loaded() -> None:
+    code = f"""
+import contextlib, sys
+from niwaki.cli.main import main
+for words in {WRONG!r}:
+    sys.argv = ["niwaki", *words.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 2, (words, end.code)
+    else:
+        raise AssertionError(words)
+"""
+    assert not modules_after(code) & {"torch", "transformers"}
+
+
 @pytest.mark.slow
 def test_public_names_are_not_modules_of_the_same_name() -> None:
     """In any order, and also after all modules were imported."""

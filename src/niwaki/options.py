@@ -49,7 +49,8 @@ class _Options:
         """By name, what differs from its default."""
         values: Any = self  # one of the dataclasses below
         fields = [(field.name, getattr(values, field.name), field.default) for field in dataclasses.fields(values)]
-        return {name: value for name, value, usual in fields if value is not usual and value != usual}
+        # Arrays, which are no texts, have no truth value.
+        return {name: value for name, value, usual in fields if type(value) is not type(usual) or value != usual}
 
     def over(self: Chosen, others: Mapping[str, Any]) -> Chosen:
         """Those of ``others``, by name, where nothing was chosen here."""

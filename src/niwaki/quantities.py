@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 
-from niwaki.errors import UsageError, shown
+from niwaki.errors import PatternError, UsageError, shown
 
 #: In texts, as short as anybody needs.
 _NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"  #: No model has fewer parameters.
@@ -18,6 +18,30 @@ def fraction(given: float | str) -> Decimal | None:
         return +share / 100 if text.endswith("%") else +share
     except ArithmeticError:  # no number, or one of a million digits
         return None
+
+
+def check_sparsity(given: float) -> None:
+    """PatternError where it is not a fraction of zeros that a matrix can have."""
+    if not 0 <= given < 1:
+        raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {as_fraction(given)}")
+
+
+def parse_bits(text: str) -> tuple[int, int | None]:
+    """The bits and the size of groups of a grid such as "int4:128", None for one group; UsageError if not valid."""
+    match = re.fullmatch(r"int([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is not a valid grid for weights; try int4:128, int4 or int8")
+    bits, group = int(match[1]), int(match[2]) if match[2] else None
+    check_grid(bits, group)
+    return bits, group
+
+
+def check_grid(bits: int, group: int | None) -> None:
+    """UsageError where there is no grid of so many ``bits``, with a scale for so many inputs."""
+    if not 2 <= bits <= 8:
+        raise UsageError(f"a grid has 2 to 8 bits; got {bits}")
+    if group is not None and group < 1:
+        raise UsageError(f"a scale is for 1 input or more; got groups of {group}")
 
 
 def parse_share(name: str, given: float | str) -> float:

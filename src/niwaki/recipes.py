@@ -365,11 +365,12 @@ def _execute(
             reads += [locate_model(str(path)) for path in _other_models(stage)]
         whole += own
         labels += [name] * len(own)
-    recipe, progress = None, progress or Progress()
+    recipe = None
     try:
         recipe = begin_recipe([table_of(stage) for stage in stages], str(model), calibration, measurement, compute)
     except UsageError as error:  # such as what is of the caller's own making
-        progress.note(f"the result will have no recipe.toml: {error}")
+        if progress and current_session().world.first:
+            progress.note(f"the result will have no recipe.toml: {error}")
     return execute(
         *(model, out, whole, calibration, measurement, compute),
         labels=labels,

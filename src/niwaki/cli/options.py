@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 from typer import Argument, Option
 
 from niwaki.choices import MASK_NAMES, PATTERN_NAMES, SOLVER_NAMES, TF32, WEIGHT_NAMES, Order
+from niwaki.cli.checks import check
 from niwaki.effort import EFFORTS, Allocation
 from niwaki.errors import either
 from niwaki.options import BLOCKS_RATE, HEALING_LENGTH, HEALING_RATE, USUAL_TEXT, Calibration, Compute, Measurement
@@ -140,6 +141,7 @@ def options(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Comma
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
+            check(given)
             groups = {name for name, each in parameters.items() if _is_group(each.annotation)}
             made = {name: _made(each.default, given) for name, each in parameters.items() if name in groups}
             command(**{name: made[name] if name in groups else given[name] for name in parameters})

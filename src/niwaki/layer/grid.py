@@ -1,7 +1,6 @@
 """Grids for weights: whole numbers of a few bits, times a scale for each row and group of inputs."""
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from niwaki.arguments import check_fields
 from niwaki.errors import UsageError
+from niwaki.quantities import check_grid, parse_bits
 
 #: The scales that are tried for a group, relative to the one that puts its largest weight at the end of the grid.
 _CLIPPING = tuple(1 - 0.05 * i for i in range(11))
@@ -29,10 +29,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 2 <= self.bits <= 8:
-            raise UsageError(f"a grid has 2 to 8 bits; got {self.bits}")
-        if self.group is not None and self.group < 1:
-            raise UsageError(f"a scale is for 1 input or more; got groups of {self.group}")
+        check_grid(self.bits, self.group)
 
     def __str__(self) -> str:
         return f"int{self.bits}" + ("" if self.group is None else f":{self.group}")
@@ -113,7 +110,4 @@ def scale_dtype(stored: torch.dtype) -> torch.dtype:
 
 def parse_grid(text: str) -> Grid:
     """The grid of a text such as ``"int4:128"``, or ``"int8"`` for one scale for each row; UsageError if not valid."""
-    match = re.fullmatch(r"int([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
-    if match is None:
-        raise UsageError(f"{text!r} is not a valid grid for weights; try int4:128, int4 or int8")
-    return Grid(int(match[1]), int(match[2]) if match[2] else None)
+    return Grid(*parse_bits(text))

@@ -16,7 +16,7 @@ from niwaki.arguments import check_fields
 from niwaki.errors import PatternError
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.patterns.selection import keep_highest
-from niwaki.quantities import as_fraction
+from niwaki.quantities import check_sparsity
 
 #: From scores (out, in) the mask of the weights that are kept.
 Choice: TypeAlias = Callable[[Tensor], Tensor]
@@ -197,10 +197,7 @@ class BySparsity(Counted):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 <= self.sparsity < 1:
-            raise PatternError(
-                f"sparsity is the fraction of zeros, from 0 to below 1; got {as_fraction(self.sparsity)}"
-            )
+        check_sparsity(self.sparsity)
 
     def at(self, sparsity: float) -> Pattern | None:
         return replace(self, sparsity=sparsity)
