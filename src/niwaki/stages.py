@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
 from niwaki.arguments import given_fields
@@ -38,6 +37,8 @@ STAGES: dict[str, Callable[..., Stage]] = {
 _FIRST = {"vocabulary": "size", "prune": "pattern", "quantize": "grid", "embeddings": "grid", "export": "format"}
 #: For words without a name.
 _EXAMPLES = {"shrink": "neurons=0.25", "prune": "pattern=0.5", "quantize": "grid=int4:128", "heal": "max_time=30m"}
+#: Parameters that may be the directory of another model.
+_MODELS = {"teacher", "mask_from"}
 #: Of values that are no text, the text that stands for one, and what makes one of text.
 _TEXTS: tuple[tuple[type, Callable[[Any], str], Callable[[str], Any]], ...] = (
     (Pattern, str, parse_pattern),
@@ -137,14 +138,13 @@ def table_of(stage: Stage) -> dict[str, Any]:
         raise UsageError(f"{type(stage).__name__} is no stage of niwaki's own")
     usual = {field.name: field.default for field in dataclasses.fields(cast("Any", stage))}
     given = {name: getattr(stage, name) for name in given_fields(kind) if getattr(stage, name) != usual[name]}
-    return {"stage": stage.name, **{name: _said(name, value) for name, value in given.items()}}
+    said = {name: public_name(value) if name in _MODELS else _said(name, value) for name, value in given.items()}
+    return {"stage": stage.name, **said}
 
 
 def _said(name: str, value: Any) -> Any:
     """The parameter ``value`` as text or a number that stands for it; UsageError where none does."""
-    if isinstance(value, str | Path):
-        return public_name(value)
-    if isinstance(value, bool | int | float):
+    if isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, tuple):
         return list(value)

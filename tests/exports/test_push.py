@@ -150,7 +150,7 @@ def test_directories(copy: Path, tmp_path: Path) -> None:
     assert "folder/kept.txt" in listed
     (tmp_path / "secret").write_text("")
     (copy / "link").symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match="is a link to a file outside"):
+    with pytest.raises(CheckpointError, match="is a link to something outside"):
         Publication(copy, "me/small", BASE)
 
 

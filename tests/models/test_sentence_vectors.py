@@ -26,7 +26,9 @@ from support.streams import stream_of
 CPU = Compute("cpu", "float32")
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
 SENTENCES = [torch.arange(5, 5 + length) for length in (9, 4, 9, 12, 4)]
-TEXT = "The old man went to the river. He did not see the boat! Where was it? " * 60
+TEXT = "".join(
+    f"The old man went to the river {i} times. He did not see the boat {i}! Where was it? " for i in range(60)
+)
 
 
 def save_encoder(path: Path, **others: Any) -> Path:
@@ -109,7 +111,9 @@ def test_sentences_of_a_text(model: Path) -> None:
     ids = torch.tensor(stream.tokenizer(TEXT)["input_ids"][:640]).view(20, 32)
     found = sentences_of(stream, Windows(ids, "a text"))
     words = [str(stream.tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in found]
-    assert set(words[:-1]) <= {"The old man went to the river.", "He did not see the boat!"}
+    whole = {f"The old man went to the river {i} times." for i in range(60)}
+    assert set(words[:-1]) <= whole | {f"He did not see the boat {i}!" for i in range(60)}
+    assert len(set(words)) == len(words) > 20
     assert all(8 <= len(tokens) <= 32 for tokens in found)
     few = Windows(torch.randint(300, 4000, (4, 32), generator=torch.Generator().manual_seed(0)), "no text")
     assert torch.equal(torch.stack(sentences_of(stream, few)), few.tokens)

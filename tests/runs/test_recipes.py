@@ -31,6 +31,7 @@ from niwaki.errors import CalibrationError
 from niwaki.layer.solvers import MaskThenUpdate
 from niwaki.runs.stage import Stage
 from niwaki.stages import stages_of, table_of
+from support.command import Command, niwaki_  # noqa: F401 - a fixture
 from support.healing import LENGTH, TOKENS
 from support.models import message, save_model, save_model_with_tokenizer
 from support.runs import files
@@ -127,12 +128,33 @@ def test_other_options_come_first(model: Path, text: str, tmp_path: Path) -> Non
     assert record.perplexity["after"].windows == 2
 
 
+@pytest.mark.slow
+def test_options_of_the_command_line_come_first_whatever_they_are(
+    model: Path,
+    text: str,
+    tmp_path: Path,
+    niwaki_: Command,  # noqa: F811
+) -> None:
+    """Also where they are what they would be without a recipe."""
+    recipe = tmp_path / "recipe.toml"
+    stages = '[[stages]]\nstage = "prune"\npattern = 0.5\neffort = "fast"\n'
+    recipe.write_text(
+        f'{stages}[calibration]\nsamples = 4\nseed = 3\norder = "random"\nlength = 32\n[measurement]\nsamples=2'
+    )
+    common = ("run", model, "--recipe", recipe, "--calibration", text, "--device", "cpu", "--seed", 0)
+    assert niwaki_(*common[:2], tmp_path / "out", *common[2:], "--text-samples", 16).code == 0
+    record = Record.load(tmp_path / "out" / "niwaki.json")
+    described = record.calibration
+    assert (described["samples"], described["seed"], described["order"]) == (4, 0, "random")
+    assert record.perplexity["after"].windows == 16
+
+
 def test_after_another_command_both_are_there(model: Path, text: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"calibration": calibration(text), **FEW}
     niwaki.prune(model, tmp_path / "pruned", 0.5, effort="fast", **options)
     first = (tmp_path / "pruned" / "recipe.toml").read_bytes()
     niwaki.run(tmp_path / "pruned", tmp_path / "out", [Prune("2:4", effort="fast")], **options)
-    assert (tmp_path / "out" / "recipe.base.toml").read_bytes() == first
+    assert (tmp_path / "out" / "recipe.1.toml").read_bytes() == first
     recipe = Recipe.read(tmp_path / "out")
     assert recipe.model == {"name": "pruned"}
     assert recipe.weights == Recipe.read(tmp_path / "pruned").result

@@ -126,7 +126,8 @@ class Display(Screen):
     def healing(self, record: HealingRecord, share: float, seconds: float) -> None:
         point = record.points[-1]
         if self._healed is None:
-            self.line("KL from the dense model, in nats a token:")
+            states = "distance of states from the dense model's, relative to their squares:"
+            self.line(states if record.of_states else "KL from the dense model, in nats a token:")
             self.line("   tokens  minutes  held out" + ("" if record.by_block else "  trained on"))
         if self._healed != point:
             self._healed = point

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from niwaki.choices import MASK_NAMES, PATTERN_NAMES, SOLVER_NAMES, TF32, WEIGHT_NAMES, Order
 from niwaki.cli.checks import check
@@ -176,10 +176,29 @@ def _made(usual: Any, given: Mapping[str, Any]) -> Any:
     return dataclasses.replace(usual, **values)
 
 
+def chosen(group: Any, context: Context) -> dict[str, dict[str, Any]]:
+    """Of each group in a ``group`` that was made from the command line, what was given there, by its field."""
+
+    def is_given(option: str) -> bool:
+        source = context.get_parameter_source(option)
+        return source is not None and source.name == "COMMANDLINE"
+
+    found: dict[str, dict[str, Any]] = {}
+    for part in dataclasses.fields(group):
+        value = getattr(group, part.name)
+        if _is_group(type(value)):
+            found[part.name] = {
+                field: getattr(value, field) for option, (field, _) in _fields(type(value)).items() if is_given(option)
+            }
+    return found
+
+
 def _options(
     name: str, hint: Any, default: Any, helps: Mapping[str, str], changed: Mapping[str, Any]
 ) -> dict[str, Parameter]:
     """What typer is to know of a parameter, or of all options of a group; the outermost of the ``helps`` counts."""
+    if hint is Context:
+        return {name: Parameter(name, Parameter.KEYWORD_ONLY, annotation=hint)}
     if not _is_group(hint):
         return {name: _option(name, changed.get(name, hint), default, helps.get(name))}
     helps = {**_helps(_OPTIONS.get(hint, hint)), **helps}

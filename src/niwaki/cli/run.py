@@ -2,14 +2,16 @@
 
 from typing import Annotated
 
-from niwaki.cli.options import Model, Output, options
+from typer import Context
+
+from niwaki.cli.options import Model, Output, chosen, options
 from niwaki.cli.work import Work
 from niwaki.errors import UsageError
-from niwaki.options import Measurement
 
 
 @options()
 def run(
+    context: Context,
     model: Model,
     output: Output,
     stages: Annotated[list[str] | None, "STAGE", "--stage", "-s"] = None,
@@ -33,6 +35,9 @@ def run(
         from niwaki.recipes import run as work_on
         from niwaki.records.recipe import Recipe
 
-        if recipe is not None and work.measurement == Work().measurement:
-            common["measurement"] = Measurement()  # what the recipe says, or else the same
-        work_on(model, output, Recipe.read(recipe) if recipe is not None else stages or [], **common)
+        if recipe is not None:
+            given = chosen(work, context)
+            common |= {name: type(common[name])() for name in given}  # what was given goes into the recipe
+            work_on(model, output, Recipe.read(recipe).with_options(**given), **common)
+        else:
+            work_on(model, output, stages or [], **common)

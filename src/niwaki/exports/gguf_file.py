@@ -28,6 +28,7 @@ from niwaki.models.extra import find_extra
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import read_config, refusals
 from niwaki.records.progress import Progress
+from niwaki.records.recipe import EARLIER_RECIPE, RECIPE
 from niwaki.records.record import Record
 from niwaki.records.wording import counted, markdown, several
 from niwaki.runs.conversion import Form, model_name
@@ -43,7 +44,7 @@ _LARGEST = 65504.0  # in float16
 #: are not too small for it.
 _FAR = 0.01
 #: What the directory of a file has too: what the model is, how it was made, and what may be done with it.
-_CARRIED = {"README.md", "README.base.md", "niwaki.json", "niwaki.base.json", "recipe.toml", "recipe.base.toml"}
+_CARRIED = {"README.md", "README.base.md", "niwaki.json", "niwaki.base.json", RECIPE}
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _CARD = """
 # {title}, for llama.cpp
@@ -107,7 +108,8 @@ class Gguf(Form):
 
     def carries(self, name: Path) -> bool:
         """What tells people of the model; all that programs need is in the file."""
-        return str(name) in _CARRIED or (len(name.parts) == 1 and name.name.startswith(_LEGAL))
+        is_recipe = EARLIER_RECIPE.fullmatch(str(name)) is not None
+        return is_recipe or str(name) in _CARRIED or (len(name.parts) == 1 and name.name.startswith(_LEGAL))
 
     def check(self, name: str) -> None:
         """Looks for tensors that the file will not have; weights are looked at when they are written."""

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from yaml import YAMLError
 
 from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, OutputError, UsageError, first_line, raised_as
 from niwaki.files import given_path, input_errors
-from niwaki.records.recipe import BASE_RECIPE, RECIPE, Recipe
+from niwaki.records.recipe import RECIPE, Recipe
 from niwaki.records.record import Record
 from niwaki.records.wording import several
+from niwaki.runs.recipe import earlier_recipes
 
 _CARD, _RECORD = "README.md", "niwaki.json"
 _RELATION = "base_model_relation"
 #: What the hub puts into a repository that is new.
 _OF_THE_HUB = {".gitattributes"}
+#: Where a path begins in a command, and the path.
+_LOCAL = re.compile(r"(?<![\w.])(/[^\s'\"/]+/[^\s'\"]*)")
 #: For models whose base is nowhere on the hub.
 NO_BASE = "none"
 
@@ -76,7 +81,7 @@ class Publication:
                 f"{directory} is not what niwaki wrote: it has no {_CARD} or no {_RECORD}. For other models there is "
                 f"'hf upload {name} {directory}'"
             )
-        self._paths = _paths(self.directory)
+        self._paths, self._record = _paths(self.directory), Record.load(self.directory / _RECORD)
         #: Of files that say on the hub which model there this was made from.
         self._contents = {_CARD: _card(self.directory, name, base_model), **_recipes(self.directory, base_model)}
         with input_errors(self.directory):
@@ -95,9 +100,10 @@ class Publication:
             said.append("the card names no license; the base model's says which may be given")
         if RECIPE not in self._paths:
             said.append(f"there is no {RECIPE}, so that nobody can make the model again")
-        record = Record.from_json((self.directory / _RECORD).read_text(encoding="utf-8"))
-        if paths := [word for word in record.command.split() if os.path.isabs(word.strip("'\""))]:
-            said.append(f"{_RECORD} has the command with paths of this machine: {several(paths, 2)}")
+        elif earlier := earlier_recipes(self.directory):
+            said.append(f"{RECIPE} begins with what {earlier[-1]} makes: it was made by {len(earlier) + 1} commands")
+        if paths := list(dict.fromkeys(_LOCAL.findall(self._record.command))):
+            said.append(f"{_RECORD} has the command with paths of this machine: {several(paths, 3)}")
         return said
 
     def upload(self, private: bool = False) -> str:
@@ -159,25 +165,28 @@ def _paths(directory: Path) -> list[str]:
     with input_errors(directory):
         for folder, folders, names in os.walk(directory):
             folders[:] = sorted(each for each in folders if not each.startswith("."))
-            found += [Path(folder, each) for each in names if not each.startswith(".")]
+            links = [each for each in folders if Path(folder, each).is_symlink()]
+            found += [Path(folder, each) for each in (*names, *links) if not each.startswith(".")]
         for path in found:
             if not path.resolve().is_relative_to(whole):
-                raise CheckpointError(f"{path} is a link to a file outside of {directory}; put a copy in its place")
+                raise CheckpointError(f"{path} is a link to something outside of {directory}; put a copy in its place")
+            if not path.is_file():
+                raise CheckpointError(f"{path} is not a file, and cannot be uploaded; remove it")
     return [path.relative_to(directory).as_posix() for path in found]
 
 
 def _card(directory: Path, name: str, base_model: str | None) -> bytes:
     """The card for the hub: that of the directory with a base model that is there, and its results under ``name``."""
     readme = directory / _CARD
-    with input_errors(readme), raised_as(CheckpointError, f"{readme} is not a model card", ValueError):
+    with input_errors(readme), raised_as(CheckpointError, f"{readme} is not a model card", (ValueError, YAMLError)):
         card = ModelCard(readme.read_text(encoding="utf-8"))
     data = card.data
     assert isinstance(data, ModelCardData)
     if base_model is not None:
         data.base_model = None if base_model == NO_BASE else base_model
-    if data.base_model is not None:
+    if base_model != NO_BASE:
         try:
-            for each in [data.base_model] if isinstance(data.base_model, str) else data.base_model:
+            for each in data.base_model if isinstance(data.base_model, list) else [data.base_model or ""]:
                 _check_name(str(each), "the base model")
         except UsageError as error:
             hint = f"--base-model OWNER/NAME, or --base-model {NO_BASE} where it is not there"
@@ -192,12 +201,10 @@ def _card(directory: Path, name: str, base_model: str | None) -> bytes:
 
 def _recipes(directory: Path, base_model: str | None) -> dict[str, bytes]:
     """By path, recipes in which the model that the card names has its name on the hub."""
-    if base_model in (None, NO_BASE):
+    names = [*earlier_recipes(directory), *([RECIPE] if (directory / RECIPE).exists() else [])]
+    recipes = {name: Recipe.read(directory / name) for name in names}
+    if not recipes or base_model is None or base_model == NO_BASE:
         return {}
-    former = ModelCard.load(directory / _CARD).data.get("base_model")
-    found = {}
-    for path in (RECIPE, BASE_RECIPE):
-        if (directory / path).is_file():
-            recipe = Recipe.read(directory / path).renamed(former, base_model)
-            found[path] = recipe.toml().encode()
-    return found
+    # Of a model that was made by several commands only the first began with the base; others may heal towards it.
+    former = recipes[names[0]].model.get("name", "")
+    return {name: recipe.renamed(former, base_model).toml().encode() for name, recipe in recipes.items()}

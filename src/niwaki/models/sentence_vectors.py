@@ -39,7 +39,8 @@ def pooling_of(model: StreamedModel) -> str:
         folder = next(each["path"] for each in modules if str(each["type"]).endswith("Pooling"))
         settings = json.loads((path / Path(folder).name / "config.json").read_text(encoding="utf-8"))
         return next((name for setting, name in _POOLINGS.items() if settings.get(setting) is True), usual)
-    except (OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):  # none, or nobody's
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
+        # There are none, or nobody's.
         return usual
 
 

@@ -256,7 +256,7 @@ class StreamedModel:
         """Raises UnsupportedModelError where the model makes no predictions."""
         if not self.has_head:
             path = self.checkpoint.path
-            raise UnsupportedModelError(f"{path} has no head, and makes no predictions of words; it can only be pruned")
+            raise UnsupportedModelError(f"{path} has no head, and makes no predictions of words, which this needs")
 
     @property
     def embedding_keys(self) -> list[str]:

@@ -163,7 +163,8 @@ class Pruning:
         given, shares, reasons = self.request.settled_effort, self.request.shares_zeros, []
         self.measurement = run.measured
         if not self.model.has_head:
-            reasons.append("this model predicts no words: its sentence vectors are measured, and no perplexity")
+            vectors = "" if self.measurement.samples == 0 else ", but how near its sentence vectors are"
+            reasons.append(f"this model predicts no words: no perplexity is measured{vectors}")
         if has_images(run.calibration) and not self.request.rounds_to_nearest:
             reasons.append("calibrated on images: what needs text is left out")
         self.effort = given.settled(shares, predicts=not reasons)

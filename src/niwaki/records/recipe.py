@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,14 @@ import tomli_w
 from niwaki.arguments import checked
 from niwaki.errors import UsageError
 from niwaki.files import given_path
-from niwaki.records.wording import counted, printable
+from niwaki.records.wording import printable
 
-#: What a recipe is called in the directory of the model that was made by it; and that of the model that this was made
-#: from, where it had one.
-RECIPE, BASE_RECIPE = "recipe.toml", "recipe.base.toml"
+#: What a recipe is called in the directory of the model that was made by it.
+RECIPE = "recipe.toml"
+#: Where a model was made by several commands, those of all but the last, by their number from 1.
+EARLIER_RECIPE = re.compile(r"recipe\.([1-9][0-9]{0,3})\.toml")
+#: Characters of the largest file that can be one.
+_LONGEST = 1 << 20
 _STAGES = "stages"
 #: A stage of it, or a group of options: values that TOML has, by name.
 Table = dict[str, Any]
@@ -75,18 +79,21 @@ class Recipe:
         file = given_path(path)
         file = file / RECIPE if file.is_dir() else file
         try:
-            values = _toml().loads(file.read_text(encoding="utf-8"))
+            if file.exists() and (not file.is_file() or file.stat().st_size > _LONGEST):
+                raise UsageError(f"{file} is no recipe, which is a file of some lines")
+            values = _toml().loads(file.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{file} is no TOML file: {error}") from error
         tables = values.get(_STAGES)
         others = [name for name in values if name not in {each.name for each in dataclasses.fields(cls)}]
-        if others or not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
-            has = f"; it has {', '.join(map(repr, others))}" if others else ""
+        if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
             raise UsageError(
-                f"{file} is no recipe, which has a table [[{_STAGES}]] for each stage, with its name as 'stage'{has}"
+                f"{file} is no recipe, which has a table [[{_STAGES}]] for each stage, with its name as 'stage'"
             )
+        if others:
+            raise UsageError(f"{file} has {', '.join(map(repr, others))}, which no recipe has")
         try:
             return msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
@@ -101,6 +108,11 @@ class Recipe:
             head += _BY_THE_CLOCK
         values = {name: value for name, value in dataclasses.asdict(self).items() if value}
         return f"{head}\n{tomli_w.dumps(values)}"
+
+    def with_options(self, **given: Table) -> Recipe:
+        """The same with other options, by the name of their table: what is given there comes before its own."""
+        changed: Any = {name: {**getattr(self, name), **table} for name, table in given.items()}
+        return dataclasses.replace(self, **changed)
 
     def renamed(self, former: str, name: str) -> Recipe:
         """The same, for those who call the model ``former`` by another ``name``."""
@@ -123,21 +135,20 @@ class Recipe:
         return found + differing
 
     def outcome(self, other: Recipe) -> str:
-        """Whether ``other``, a run of this recipe, made the same weights, as a sentence; "" where nobody can say."""
+        """Whether ``other``, a run of this recipe, made the same weights, as a sentence; "" for one without digests."""
         if not self.result:
-            return ""
+            return "the recipe has no digests of weights to compare these with" if self.made_with else ""
         if self.result == other.result:
-            files = counted(len(self.result), "weight file")
-            return f"the {files} {_has(self.result)} the bytes that the recipe names: it is the same model"
+            return "the weights have the bytes that the recipe names: it is the same model"
         why = self.differences(other)
         return "the weights are not those that the recipe names" + (f": {'; '.join(why)}" if why else "")
 
 
 def public_name(value: str | Path) -> str:
-    """A name for those who have other directories: without the folders of a path that is there."""
+    """A name for those who have other directories: of a path that is there, without its folders."""
     try:
         path = given_path(value)
-        return path.resolve().name if path.exists() else str(value)
+        return path.absolute().name if path.exists() else str(value)
     except (OSError, UsageError):  # no path, which is for others to say
         return str(value)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from niwaki.records.data import Amount, Name, Positive
+from niwaki.records.wording import counted
 
 Cosine = Annotated[float, msgspec.Meta(ge=-1.01, le=1.01)]
 
@@ -41,7 +42,8 @@ class Similarity:
     text: Name
 
     def __str__(self) -> str:
+        ranks = f"; rank correlation of similarities {self.rank_correlation:.4f}" if self.sentences > 2 else ""
         return (
-            f"cosine {self.cosine:.4f} ±{self.standard_error:.4f} to the dense model's, lowest {self.lowest:.3f}; rank "
-            f"correlation of similarities {self.rank_correlation:.4f} ({self.sentences:,} sentences, {self.text})"
+            f"cosine {self.cosine:.4f} ±{self.standard_error:.4f} to the dense model's, lowest {self.lowest:.3f}"
+            f"{ranks} ({counted(self.sentences, 'sentence')}, {self.text})"
         )

@@ -1,5 +1,6 @@
 """What the output says about itself: its model card, README.md, and its record, niwaki.json; and config.json."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ _SHRUNK_AND_PRUNED = (
     "left. Zeros are stored as such, and it loads as any other model of its kind."
 )
 _HEALED = (
-    "{name}, a pruned model, whose remaining weights niwaki trained towards the predictions of the dense model. Zeros "
+    "{name}, a pruned model, whose remaining weights niwaki trained towards the {what} of the dense model. Zeros "
     "are stored as such, so this loads wherever the dense model does."
 )
 _PRUNED = (
@@ -42,7 +43,7 @@ _QUANTIZED = (
     "{name}, with {parts} put on a grid of whole numbers with niwaki{trained}. They "
     "are stored as usual, so this loads wherever the original does; `niwaki pack` makes it small."
 )
-_TRAINED = ", and what is left trained towards the dense model's predictions"
+_TRAINED = ", and what is left trained towards the dense model"
 _AGAIN = (
     "\n`recipe.toml` makes it again: `niwaki run MODEL OUT --recipe recipe.toml`, with the digests of what comes out.\n"
 )
@@ -89,11 +90,10 @@ def pruning_config(record: Record) -> dict[str, Any]:
 
 def _data(record: Record, inherited: Mapping[str, Any]) -> ModelCardData:
     """What is at the top of the card, for programs."""
-    base = record.teacher or record.model
     kept: dict[str, Any] = {key: inherited.get(key) for key in _INHERITED}
     measured = record.perplexity.get("after")
     return ModelCardData(
-        base_model=base if base.count("/") == 1 else Path(base).name or base,
+        base_model=base_name(record.teacher or record.model),
         base_model_relation="quantized" if record.only_quantizes else "finetune",  # the hub knows no pruning
         library_name="transformers",
         model_name=record.outcome if measured else None,
@@ -101,6 +101,11 @@ def _data(record: Record, inherited: Mapping[str, Any]) -> ModelCardData:
         tags=sorted({*inherited.get("tags", []), "niwaki", *_tags(record)}),
         **kept,
     )
+
+
+def base_name(model: str) -> str:
+    """What to call a model that was given by a hub id, or by a directory of which only the name is told."""
+    return model if model.count("/") == 1 else Path(model).name or model
 
 
 def _result(measured: Perplexity) -> EvalResult:
@@ -127,7 +132,8 @@ def _about(record: Record, name: str) -> str:
     if record.structure:
         return (_SHRUNK if record.only_shrinks else _SHRUNK_AND_PRUNED).format(name=name)
     if record.only_heals:
-        return _HEALED.format(name=name)
+        what = "states" if record.healing and record.healing.of_states else "predictions"
+        return _HEALED.format(name=name, what=what)
     if record.has_factors:
         return _FACTORED.format(name=name, where=record.where)
     if record.only_quantizes:
@@ -141,14 +147,14 @@ def _about(record: Record, name: str) -> str:
 
 def _rows(record: Record) -> dict[str, object]:
     """The table: names and values, of which those that are empty are left out."""
-    calibration = record.calibration
+    calibration, healing = record.calibration, record.healing
     error = f"error of the matrices{record.of_which_stage}, of the {record.error_of} square, geometric mean"
     rows: dict[str, object] = {
         "method": record.solved_by,
         "effort": record.effort and described(record.effort),
         "removed" if record.only_shrinks else "pattern": None if record.only_quantizes else record.pattern,
         "parameters": record.structure,
-        "healed": record.healing,
+        "healed": healing and dataclasses.replace(healing, teacher=base_name(healing.teacher)),
         "mask from": record.mask_from,
         ("weights that the factors have fewer" if record.has_factors else "zeros in the pruned matrices"): (
             None if record.only_shrinks or record.only_quantizes else f"{100 * record.sparsity:.2f} %"
@@ -170,7 +176,7 @@ def _rows(record: Record) -> dict[str, object]:
             f"{measured.by_bytes}"
         )
     for when, similar in record.vectors.items():
-        rows[f"sentence vectors {when}"] = str(similar)
+        rows[f"sentence vectors {when}"] = str(dataclasses.replace(similar, text=Path(similar.text).name))
     return rows if record.perplexity or record.vectors else {**rows, "perplexity": "not measured"}
 
 

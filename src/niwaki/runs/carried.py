@@ -14,7 +14,7 @@ from niwaki.checkpoints.reading import ORIGIN, PACKED_INDEX, Checkpoint
 from niwaki.errors import CheckpointError
 from niwaki.files import check_space, input_errors, output_errors
 from niwaki.models.scales import FOLDER
-from niwaki.records.recipe import BASE_RECIPE, RECIPE
+from niwaki.records.recipe import RECIPE
 from niwaki.records.record import FINDINGS
 from niwaki.records.wording import counted, several, size
 from niwaki.runs.workplace import unfinished_size
@@ -41,7 +41,7 @@ _MODULES = "modules.json"
 #: What stays behind, of any model.
 _NEVER = {".git", ".cache", ORIGIN, PACKED_INDEX, *FINDINGS}
 #: What niwaki writes beside the model's files.
-_OWN_FILES = {"README.base.md", "niwaki.json", "niwaki.base.json", RECIPE, BASE_RECIPE}
+_OWN_FILES = {"README.base.md", "niwaki.json", "niwaki.base.json", RECIPE}
 #: Folders in each other; making and removing them takes the stack of Python.
 _DEEPEST = 100
 #: Bytes for what niwaki writes about the model.

@@ -70,10 +70,10 @@ def execute(
             recipe=recipe,
             follows=follows,
         )
+        _compare_recipe(run)
         tasks = _opened(run, labels)
         asked = [{"stage": stage.name, **task.asked()} for stage, task in zip(stages, tasks, strict=True)]
         world.check_same(asked[0] if len(asked) == 1 else {f"stage {i + 1}": each for i, each in enumerate(asked)})
-        _compare_recipe(run)
         run.clock.lap("prepare")
         place = stack.enter_context(workplace(target, asked, restart)) if world.first else None
         run.place, journal = place, world.received(place.journal if place else Journal(asked))
@@ -189,7 +189,7 @@ def _compare_vectors(run: Run, record: Record) -> None:
         found = record.vectors["after"] = sentences.measured(run.place.directory, *where)
         if found.sentences < FEW_SENTENCES:
             few = counted(found.sentences, "sentence")
-            run.note(record, f"vectors of only {few} were compared; more --text-samples, or a longer text, tells more")
+            run.note(record, f"sentence vectors are those of only {few}; more --text-samples tell more")
         run.clock.lap("vectors")
 
 

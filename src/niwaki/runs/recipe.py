@@ -10,7 +10,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError
 from niwaki.files import digest, given_path, input_errors, output_errors
 from niwaki.options import Calibration, Compute, Measurement
-from niwaki.records.recipe import BASE_RECIPE, RECIPE, Recipe, Table, public_name
+from niwaki.records.recipe import EARLIER_RECIPE, RECIPE, Recipe, Table, public_name
 from niwaki.records.record import Record
 
 #: What stands for a text that was not given by a name. No file is called so.
@@ -49,11 +49,17 @@ def with_result(recipe: Recipe, record: Record, directory: Path) -> Recipe:
 
 
 def write_recipe(recipe: Recipe, directory: Path) -> None:
-    """Writes it to ``directory``; one that is there is of the model that was read, and stays as its base's."""
+    """Writes it to ``directory``; one that is there is of the model that was read, and stays with a number."""
     with output_errors(directory):
         if (earlier := directory / RECIPE).exists():
-            earlier.replace(directory / BASE_RECIPE)
+            earlier.replace(directory / f"recipe.{len(earlier_recipes(directory)) + 1}.toml")
         (directory / RECIPE).write_text(recipe.toml(), encoding="utf-8")
+
+
+def earlier_recipes(directory: Path) -> list[str]:
+    """Names of the recipes of the models that the one in ``directory`` was made from, the first of them first."""
+    found = (EARLIER_RECIPE.fullmatch(path.name) for path in directory.iterdir())
+    return [each[0] for each in sorted(filter(None, found), key=lambda each: int(each[1]))]
 
 
 def extend_recipe(directory: Path, stage: str, **parameters: str) -> None:

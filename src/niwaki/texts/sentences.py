@@ -24,7 +24,7 @@ def sentences_of(model: StreamedModel, windows: Windows) -> list[Tensor]:
     with contextlib.suppress(CalibrationError):  # a model may come without one
         tokenizer, longest = model.tokenizer, windows.tokens.shape[1]
         text = str(tokenizer.decode(windows.tokens.flatten().tolist(), skip_special_tokens=True))
-        parts = [each.strip() for each in _END.split(text)][:_MOST]
+        parts = list(dict.fromkeys(each.strip() for each in _END.split(text)))[:_MOST]
         if parts:
             tokens = tokenizer(parts, truncation=True, max_length=longest)["input_ids"]
             found = [tensor(each) for each in tokens if len(each) >= min(_SHORTEST, longest)]
