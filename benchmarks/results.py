@@ -66,6 +66,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/two-factors.md", "two_factors_demo", model_tables.two_factors, ("two_factors_demo",)),
     ("docs/two-factors.md", "two_factors_qwen3", model_tables.two_factors, ("two_factors_qwen3",)),
     ("docs/two-factors.md", "heal_two_factors", model_tables.heal, ("heal_two_factors",)),
+    ("docs/healing.md", "heal_neurons", model_tables.heal, ("heal_neurons",)),
     ("docs/when-to-prune.md", "sizes", model_tables.sizes, ("sizes", "llama_cpp")),
     ("docs/when-to-prune.md", "sizes_demo", model_tables.sizes, ("sizes_demo",)),
 ]
