@@ -399,7 +399,7 @@ def test_recipes(tmp_path: Path) -> None:
         ("[[stages]]\nstage = 'prune'\npatern = '2:4'", "is called 'patern'; did you mean pattern"),
         ("[[stages]]\nstage = 'shrink'\nblocks = 'two'", "blocks"),
         ("[[stages]]\nstage = 'prune'\n[[stages]]\nstage = 'heal'\ntokens = -3", "stage 2, heal: tokens must be"),
-        ("calibation = 'x'\n[[stages]]\nstage = 'pack'", "it has 'calibation'"),
+        ("calibation = 'x'\n[[stages]]\nstage = 'pack'", "has 'calibation', which no recipe has"),
         ("calibration = 'x'\n[[stages]]\nstage = 'pack'", "Expected `object`, got `str` - at `$.calibration`"),
         ("[[stages]]\nstage = 'pack'\n[result]\nfile = 'digest'", "at `$.result[...]`"),
     ):
