@@ -84,7 +84,7 @@ def test_what_is_done_of_an_effort() -> None:
     ("name", "said"),
     [
         ("bast", "no effort is called 'bast'; did you mean fast or best?"),
-        ("", "no effort is called ''; known: fast, balanced, best, heal"),
+        ("", "no effort is called ''; known: fast, balanced, best, heal, none"),
         ("best:epoch=1", "no parameter of best is called 'epoch'; did you mean epochs or uniform_epochs?"),
         ("best:epochs", "best:epochs: parameters are written best:NAME=VALUE"),
         ("best:epochs=few", "epochs='few': best wants float here"),
