@@ -37,7 +37,8 @@ def run(
 
         if recipe is not None:
             given = chosen(work, context)
-            common |= {name: type(common[name])() for name in given}  # what was given goes into the recipe
+            # What was given goes into the recipe; but of several processes each has its own device.
+            common |= {name: type(common[name])() for name in given if common[name] == getattr(work, name)}
             work_on(model, output, Recipe.read(recipe).with_options(**given), **common)
         else:
             work_on(model, output, stages or [], **common)
