@@ -37,6 +37,8 @@ void mask(int path, void* values, const std::uint8_t* bits, std::int64_t count, 
     auto* function = mask_plain<T>;
 #if defined(NIWAKI_X86)
     if (path >= AVX2) function = mask_avx2<T>;
+#else
+    static_cast<void>(path);
 #endif
     for_rows((count + 7) / 8, PIECE, threads, [&](std::int64_t first, std::int64_t last) {
         function(static_cast<T*>(values) + 8 * first, bits + first, std::min(8 * last, count) - 8 * first);

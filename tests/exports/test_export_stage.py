@@ -99,7 +99,7 @@ def test_the_same_as_the_export_of_what_comes_before(tmp_path: Path, model: Path
     told, stages = StopAt(), before.stages
     record = work(model, tmp_path / "out", *stages, Export(form), progress=told)
     said = niwaki.export(before.out, tmp_path / "exported", form)
-    found, expected = files(tmp_path / "out"), files(tmp_path / "exported")
+    found, expected = (files(tmp_path / name, "recipe.toml") for name in ("out", "exported"))
     assert found.keys() == expected.keys()
     assert [name for name in found if found[name] != expected[name] and name not in CARDS] == []
     assert set(said) <= set(told.notes)
@@ -111,7 +111,7 @@ def test_the_same_as_the_export_of_what_comes_before(tmp_path: Path, model: Path
     assert [stage.name for stage in kept.stages] == [stage.name for stage in stages]
     if form == "packed":
         work(model, tmp_path / "short", *stages, Pack())
-        assert files(tmp_path / "short") == found
+        assert files(tmp_path / "short", "recipe.toml") == found
     if form.startswith("gguf"):
         assert {*found} == {f"model-{form[5:].upper()}.gguf", *CARDS}
 
@@ -272,7 +272,7 @@ def test_packed_by_export(tmp_path: Path) -> None:
     source = sparse_model(tmp_path / "model")
     sizes = niwaki.pack(source, tmp_path / "packed")
     assert niwaki.export(source, tmp_path / "out", "packed") == sizes.described == [str(sizes)]
-    assert files(tmp_path / "out") == files(tmp_path / "packed")
+    assert files(tmp_path / "out", "recipe.toml") == files(tmp_path / "packed", "recipe.toml")
     said = message(lambda: niwaki.export(tmp_path / "packed", tmp_path / "again", "packed"), CheckpointError)
     assert "is packed; make it dense again" in said
 
@@ -296,7 +296,7 @@ def test_the_command(tmp_path: Path, model: Path, niwaki_: Command) -> None:  # 
     ran = niwaki_("run", model, tmp_path / "out", *stages, *options)
     assert (ran.code, ran.err) == (0, "")
     assert "stage 2 of 2: export, gguf-q8_0" in ran.out
-    assert left(tmp_path / "out") == ["README.dense.md", "README.md", "model-Q8_0.gguf", "niwaki.json"]
+    assert left(tmp_path / "out") == ["README.dense.md", "README.md", "model-Q8_0.gguf", "niwaki.json", "recipe.toml"]
     assert json.loads((tmp_path / "out" / "niwaki.json").read_text())["pattern"] == "2:4"
     ran = niwaki_("export", model, tmp_path / "model.gguf", "--format", "GGUF-F16")
     assert (ran.code, ran.out.split()) == (0, ["written", "to", str(tmp_path / "model.gguf")])

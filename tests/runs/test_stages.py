@@ -420,7 +420,7 @@ def test_the_command(tmp_path: Path, niwaki_: Command) -> None:  # noqa: F811
     steps = ("shrink neurons=0.25", "prune 2:4 effort=fast", "heal tokens=400 rate=0.01 batch=64 own_text=0")
     by_option = niwaki_("run", model, tmp_path / "b", *(x for step in steps for x in ("--stage", step)), *options)
     assert by_option.code == 0
-    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert files(tmp_path / "a", "recipe.toml") == files(tmp_path / "b", "recipe.toml")
     assert "stage 2 of 3: prune, 2:4, effort fast" in by_file.out
     assert sum("nats a token, " in line for line in by_file.out.splitlines()) == 3
     card = (tmp_path / "a" / "README.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ def begin_recipe(
     names = [public_name(text) for text in calibration.texts if isinstance(text, str)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two texts are called {twice}, and recipes name no directories")
-    return Recipe(stages, _table(calibration), _table(measurement), _table(compute), model={"name": public_name(model)})
+    here = _table(compute)
+    here.pop("max_memory", None)  # which changes no result
+    return Recipe(stages, _table(calibration), _table(measurement), here, model={"name": public_name(model)})
 
 
 def with_sources(recipe: Recipe, source: Path, calibration: Calibration) -> Recipe:
@@ -34,8 +37,8 @@ def with_sources(recipe: Recipe, source: Path, calibration: Calibration) -> Reci
         weights = {name: digest(source / name) for name in sorted(Checkpoint(source).files)}
     texts = {}
     for text in calibration.texts:
-        if isinstance(text, str) and (path := given_path(text)).is_file():
-            with input_errors(path):
+        with contextlib.suppress(UsageError, OSError):  # what is no path, or cannot be read, is for others to say
+            if isinstance(text, str) and (path := given_path(text)).is_file():
                 texts[path.name] = digest(path)
     return dataclasses.replace(recipe, weights=weights, texts=texts)
 
