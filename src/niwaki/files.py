@@ -194,12 +194,15 @@ def locked(directory: Path, out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def digests(directory: Path, sync: bool = False) -> dict[str, str]:
-    """SHA-256 of each file below ``directory``, by its path there; with ``sync`` they are on disk at the return."""
+def digests(directory: Path, sync: bool = False, ends: tuple[str, ...] = ("",)) -> dict[str, str]:
+    """SHA-256 of each file below ``directory`` whose name has one of these ``ends``, by its path there.
+
+    With ``sync`` they are on disk at the return.
+    """
     return {
         path.relative_to(directory).as_posix(): digest(path, sync)
         for path in sorted(directory.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.name.endswith(ends)
     }
 
 

@@ -79,13 +79,14 @@ def run(
         UsageError: a stage cannot follow those before it, or has a parameter that is not valid; nothing is written.
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
-    follows = stages if isinstance(stages, Recipe) else None
-    if isinstance(stages, Recipe):
-        calibration = Calibration.of(calibration).over(stages.calibration)
-        measurement = Measurement.of(measurement).over(stages.measurement)
-        compute = Compute.of(compute).over(stages.compute)
-    made = stages_of(stages) if isinstance(stages, Recipe) else make_stages(stages)
-    return _execute("run", model, out, made, calibration, measurement, compute, restart, progress, follows)
+    if not isinstance(stages, Recipe):
+        made = make_stages(stages)
+        return _execute("run", model, out, made, calibration, measurement, compute, restart, progress)
+    calibration = Calibration.of(calibration).over(stages.calibration)
+    measurement = Measurement.of(measurement).over(stages.measurement)
+    compute = Compute.of(compute).over(stages.compute)
+    made = stages_of(stages)
+    return _execute("run", model, out, made, calibration, measurement, compute, restart, progress, follows=stages)
 
 
 @checked

@@ -20,7 +20,7 @@ from niwaki.texts.sentences import sentences_of
 from niwaki.windows import Windows
 from support.healing import TOKENS
 from support.models import add_tokenizer, save_random
-from support.runs import files, tensors, zeros
+from support.runs import StopAt, files, tensors, zeros
 from support.streams import stream_of
 
 CPU = Compute("cpu", "float32")
@@ -169,20 +169,11 @@ def test_healing_brings_vectors_nearer(model: Path, tmp_path: Path, method: Any)
 @pytest.mark.slow
 def test_one_run_resumes(model: Path, tmp_path: Path) -> None:
     """Prune and heal in one run, stopped in the first stage: the same bytes, measured on the same sentences."""
-
-    class Stop(niwaki.Progress):
-        count = 0
-
-        def solved(self, matrix: Any) -> None:
-            self.count += 1
-            if self.count == 8:
-                raise KeyboardInterrupt
-
     stages: list[Stage] = [Prune(0.5, effort="fast"), Heal(tokens=400, rate=0.01, batch=64, own_text=0.0)]
     options: dict[str, Any] = {"calibration": TOKENS, "measurement": Measurement(TOKENS[:4]), "compute": CPU}
     whole = niwaki.run(model, tmp_path / "whole", stages, **options)
     with pytest.raises(KeyboardInterrupt):
-        niwaki.run(model, tmp_path / "parts", stages, **options, progress=Stop())
+        niwaki.run(model, tmp_path / "parts", stages, **options, progress=StopAt(8))
     parts = niwaki.run(model, tmp_path / "parts", stages, **options)
     assert files(tmp_path / "whole") == files(tmp_path / "parts")
     assert whole.vectors == parts.vectors

@@ -34,7 +34,7 @@ from niwaki.stages import stages_of, table_of
 from support.command import Command, niwaki_  # noqa: F401 - a fixture
 from support.healing import LENGTH, TOKENS
 from support.models import message, save_model, save_model_with_tokenizer
-from support.runs import files
+from support.runs import StopAt, files
 
 CPU = Compute("cpu", "float32")
 FEW: dict[str, Any] = {"measurement": Measurement(samples=2), "compute": CPU}
@@ -218,18 +218,10 @@ def test_names_do_not_leave_their_line(tmp_path: Path) -> None:
 
 
 def test_a_followed_run_is_interrupted_and_resumed(model: Path, text: str, tmp_path: Path) -> None:
-    class Stop(niwaki.Progress):
-        count = 0
-
-        def solved(self, matrix: Any) -> None:
-            self.count += 1
-            if self.count == 10:
-                raise KeyboardInterrupt
-
     niwaki.prune(model, tmp_path / "one", 0.5, effort="fast", calibration=calibration(text), **FEW)
     recipe = Recipe.read(tmp_path / "one")
     with pytest.raises(KeyboardInterrupt):
-        niwaki.run(model, tmp_path / "two", recipe, calibration=text, progress=Stop())
+        niwaki.run(model, tmp_path / "two", recipe, calibration=text, progress=StopAt(10))
     record: Record = niwaki.run(model, tmp_path / "two", recipe, calibration=text)
     assert record.resumed
     assert "same model" in record.notes[-1]

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.pipelines import pipeline
 from niwaki.errors import NumericalError
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.records.vectors import Similarity
@@ -21,7 +22,6 @@ _POOLINGS = {
     "pooling_mode_max_tokens": "max",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_MODULES = "modules.json"
 #: Pairs of sentences whose similarities are ranked.
 _PAIRS = 1_000
 
@@ -33,13 +33,12 @@ def pooling_of(model: StreamedModel) -> str:
     after them the last one.
     """
     usual = "mean" if model.sees_ahead else "lasttoken"
+    path = model.checkpoint.path
     try:
-        path = model.checkpoint.path
-        modules = json.loads((path / _MODULES).read_text(encoding="utf-8"))
-        folder = next(each["path"] for each in modules if str(each["type"]).endswith("Pooling"))
+        folder = next(folder for kind, folder in pipeline(path) if kind.endswith("Pooling"))
         settings = json.loads((path / Path(folder).name / "config.json").read_text(encoding="utf-8"))
         return next((name for setting, name in _POOLINGS.items() if settings.get(setting) is True), usual)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError, StopIteration, RecursionError):
         # There are none, or nobody's.
         return usual
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -301,12 +302,10 @@ class StreamedModel:
     def head(self, dtype: torch.dtype | None = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
         """What makes logits (samples, length, vocabulary) of the last hidden states and their tokens, in ``dtype``."""
         self.check_head()
-        interface, speaker = self.interface, self._parts.speaker
+        run = self._behind_blocks(self._parts.speaker)
 
         def logits(hidden: Tensor, tokens: Tensor) -> Tensor:
-            answer = interface.answer(streams_first(hidden.to(dtype or hidden.dtype), interface.leading))
-            with replaced_blocks(self.blocks, lambda _: lambda *_, **__: answer):
-                values: Tensor = speaker(input_ids=tokens.to(self.device), use_cache=False).logits
+            values: Tensor = run(hidden.to(dtype or hidden.dtype), tokens).logits
             return values
 
         with self._weights.outside(dtype):
@@ -318,16 +317,25 @@ class StreamedModel:
 
         It is what the head would receive, and what a model without one gives.
         """
-        interface = self.interface
+        run = self._behind_blocks(self.decoder)
 
         def states(hidden: Tensor, tokens: Tensor) -> Tensor:
-            answer = interface.answer(streams_first(hidden, interface.leading))
-            with replaced_blocks(self.blocks, lambda _: lambda *_, **__: answer):
-                values: Tensor = self.decoder(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
+            values: Tensor = run(hidden, tokens).last_hidden_state
             return values
 
         with self._weights.outside():
             yield states
+
+    def _behind_blocks(self, module: nn.Module) -> Callable[[Tensor, Tensor], Any]:
+        """``module``, which has the blocks in it, for last hidden states and their tokens: what it makes of these."""
+        interface = self.interface
+
+        def run(hidden: Tensor, tokens: Tensor) -> Any:
+            answer = interface.answer(streams_first(hidden, interface.leading))
+            with replaced_blocks(self.blocks, lambda _: lambda *_, **__: answer):
+                return module(input_ids=tokens.to(self.device), use_cache=False)
+
+        return run
 
     def stream(self, order: Sequence[int] | None = None) -> Generator[DecoderBlock]:
         """The blocks one after the other, each with its weights until the next one is asked for.

@@ -1,6 +1,5 @@
 """The files of a model besides its weights, which the output has too: found and checked before the work begins."""
 
-import json
 import os
 import re
 import shutil
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from niwaki.checkpoints.foreign import PICKLE_SUFFIXES
+from niwaki.checkpoints.pipelines import pipeline
 from niwaki.checkpoints.reading import ORIGIN, PACKED_INDEX, Checkpoint
 from niwaki.errors import CheckpointError
 from niwaki.files import check_space, input_errors, output_errors
@@ -36,8 +36,6 @@ _BELONGING = {
 }
 #: Ends of the names of folders that are a copy of the weights as a whole.
 _PACKAGES = (".mlpackage", ".mlmodelc")
-#: Which directories beside a transformer belong to a pipeline of sentence-transformers: layers that follow it.
-_MODULES = "modules.json"
 #: What stays behind, of any model.
 _NEVER = {".git", ".cache", ORIGIN, PACKED_INDEX, *FINDINGS}
 #: What niwaki writes beside the model's files.
@@ -97,7 +95,7 @@ def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: Coll
         found = {path.relative_to(source): path for path in sorted(_files(source)) if path not in own}
         for name, path in found.items():
             _check(path, name)
-        left = _of_weights(found, {checkpoint.index_name, *keep}, _modules(source))
+        left = _of_weights(found, {checkpoint.index_name, *keep}, [path for _, path in pipeline(source) if path])
         sizes = {name: path.stat().st_size for name, path in found.items()}
     names = sorted(found.keys() - left)
     check_space(out, MARGIN + weights + sum(sizes[name] for name in names) - unfinished_size(out))
@@ -122,15 +120,6 @@ def _of_weights(names: Collection[Path], ours: Collection[str], modules: Collect
         or any(part.endswith(_PACKAGES) for part in name.parts)
         or any(re.fullmatch(own, str(name)) for own in belonging)
     ]
-
-
-def _modules(source: Path) -> list[str]:
-    """The folders of layers that a pipeline of sentence-transformers has behind the transformer in ``source``."""
-    try:
-        values = json.loads((source / _MODULES).read_text(encoding="utf-8"))
-        return [each["path"] for each in values if each["path"]]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # none, or nobody's
-        return []
 
 
 def _is_in(name: Path, folder: str) -> bool:

@@ -20,7 +20,7 @@ from niwaki.runs import card
 from niwaki.runs.clock import Clock
 from niwaki.runs.duration import products_per_second
 from niwaki.runs.journal import Journal
-from niwaki.runs.recipe import with_result, with_sources, write_recipe
+from niwaki.runs.recipe import with_result, with_texts, with_weights, write_recipe
 from niwaki.runs.session import current_session
 from niwaki.runs.similarity import FEW_SENTENCES, Sentences
 from niwaki.runs.stage import ChangesTokens, Run, Stage, Task
@@ -72,6 +72,8 @@ def execute(
         )
         _compare_recipe(run)
         tasks = _opened(run, labels)
+        if world.first and run.recipe:
+            run.recipe = with_texts(run.recipe, calibration)
         asked = [{"stage": stage.name, **task.asked()} for stage, task in zip(stages, tasks, strict=True)]
         world.check_same(asked[0] if len(asked) == 1 else {f"stage {i + 1}": each for i, each in enumerate(asked)})
         run.clock.lap("prepare")
@@ -139,10 +141,10 @@ def _opened(run: Run, labels: Sequence[str]) -> list[Task]:
 
 
 def _compare_recipe(run: Run) -> None:
-    """Puts digests of what the run reads into its recipe, and says where they are not those of the one it follows."""
-    if run.world.first and run.recipe:
-        run.recipe = with_sources(run.recipe, run.source, run.calibration)
-        for difference in run.follows.differences(run.recipe) if run.follows else ():
+    """Says where what the run reads has not the digests of the recipe that it follows, if it follows one."""
+    if run.world.first and run.recipe and run.follows:
+        run.recipe = with_weights(run.recipe, run.source)
+        for difference in run.follows.differences(with_texts(run.recipe, run.calibration)):
             run.progress.note(f"not as in the recipe: {difference}")
 
 
@@ -209,7 +211,9 @@ def _finish(run: Run, record: Record) -> None:
         run.clock.add(earlier.seconds)
     record.seconds = {**run.clock.seconds, "total": run.clock.total()}
     is_format, *after = (each.is_format for each in run.stages[run.number :])
-    made = with_result(run.recipe, record, place.directory) if run.recipe and not after else None
+    made = None
+    if run.recipe and not after:  # reading all weights takes its time, and nobody waits for it here
+        made = with_result(with_weights(run.recipe, run.source), record, place.directory)
     if made and run.follows and (outcome := run.follows.outcome(made)):
         run.note(record, outcome)
     if not is_format and all(after):

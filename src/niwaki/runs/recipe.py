@@ -9,7 +9,7 @@ from typing import Any
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError
-from niwaki.files import digest, given_path, input_errors, output_errors
+from niwaki.files import digest, digests, given_path, input_errors, output_errors
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.recipe import EARLIER_RECIPE, RECIPE, Recipe, Table, public_name
 from niwaki.records.record import Record
@@ -31,22 +31,29 @@ def begin_recipe(
     return Recipe(stages, _table(calibration), _table(measurement), here, model={"name": public_name(model)})
 
 
-def with_sources(recipe: Recipe, source: Path, calibration: Calibration) -> Recipe:
-    """The ``recipe`` with digests of the model in the directory ``source`` and of local texts."""
-    with input_errors(source):
-        weights = {name: digest(source / name) for name in sorted(Checkpoint(source).files)}
+def with_texts(recipe: Recipe, calibration: Calibration) -> Recipe:
+    """The ``recipe`` with digests of local texts."""
     texts = {}
     for text in calibration.texts:
         with contextlib.suppress(UsageError, OSError):  # what is no path, or cannot be read, is for others to say
             if isinstance(text, str) and (path := given_path(text)).is_file():
                 texts[path.name] = digest(path)
-    return dataclasses.replace(recipe, weights=weights, texts=texts)
+    return dataclasses.replace(recipe, texts=texts)
+
+
+def with_weights(recipe: Recipe, source: Path) -> Recipe:
+    """The ``recipe`` with digests of the weights of the model in the directory ``source``, unless it has them."""
+    if recipe.weights:
+        return recipe
+    with input_errors(source):
+        weights = {name: digest(source / name) for name in sorted(Checkpoint(source).files)}
+    return dataclasses.replace(recipe, weights=weights)
 
 
 def with_result(recipe: Recipe, record: Record, directory: Path) -> Recipe:
     """The ``recipe`` with what the ``record`` says of versions, and digests of the weights in the ``directory``."""
     with output_errors(directory):
-        result = _digests(directory)
+        result = digests(directory, ends=_WEIGHTS)
     made_with = {**record.versions, "device": record.device, "dtype": record.dtype}
     return dataclasses.replace(recipe, made_with=made_with, result=result)
 
@@ -77,15 +84,10 @@ def extend_recipe(directory: Path, stage: str, **parameters: str) -> None:
         return
     stages = recipe.stages[:-1] if stage == "unpack" else [*recipe.stages, {"stage": stage, **parameters}]
     with output_errors(directory):
-        result = {} if stage == "export" and parameters["format"].startswith("gguf") else _digests(directory)
+        is_named = stage == "export" and parameters["format"].startswith("gguf")
+        result = {} if is_named else digests(directory, ends=_WEIGHTS)
         made = dataclasses.replace(recipe, stages=stages, result=result)
         (directory / RECIPE).write_text(made.toml(), encoding="utf-8")
-
-
-def _digests(directory: Path) -> dict[str, str]:
-    """Those of all files of weights in the ``directory``."""
-    paths = (path for path in sorted(directory.rglob("*")) if path.suffix in _WEIGHTS and path.is_file())
-    return {path.relative_to(directory).as_posix(): digest(path) for path in paths}
 
 
 def _table(options: Calibration | Measurement | Compute) -> Table:
