@@ -25,6 +25,7 @@ class Windows:
         spans: (windows, 2) int64, of texts that are not all as long: the first token of each that is predicted, and
             where its tokens end; what follows stands for nothing. None where all are predicted but the first.
         bytes: UTF-8 bytes of what is predicted in each window; none where they were not counted.
+        digest: SHA-256 of what tokens are the numbers of, such as sounds; "" where they are tokens alone.
     """
 
     tokens: Tensor
@@ -35,6 +36,7 @@ class Windows:
     bos: int | None = None
     spans: Tensor | None = None
     bytes: tuple[int, ...] = ()
+    digest: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -47,4 +49,4 @@ class Windows:
 
     def fingerprint(self) -> str:
         """SHA-256 of the tokens: whether two runs saw the same text."""
-        return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()
+        return hashlib.sha256(self.tokens.contiguous().numpy().tobytes() + self.digest.encode()).hexdigest()

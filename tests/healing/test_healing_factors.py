@@ -130,12 +130,11 @@ def test_gradients(tmp_path: Path, case: str) -> None:
     with student.computing():
         student.states(TOKENS[:4]).square().sum().backward()
     leaves = {key: part.clone().requires_grad_() for key, part in parts.items()}
-    prefix = f"{stream.path}."
     layout = {matrix.key: matrix for matrix in stream.matrices()}
     grouped: dict[str, Tensor] = {}
     model = reference(pruned)
     for key, matrix in layout.items():
-        name = f"{prefix}{matrix.block}.{matrix.parameter}"
+        name = stream.places[matrix.block] + matrix.parameter
         whole = grouped.setdefault(name, torch.zeros_like(model.get_parameter(name)))
         slot = torch.zeros_like(whole)
         grouped[name] = whole + _placed(slot, matrix, leaves[f"{key}_left"] @ leaves[f"{key}_right"])

@@ -78,7 +78,7 @@ def test_inputs_in_a_pruned_model(tmp_path: Path, tokens: Tensor, case: str, roo
     states = model.embed(tokens)
     for block in model.stream():
         for matrix in block.shared:
-            weights = pruned.get_parameter(f"{model.path}.{block.index}.{matrix.parameter}")
+            weights = pruned.get_parameter(model.places[block.index] + matrix.parameter)
             block.put(matrix, block.stored(matrix, matrix.within(weights)))
         first, *others = groups_of(block, states)
         left = [matrix for group in others for matrix in group]

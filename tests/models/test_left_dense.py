@@ -17,7 +17,7 @@ from niwaki.errors import UnsupportedModelError
 from niwaki.evaluation.inspect import left_dense as of_model
 from niwaki.models.layout import Matrix
 from niwaki.models.left_dense import coverage, left_dense
-from niwaki.models.structure import Parts
+from niwaki.models.structure import Parts, Stack
 from niwaki.records.record import Record
 from support.models import message, random_tokens, save_model
 from support.runs import tensors
@@ -126,7 +126,7 @@ class Decoder(nn.Module):
 def test_reasons_and_shares() -> None:
     decoder = Decoder()
     matrices = [Matrix(i, "up", f"layers.{i}.up.weight", (8, 8), "up.weight") for i in range(2)]
-    parts: Any = Parts(decoder, "layers", decoder.layers, decoder, "")  # type: ignore[arg-type]
+    parts: Any = Parts(decoder, (Stack("layers", decoder.layers),), decoder, "")  # type: ignore[arg-type]
     left = left_dense(parts, SimpleNamespace(ties={}), matrices)  # type: ignore[arg-type]
     assert [(each.name, each.size, each.reason) for each in left] == [
         ("vision_model", 800, "not of the language model"),

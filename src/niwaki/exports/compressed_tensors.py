@@ -110,7 +110,7 @@ def packed_integers(codes: Tensor, bits: int) -> Tensor:
 
 def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
     """``quantization_config`` of config.json."""
-    matrices = {f"{model.path}.{matrix.block}.{matrix.name}": matrix for matrix in model.matrices()}
+    matrices = {model.places[matrix.block] + matrix.name: matrix for matrix in model.matrices()}
     for name, matrix in matrices.items():
         if matrix.transposed or not matrix.is_module or matrix.key != f"{name}.weight" or matrix.blocks:
             raise UnsupportedModelError(

@@ -55,7 +55,7 @@ class KeptGrid:
         matrices = defaultdict[str, list[tuple[Matrix, tuple[Tensor, ...]]]](list)
         for matrix in stream.matrices():
             if parts := self._format.read_parts(self._checkpoint, matrix):
-                matrices[f"{stream.path}.{matrix.block}.{matrix.parameter}"].append((matrix, parts))
+                matrices[stream.places[matrix.block] + matrix.parameter].append((matrix, parts))
         found = {plain_name(name): value for name, value in model.named_parameters()}
         if any(isinstance(found.get(name), DTensor) for name in matrices):
             raise UnsupportedModelError(

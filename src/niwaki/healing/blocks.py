@@ -21,6 +21,7 @@ from niwaki.models.fit import Fit
 from niwaki.models.formats import format_of
 from niwaki.models.generation import device_memory
 from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.pairs import count_tokens
 from niwaki.models.sharing import NOT_FITTED
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.training import Projection, trained_matrices
@@ -118,7 +119,7 @@ class BlockRun(HealingRun):
         if healing.limit is not None and not self.run.journal.blocks:
             self._limit_tokens(together, length)
         rest = rest[: math.ceil(healing.tokens / (length * world.size))]
-        there = sum(world.collected(rest.numel()))
+        there = sum(world.collected(count_tokens(rest)))
         if there < healing.tokens:
             self.note_reuse(there)
         self._fitting = Fitting(epochs=healing.tokens / there, rate=healing.rate, batch=healing.batch)

@@ -216,7 +216,11 @@ def find_logits(model: StreamedModel) -> Logits | NoHead:
         return NoHead(model.config.hidden_size)
     seen: list[Tensor] = []
     output = model.model.get_output_embeddings()
-    hook = output.register_forward_hook(lambda _module, _inputs, product: seen.append(product))
+    if model.reads_pairs:  # T5 scales states between its decoder and its head
+        decoder = model.model.get_decoder()
+        hook = decoder.register_forward_hook(lambda _module, _inputs, made: seen.append(output(made.last_hidden_state)))
+    else:
+        hook = output.register_forward_hook(lambda _module, _inputs, product: seen.append(product))
     shape = (1, 4, *model.interface.streams, model.config.hidden_size)
     states = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     try:
@@ -224,7 +228,7 @@ def find_logits(model: StreamedModel) -> Logits | NoHead:
             logits = head(states.to(model.device), torch.zeros(1, 4, dtype=torch.int64)).double()
     finally:
         hook.remove()
-    product = seen[0].double() if seen else torch.zeros_like(logits)
+    product = seen[-1].double() if seen else torch.zeros_like(logits)
     caps = (value for name, value in vars(model.config).items() if "cap" in name and isinstance(value, int | float))
     for cap in (None, *caps):
         before = logits if cap is None else (logits / cap).clamp(-1, 1).atanh() * cap

@@ -57,7 +57,7 @@ class Student:
         inside = {id(value) for value in stream.decoder.parameters()} - {id(end.weight) for end in ends if end}
         matrices = defaultdict[str, list[Matrix]](list)  # by the parameter that they are in
         for matrix in stream.matrices():
-            matrices[f"{stream.path}.{matrix.block}.{matrix.parameter}"].append(matrix)
+            matrices[stream.places[matrix.block] + matrix.parameter].append(matrix)
         named = {name: value for name, value in model.named_parameters() if id(value) in inside}
         vectors = {name for name, value in named.items() if value.ndim == 1 and not choice(name)}
         self.parameters: dict[str, nn.Parameter] = {}
@@ -91,8 +91,10 @@ class Student:
         self.parameters[name] = value
 
     def states(self, tokens: Tensor) -> Tensor:
-        """(tokens, width): after the last norm, for ``tokens`` (windows, length)."""
+        """(tokens, width): after the last norm, for ``tokens`` (windows, length); of pairs for what predicts."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._half):
+            if self._stream.reads_pairs:
+                return self._stream.target_states(tokens)
             states: Tensor = self._stream.decoder(input_ids=tokens, use_cache=False).last_hidden_state
         return states.flatten(0, 1)
 
@@ -272,7 +274,7 @@ class LowRankStudent(Student):
         self._computed_with(name)
 
     def _train_vector(self, name: str, value: nn.Parameter) -> None:
-        if name.startswith(f"{self._stream.path}."):
+        if name.startswith(tuple(self._stream.places)):
             self._add(name, value.detach().float().clone(), self.sizes[name])
             self._computed_with(name)
 
@@ -282,8 +284,9 @@ class LowRankStudent(Student):
     def _computed_with(self, name: str) -> None:
         """From now on its blocks compute with what has become of this parameter."""
         for use in self._stream.layout.same(name):
-            block, _, path = use.removeprefix(f"{self._stream.path}.").partition(".")
-            self._trained[int(block)][path] = name
+            for trained, place in zip(self._trained, self._stream.places, strict=True):
+                if use.startswith(place):
+                    trained[use.removeprefix(place)] = name
 
     def _forward(self, block: nn.Module, trained: dict[str, str]) -> Callable[..., Any]:
         """A forward pass with what is trained, of which only the inputs stay in memory."""

@@ -14,6 +14,7 @@ from niwaki.healing.objective import LOGITS, Head, States
 from niwaki.healing.translation import Translation
 from niwaki.layer.linalg import is_finite
 from niwaki.models.hidden_states import pieces
+from niwaki.models.pairs import NOTHING, predicting
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 
@@ -37,8 +38,12 @@ class Lessons:
         self._directory, self.asked, self.translation = directory, tokens, translation
         self.translated = translation.windows(tokens) if translation else None
         self.tokens = tokens = self.translated.tokens if self.translated else tokens
-        count = len(tokens)
-        parts = {name: (dtype, (*tokens.shape, *shape)) for name, (dtype, shape) in head.kept.items()}
+        count, length = tokens.shape
+        self._predicting: Tensor | None = None  # of pairs, how many tokens of each are predicted
+        if bool((tokens == NOTHING).any()):
+            self._predicting = predicting(tokens).sum(1)
+            length = int(self._predicting.max())
+        parts = {name: (dtype, (count, length, *shape)) for name, (dtype, shape) in head.kept.items()}
         parts["sums"] = (np.int64, (count,))  # of each window, a checksum; 0 where it is not there
         sizes = {name: math.prod(shape) * np.dtype(dtype).itemsize for name, (dtype, shape) in parts.items()}
         with output_errors(directory, _HINT):
@@ -54,13 +59,21 @@ class Lessons:
 
     @property
     def size(self) -> int:
-        """Bytes of a window."""
+        """Bytes of a window, at most."""
         return sum(part[0].nbytes for part in self.parts)
 
     def of(self, windows: Tensor, device: torch.device) -> tuple[Tensor, ...]:
-        """Tokens (windows, length) of some ``windows``, by their numbers, and each part for these tokens."""
-        parts = (part[windows].flatten(0, 1).to(device) for part in self.parts)
-        return self.tokens[windows].to(device), *(p.float() if p.is_floating_point() else p for p in parts)
+        """Tokens (windows, length) of some ``windows``, by their numbers, and each part for these tokens.
+
+        Pairs stay on the CPU, and the parts are for what predicts their targets.
+        """
+        if self._predicting is None:
+            tokens, parts = self.tokens[windows].to(device), [part[windows].flatten(0, 1) for part in self.parts]
+        else:
+            tokens, counts = self.tokens[windows], self._predicting[windows].unsqueeze(1)
+            parts = [part[windows][torch.arange(part.shape[1]) < counts] for part in self.parts]
+        on_device = (part.to(device) for part in parts)
+        return tokens, *(p.float() if p.is_floating_point() else p for p in on_device)
 
     def read(self, windows: slice, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The dense model's ``hidden`` states and tokens, in the places of ``tokens``; and what these begin with."""
@@ -111,7 +124,7 @@ def teach(model: StreamedModel, head: Head | States, lessons: Lessons, windows: 
             for i, batch in enumerate(states.tokens):
                 these = slice(first, first + len(batch))
                 first += len(batch)
-                kept = (part[these] for part in lessons.parts)
+                kept = (part[these, : batch.shape[1]] for part in lessons.parts)
                 for hidden, tokens, beginnings, *parts in pieces(
                     rows, *lessons.read(these, states.hidden[i], batch), *kept
                 ):

@@ -14,6 +14,7 @@ from niwaki.healing.points import Points
 from niwaki.healing.schedule import Schedule
 from niwaki.healing.student import Student
 from niwaki.healing.teacher import Lessons
+from niwaki.models.pairs import count_tokens
 from niwaki.models.processes import World
 from niwaki.records.healing import HealingRecord
 from niwaki.records.progress import Progress
@@ -173,5 +174,5 @@ class Training:
         self.adam.zero_grad()
         self.points.losses.append(float(loss))
         self.schedule.steps += 1
-        self.schedule.trained += tokens.numel() * self.world.size
+        self.schedule.trained += count_tokens(tokens) * self.world.size
         return True

@@ -20,6 +20,7 @@ from niwaki.healing.teacher import Lessons, teach
 from niwaki.healing.training import Training, optimizer
 from niwaki.healing.translation import Translation
 from niwaki.models.formats import format_of
+from niwaki.models.pairs import count_tokens
 from niwaki.records.wording import counted
 
 #: Bytes on disk for each, in what a stopped run resumes from: it, two moments, and the best so far.
@@ -68,7 +69,7 @@ class WholeRun(HealingRun):
         if not healing.points:
             weights = sum(value.numel() for value in student.parameters.values())
             check_space(scratch, 2 * _POINT * weights)  # for a moment there are a new point and the last one
-            there = tokens[self.held :].numel()
+            there = count_tokens(tokens[self.held :])
             if there < healing.tokens and healing.limit is None:
                 self.note_reuse(there)
             return

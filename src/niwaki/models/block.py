@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,27 @@ from niwaki.choices import TF32
 from niwaki.errors import NumericalError, UnsupportedModelError, named, one_line
 from niwaki.layer.linalg import is_finite
 from niwaki.models.gram_capture import InputGram, InputGrams
-from niwaki.models.hidden_states import Handed, HiddenStates, samples_first, streams_first
+from niwaki.models.hidden_states import ENCODED, Handed, HiddenStates, samples_first, streams_first
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget
+
+
+class _Beside(torch.autograd.Function):
+    """A value as it is, which for gradients depends on another one, with gradients of 0.
+
+    A decoder's first inputs depend on nothing that is computed, and gradients of what is made of them are asked for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
+        ctx.like = other.to("meta"), other.device
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, Tensor]:
+        like, device = ctx.like
+        return None, torch.zeros_like(like, device=device)
 
 
 @dataclass(eq=False)
@@ -46,6 +64,9 @@ class DecoderBlock:
             return hidden
         if handed is None:
             handed = arguments.handed(self.index, i, rows)
+        if states.crossing and self.index == states.crossing.first:
+            handed[ENCODED] = (states.crossing.encode(hidden),)
+            hidden = _Beside.apply(arguments.begun(self.index, i), hidden)
         args, kwargs = arguments.call(self.index, samples, i, rows, handed)
         try:
             out = self.module(streams_first(hidden, states.leading), *args, **kwargs)

@@ -64,7 +64,7 @@ def _prefixes(key: str) -> list[str]:
 
 
 def _described(model: StreamedModel, name: str, keys: list[str], size: int) -> ExtraTensors:
-    list_of_blocks, depth = model.path.rpartition(".")[2], len(model.blocks)
+    list_of_blocks, depth = model.places[-1].split(".")[-3], len(model.blocks)
     above, _, last = name.rpartition(".")
     number = int(last) if last.isdigit() and above.rpartition(".")[2] == list_of_blocks else -1
     counts = (getattr(model.config, count, None) for count in DRAFT_COUNTS)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +61,7 @@ class Fit:
 
     def __post_init__(self) -> None:
         self.states.arguments.share_calls(self.targets.arguments)  # the last batch can be smaller there
-        self._parts = self.targets.minibatches(self.settings.tokens_per_part(self.world.size))
+        self._parts = self.targets.steps(self.settings.tokens_per_part(self.world.size))
         count = min(self.world.collected(len(self._parts)))
         self._held = list(range(0, count, _HELD))
         self._rest = [i for i in range(count) if i % _HELD] or self._held
@@ -73,7 +73,8 @@ class Fit:
         """The fit; NumericalError where its error is not finite."""
         began = time.perf_counter()
         block, steps, rest = self.block, self._steps, self._rest
-        power = sum(float(self._target(i).double().square().sum()) for i in self._held)
+        held = (self._target(part) for i in self._held for part in self._parts[i])
+        power = sum(float(target.double().square().sum()) for target in held)
         self._power = max(sum(self.world.collected(power)), 1e-30)
         order = torch.Generator().manual_seed(block.index)
         with trainable(block) as weights:
@@ -90,7 +91,8 @@ class Fit:
                 if step % len(rest) == 0:
                     epoch = torch.randperm(len(rest), generator=order).tolist()
                 with self._trained.computing(), torch.enable_grad():
-                    self._squares(rest[epoch[step % len(rest)]]).sum().backward()
+                    for squares in self._squares(rest[epoch[step % len(rest)]]):
+                        squares.sum().backward()
                 gradients = self._trained.gradients()
                 self.world.sum(gradients)
                 for gradient, mask in zip(gradients, masks, strict=True):
@@ -123,15 +125,15 @@ class Fit:
             return step / self._steps
         return self.world.received(min(1.0, max(step / self._steps, (time.perf_counter() - began) / self.seconds)))
 
-    def _target(self, i: int) -> Tensor:
-        return self.targets.hidden.samples(*self._parts[i])
+    def _target(self, part: tuple[int, slice]) -> Tensor:
+        return self.targets.hidden.samples(*part)
 
-    def _squares(self, i: int) -> Tensor:
-        """What each output of batch ``i`` contributes to the error, which is relative to the held-out targets."""
-        part = self._parts[i]
-        answer = self.block.run(self.states.hidden.samples(*part), self.states, *part)
-        wanted = self._target(i).float()
-        return (answer.reshape(wanted.shape).float() - wanted).square() / self._power
+    def _squares(self, i: int) -> Iterator[Tensor]:
+        """What each output of the parts of step ``i`` contributes to the error, relative to the held-out targets."""
+        for part in self._parts[i]:
+            answer = self.block.run(self.states.hidden.samples(*part), self.states, *part)
+            wanted = self._target(part).float()
+            yield (answer.reshape(wanted.shape).float() - wanted).square() / self._power
 
     def _error(self) -> float:
         """The error of what is held out, in all processes."""
@@ -139,7 +141,7 @@ class Fit:
         with self._trained.computing():
             for i in self._held:
                 with torch.no_grad():  # in float64 a few huge activations do not hide the rest
-                    error += float(self._squares(i).sum(dtype=torch.float64))
+                    error += sum(float(squares.sum(dtype=torch.float64)) for squares in self._squares(i))
                 self.done()
         error = sum(self.world.collected(error))
         if not math.isfinite(error):

@@ -12,17 +12,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from niwaki.errors import UnsupportedModelError
+from niwaki.models.pairs import parted
 from niwaki.models.spill import MemoryBudget, SpillList
 
 #: The arguments of a block: positional, by name.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 #: Where a value is among them: (1, "per_layer_input").
 Place = tuple[str | int, ...]
-#: And of what the model adds to a block's outputs, which is not among them.
+#: And of what the model adds to a block's outputs, and what a decoder begins with, which are not among them.
 _ADDED: Place = ("added",)
+_BEGUN: Place = ("begun",)
+#: By which name a decoder's first block hands on what it and the others attend to.
+ENCODED = "encoded"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,26 @@ class PerToken:
 @dataclass(frozen=True)
 class HandedOn:
     """Stands for the dictionary in which blocks hand on."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Stands for what a decoder attends to of its encoder."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What is between an encoder and its decoder."""
+
+    first: int  # the number of the decoder's first block
+    tail: tuple[nn.Module, ...]  # the encoder's modules after its last block, with their weights
+    places: tuple[frozenset[Place], ...]  # where each block receives what comes out of them
+
+    def encode(self, hidden: Tensor) -> Tensor:
+        """What the decoder attends to, of the outputs of the last encoder block."""
+        for module in self.tail:
+            hidden = module(hidden)
+        return hidden
 
 
 class Handed(UserDict[str | int, tuple[Tensor, ...]]):
@@ -86,10 +110,15 @@ class BlockArguments:
                 "this one are not supported"
             )
 
-    def record_own(self, block: int, call: Call) -> None:
-        """Notes that ``block`` receives ``call`` for the present batch, which has its own and is always run whole."""
+    def record_own(self, block: int, call: Call, encoded: Collection[Place] = ()) -> None:
+        """Notes that ``block`` receives ``call`` for the present batch, which has its own and is always run whole.
+
+        At the places ``encoded`` it receives what is handed on by this name.
+        """
 
         def stand_in(place: Place, value: Any) -> Any:
+            if place in encoded:
+                return Encoded()
             if isinstance(value, Tensor) and value.numel() > 1:
                 self._keep(block, place, value)
                 return PerToken()
@@ -100,6 +129,10 @@ class BlockArguments:
     def add(self, block: int, value: Tensor) -> None:
         """Notes that the model adds ``value`` to the outputs of ``block`` for the present batch, run whole."""
         self._keep(block, _ADDED, value)
+
+    def begin(self, block: int, hidden: Tensor) -> None:
+        """Notes that a decoder, of which ``block`` is the first, begins the present batch with ``hidden``."""
+        self._keep(block, _BEGUN, hidden)
 
     def _keep(self, block: int, place: Place, value: Tensor) -> None:
         kept = next((kept for tensor, kept in self._present if tensor is value), None)
@@ -126,10 +159,16 @@ class BlockArguments:
         def value(place: Place, stand_in: Any) -> Any:
             if isinstance(stand_in, PerToken):
                 return self._kept.samples(self._where[block, i, place], chosen)
+            if isinstance(stand_in, Encoded):
+                return handed[ENCODED][0]
             return handed if isinstance(stand_in, HandedOn) else stand_in
 
         call: Call = replaced(own or self._calls[block, samples], value)
         return call
+
+    def begun(self, block: int, i: int) -> Tensor:
+        """What a decoder, of which ``block`` is the first, begins batch ``i`` with."""
+        return self._kept[self._where[block, i, _BEGUN]]
 
     def added(self, block: int, i: int) -> Tensor | None:
         """What the model adds to the outputs of ``block`` for batch ``i``; None where that is nothing."""
@@ -170,10 +209,30 @@ class HiddenStates:
     #: What blocks receive besides these.
     arguments: BlockArguments = field(default_factory=lambda: BlockArguments(MemoryBudget()))
     leading: int = 0  # dimensions that blocks have before the samples, for streams
+    #: Of an encoder with a decoder, whose batches are pairs, a row each: tokens are what goes into the decoder.
+    crossing: Crossing | None = None
+    rows: list[Tensor] = field(default_factory=list)
 
     def branch(self, hidden: SpillList) -> "HiddenStates":
         """The same token sequences with other hidden states, which go their own way from here on."""
-        return HiddenStates(self.tokens, hidden, self.arguments.branch(), self.leading)
+        return HiddenStates(self.tokens, hidden, self.arguments.branch(), self.leading, self.crossing, self.rows)
+
+    def labels(self, i: int) -> Tensor:
+        """The tokens of batch ``i`` that are predicted, (samples, tokens)."""
+        return parted(self.rows[i][0])[1][None, 1:] if self.rows else self.tokens[i][:, 1:]
+
+    def steps(self, tokens: int) -> list[list[tuple[int, slice]]]:
+        """The same pieces, in groups of about so many tokens where batches are smaller than that."""
+        groups: list[list[tuple[int, slice]]] = []
+        left = 0
+        for i, rows in self.minibatches(tokens):
+            size = (rows.stop - rows.start) * self.tokens[i].shape[1]
+            if size > left:
+                groups.append([])
+                left = tokens
+            groups[-1].append((i, rows))
+            left -= size
+        return groups
 
     def minibatches(self, tokens: int) -> list[tuple[int, slice]]:
         """Pieces of batches with ``tokens`` tokens, at least one sample: the index of the batch, and which samples."""
@@ -218,5 +277,5 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    simple = isinstance(a, bool | int | float | str | PerToken | HandedOn | None)
+    simple = isinstance(a, bool | int | float | str | PerToken | HandedOn | Encoded | None)
     return type(a) is type(b) and (a is b or (simple and a == b))

@@ -1,7 +1,7 @@
 """How blocks and the model around them work together, and what they receive: found and recorded by running it."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,9 +38,10 @@ class Interface:
         return _answer(hidden, self.answers)
 
 
-def find_interface(decoder: nn.Module, blocks: nn.ModuleList, device: torch.device, vocabulary: int) -> Interface:
+def find_interface(decoder: nn.Module, blocks: Sequence[nn.Module], device: torch.device, vocabulary: int) -> Interface:
     """The interface of ``blocks``, of which the first has its weights, as has ``decoder`` outside of them."""
-    answers = _answers(decoder, blocks, device)
+    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    answers = count_answers(partial(decoder, input_ids=one, use_cache=False), blocks)
     calls: list[list[Call]] = [[] for _ in blocks]
     shapes: list[torch.Size] = []
 
@@ -62,8 +63,8 @@ def find_interface(decoder: nn.Module, blocks: nn.ModuleList, device: torch.devi
     )
 
 
-def _answers(decoder: nn.Module, blocks: nn.ModuleList, device: torch.device) -> int:
-    """How many values the first block answers with; 0 where it is not a tuple."""
+def count_answers(run: Callable[[], object], blocks: Sequence[nn.Module]) -> int:
+    """How many values the first block answers with where a model is ``run``; 0 where it is not a tuple."""
     found: list[int] = []
 
     def first(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +76,7 @@ def _answers(decoder: nn.Module, blocks: nn.ModuleList, device: torch.device) ->
         return _answer(hidden, found[0])
 
     with replaced_blocks(blocks, lambda index: others if index else first):
-        decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+        run()
     return found[0]
 
 
@@ -98,7 +99,7 @@ def _per_token(one: Call, other: Call) -> frozenset[Place]:
 
 
 @contextlib.contextmanager
-def replaced_blocks(blocks: nn.ModuleList, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
+def replaced_blocks(blocks: Sequence[nn.Module], make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
     """``blocks`` with forward passes ``make(index)``; their attributes, which parents read, stay."""
     try:
         for index, block in enumerate(blocks):
@@ -109,22 +110,22 @@ def replaced_blocks(blocks: nn.ModuleList, make: Callable[[int], Callable[..., A
             block.__dict__.pop("forward", None)
 
 
-def check_towers(model: nn.Module, blocks: str, directory: Path) -> None:
-    """Raises UnsupportedModelError where something outside the ``blocks``, given by their path, has no weights now."""
+def check_towers(model: nn.Module, inside: tuple[str, ...], directory: Path) -> None:
+    """Raises UnsupportedModelError where something has no weights now whose name does not begin like blocks."""
     for name, value in model.named_parameters():
-        if value.is_meta and not name.startswith(f"{blocks}."):
+        if value.is_meta and not name.startswith(inside):
             raise UnsupportedModelError(
                 f"{directory} has {name!r} in its files in a way that niwaki does not follow; calibrate on a text"
             )
 
 
-class _BlocksEndError(Exception):
+class BlocksEndError(Exception):
     """The way out of a forward pass after the last block."""
 
 
 def record_text(
     run: Callable[[Tensor], Any],
-    blocks: nn.ModuleList,
+    blocks: Sequence[nn.Module],
     interface: Interface,
     states: HiddenStates,
     tokens_per_minibatch: int | None,
@@ -158,7 +159,7 @@ def record_text(
 
 def record_each(
     run: Callable[[Inputs], Any],
-    blocks: nn.ModuleList,
+    blocks: Sequence[nn.Module],
     interface: Interface,
     states: HiddenStates,
     samples: Iterable[Inputs],
@@ -177,7 +178,7 @@ def record_each(
             elif hidden.any():
                 states.arguments.add(index - 1, samples_first(hidden, interface.leading))
             if index == last:
-                raise _BlocksEndError
+                raise BlocksEndError
             return interface.answer(torch.zeros_like(hidden))
 
         return forward
@@ -185,6 +186,6 @@ def record_each(
     with replaced_blocks(blocks, recorded):
         for inputs in samples:
             states.tokens.append(inputs["input_ids"])
-            with contextlib.suppress(_BlocksEndError):
+            with contextlib.suppress(BlocksEndError):
                 run(inputs)
             states.arguments.end_batch()

@@ -205,13 +205,16 @@ class Layout:
     def _turned(piece: _Piece, value: Tensor) -> Tensor:
         return value.mT.contiguous() if piece.flipped else value
 
-    def matrices(self, index: int, prefix: str, block: nn.Module) -> list[Matrix]:
-        """What can be pruned in block ``index``, whose parameters' names start with ``prefix``."""
+    def matrices(self, index: int, prefix: str, block: nn.Module, crosses: bool = False) -> list[Matrix]:
+        """What can be pruned in block ``index``, whose parameters' names start with ``prefix``.
+
+        Attention to something else than the text is left out, unless the model ``crosses`` from an encoder.
+        """
         matrices: list[Matrix] = []
-        if not is_reached(block):
+        if not crosses and not is_reached(block):
             return matrices
         for path, module in block.named_modules():
-            if choice(path) or is_cross_attention(path):
+            if choice(path) or (is_cross_attention(path) and not crosses):
                 continue
             if isinstance(module, nn.Linear | Conv1D):
                 is_transposed = isinstance(module, Conv1D)

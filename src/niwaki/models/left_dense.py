@@ -25,25 +25,28 @@ def left_dense(parts: Parts, layout: Layout, matrices: Iterable[Matrix]) -> list
     ends = parts.model.get_input_embeddings(), parts.head
     others = {id(value) for end in ends if end is not None for value in end.parameters()}
     others |= {id(parameters[name]) for name in layout.ties if name in parameters}
-    pruned = 0
+    pruned, places, crosses = 0, parts.places, parts.encoded > 0
     for matrix in matrices:
-        name = f"{parts.path}.{matrix.block}.{matrix.parameter}"
+        name = f"{places[matrix.block]}{matrix.parameter}"
         others.add(id(parameters[layout.ties.get(name, name)]))
         pruned += matrix.size
-    path = parts.path.removeprefix(parts.decoder_path)
-    unreached = tuple(f"{path}.{name}." for name, block in parts.blocks.named_children() if not is_reached(block))
+    unreached = tuple(
+        place for place, block in zip(places, parts.blocks, strict=True) if not crosses and not is_reached(block)
+    )
     sizes, reasons = Counter[str](), dict[str, str]()
-    for where, module in parts.decoder.named_modules():
+    for path, module in parts.decoder.named_modules():
+        where = f"{parts.decoder_path}{path}."
         for own, value in module.named_parameters(recurse=False):
-            is_inside = where.startswith(f"{path}.")
-            name = kind(f"{where}.{own}".removeprefix(f"{path}.").removesuffix(".weight"))
+            inside = next((stack.path for stack in parts.stacks if where.startswith(f"{stack.path}.")), None)
+            name = kind(f"{where}{own}".removeprefix(parts.decoder_path).removesuffix(".weight"))
             # Of other lists of blocks, and of towers, it is enough to say where they are.
-            name = name.removeprefix("*.") if is_inside else name.partition(".*")[0]
+            shown = kind(f"{inside}.".removeprefix(parts.decoder_path)) + "*."
+            name = name.removeprefix(shown) if inside else name.partition(".*")[0]
             is_vector = sum(size > 1 for size in value.shape) < 2
             if is_vector or "bias" in own or isinstance(module, nn.Embedding) or id(value) in others:
                 continue
             sizes[name] += value.numel()
-            reasons[name] = _CROSS if where.startswith(unreached) else _reason(where, module, is_inside)
+            reasons[name] = _CROSS if where.startswith(unreached) else _reason(path, module, bool(inside), crosses)
     total = pruned + sum(sizes.values())
     return [LeftDense(name, size, size / total, reasons[name]) for name, size in sizes.most_common()]
 
@@ -54,12 +57,12 @@ def coverage(left: Collection[LeftDense]) -> float:
     return 1 - (sum(each.share for each in left) - towers) / max(1e-9, 1 - towers)
 
 
-def _reason(where: str, module: nn.Module, is_inside: bool) -> str:
+def _reason(where: str, module: nn.Module, is_inside: bool, crosses: bool) -> str:
     if chooses := choice(where):
         return chooses
     if is_in_tower(where):
         return _TOWER
-    if is_cross_attention(where):
+    if is_cross_attention(where) and not crosses:
         return _CROSS
     if isinstance(module, _CONVOLUTIONS):
         return "convolution"

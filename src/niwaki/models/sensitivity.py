@@ -73,6 +73,7 @@ def sensitivities(
                     inputs[-1].append(hidden.cpu())
             block.advance(states, done)
         handed = HandedGradients(budget)
+        predicted = sum(world.collected(sum(hidden.shape[:2].numel() for hidden in states.hidden)))
         exponents = _start(model, states, draws.split(counts)[world.rank])
         for block in model.stream(range(len(model.blocks))[::-1]):
             squares = _Squares(block)
@@ -84,7 +85,7 @@ def sensitivities(
                 handed.scale(i, -change)
                 exponents[i] += change
                 done()
-            found = squares.means(world, draws.numel())
+            found = squares.means(world, predicted)
             for matrix in squares.matrices:
                 sums[matrix.entry] = sums.get(matrix.entry, 0) + found[matrix.name]
             if block.index == first:
@@ -100,7 +101,7 @@ def _start(model: StreamedModel, states: HiddenStates, draws: Tensor) -> list[in
         for i, drawn in enumerate(draws.split([len(batch) for batch in states.tokens])):
             hidden = states.hidden[i]
             gradient = torch.empty(hidden.shape, device=hidden.device)
-            for *inputs, out in pieces(rows, hidden, states.tokens[i], drawn, gradient):
+            for *inputs, out in pieces(rows, hidden, states.tokens[i], drawn[:, : hidden.shape[1]], gradient):
                 out.copy_(_gradient(head, *inputs))
             gradient, exponent = _normalised(gradient, "the model's outputs")
             states.hidden[i] = gradient.to(hidden.dtype)

@@ -107,12 +107,15 @@ class SpillList:
         return self._budget.read(start, like).to(item.device)
 
     def __setitem__(self, i: int, tensor: Tensor) -> None:
-        """Replaces a tensor by one of the same shape and dtype."""
+        """Replaces a tensor, whose space in the file is used again where it is enough."""
         item = self._items[i]
         if isinstance(item, Tensor):
             self._items[i] = tensor
+        elif tensor.nbytes > item.like.nbytes:
+            self._items[i] = self._budget.spill(tensor)
         else:
             self._budget.write(item.start, tensor)
+            self._items[i] = _Spilled(item.start, tensor.to("meta"), tensor.device)
 
     def append(self, tensor: Tensor) -> None:
         """Adds ``tensor``, in memory if it fits."""

@@ -16,19 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutput
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NumericalError, UnsupportedModelError, UsageError, one_line, raised_as
 from niwaki.layer.problem import Gram
 from niwaki.models.block import DecoderBlock
+from niwaki.models.crossing import find_crossing, record_pairs
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import FAMILIES, is_reached
 from niwaki.models.gram_capture import InputGrams
-from niwaki.models.hidden_states import BlockArguments, HiddenStates, streams_first
+from niwaki.models.hidden_states import BlockArguments, Crossing, HiddenStates, streams_first
 from niwaki.models.interface import (
+    BlocksEndError,
     Inputs,
     Interface,
     check_towers,
+    count_answers,
     find_interface,
     record_each,
     record_text,
@@ -36,10 +40,11 @@ from niwaki.models.interface import (
 )
 from niwaki.models.layout import Layout, Matrix, check_dtypes
 from niwaki.models.left_dense import coverage, left_dense
+from niwaki.models.pairs import SOUNDS, parted, predicting
 from niwaki.models.processes import World
 from niwaki.models.sharing import by_first_use, only_in
 from niwaki.models.spill import MemoryBudget, SpillList
-from niwaki.models.structure import find_parts, refusals, structure
+from niwaki.models.structure import config_of_text, find_parts, refusals, structure
 from niwaki.models.tokens import check_tokens, load_tokenizer
 from niwaki.models.weights import Weights, holding
 from niwaki.records.perplexity import Perplexity
@@ -72,24 +77,36 @@ class StreamedModel:
         self.device = find_device(device)
         self.dtype = find_dtype(dtype, self.device, checkpoint)
         self.model = structure(checkpoint.path, self.dtype)
-        self.config = self.model.config.get_text_config()
+        #: That of the language model, or of the decoder.
+        self.config = config_of_text(self.model.config)
         for buffer in self.model.buffers():
             buffer.data = buffer.to(self.device)
         #: The most tokens in a window; None where the model has no limit.
-        self.positions = getattr(self.config, "max_position_embeddings", None)
+        of_targets = getattr(self.config, "max_target_positions", None)
+        self.positions = getattr(self.config, "max_position_embeddings", of_targets)
         if self.positions is not None and (type(self.positions) is not int or self.positions < 2):
             raise CheckpointError(f"{checkpoint.path / 'config.json'} gives the model {self.positions} positions")
         kind = str(checkpoint.config.get("model_type"))
         self._parts = find_parts(self.model, kind)
-        self.path, self.blocks, self.decoder = self._parts.path, self._parts.blocks, self._parts.decoder
+        self.blocks, self.places, self.decoder = self._parts.blocks, self._parts.places, self._parts.decoder
+        #: Whether it is an encoder with a decoder, such as T5: its tokens are pairs, see :mod:`.pairs`.
+        self.reads_pairs = self._parts.encoded > 0
+        #: The first block of each list of blocks: of the decoder, or of the encoder and the decoder.
+        self.starts: tuple[int, ...] = (0, self._parts.encoded) if self.reads_pairs else (0,)
+        #: Whether the sources of these pairs are sounds.
+        self.hears = self.reads_pairs and self.model.main_input_name != "input_ids"
         #: Whether it makes predictions: an encoder may have none.
         self.has_head = self._parts.head is not None
         #: Whether it is an encoder, such as BERT: each token sees those after it too.
         is_causal = any(getattr(part, "is_causal", False) for part in self.blocks[0].modules())
-        self.sees_ahead = not is_causal and not getattr(self.config, "is_decoder", True)
+        is_encoder = not is_causal and not getattr(self.config, "is_decoder", True)
+        self.sees_ahead = is_encoder and not self.reads_pairs
         self.layout = Layout(self.model, checkpoint)
         self._weights = Weights(self._parts, self.layout, self.device)
-        used = [self.layout.matrices(i, f"{self.path}.{i}.", block) for i, block in enumerate(self.blocks)]
+        used = [
+            self.layout.matrices(i, place, block, crosses=self.reads_pairs)
+            for i, (place, block) in enumerate(zip(self.places, self.blocks, strict=True))
+        ]
         empty = (block for block, matrices in zip(self.blocks, used, strict=True) if not matrices)
         if any(map(is_reached, empty)):
             raise UnsupportedModelError(f"{checkpoint.path} has blocks ({kind}) without matrices to prune")
@@ -99,6 +116,7 @@ class StreamedModel:
         #: What a record should say of the model.
         self.notes = [*checkpoint.notes, *self._notes(kind)]
         self._found: Interface | None = None  # not known yet
+        self._crossing: Crossing | None = None  # likewise
         self._ahead = self.device.type == "cuda"  # whether to read the next block while the present one is at work
 
     def _notes(self, kind: str) -> Iterator[str]:
@@ -139,8 +157,16 @@ class StreamedModel:
         if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.numel() or tokens.device.type != "cpu":
             given = f"{tuple(tokens.shape)} {tokens.dtype} on {tokens.device}"
             raise UsageError(f"tokens are (samples, length) int64 on the CPU; got {given}")
-        check_tokens(tokens, self.config)
-        self.window_length(tokens.shape[1])
+        if not self.reads_pairs:
+            check_tokens(tokens, self.config)
+            self.window_length(tokens.shape[1])
+            return
+        for source, target in map(parted, tokens):
+            check_tokens(target, self.config)
+            self.window_length(len(target) - 1)
+            if not self.hears:
+                check_tokens(source, self.config)
+                self.window_length(len(source))
 
     def matrices(self, block: int | None = None) -> list[Matrix]:
         """The matrices that can be pruned, of one block or of all; one of several blocks is the first one's."""
@@ -171,10 +197,14 @@ class StreamedModel:
         """The inputs of the first block for ``samples``: tokens (samples, length), in batches.
 
         Samples of more than text, see :mod:`.conversations`, are a batch each, of the whole model's own forward pass.
+        So are those of an encoder with a decoder, whose ``samples`` are pairs.
         They may take ``budget``, by default the model's. With ``tokens_per_minibatch`` blocks can also run on
         :meth:`HiddenStates.minibatches`. UnsupportedModelError where blocks receive more than can be kept.
         """
         budget = budget or self.budget
+        if self.reads_pairs:
+            assert isinstance(samples, Tensor)
+            return self._embed_pairs(samples, budget)
         with self._weights.outside(has_towers=not isinstance(samples, Tensor)):
             interface = self._find_interface()
             states = HiddenStates([], SpillList(budget), BlockArguments(budget), interface.leading)
@@ -183,19 +213,81 @@ class StreamedModel:
                 states.tokens += samples.split(max(1, size // samples.shape[1]))
                 record_text(self._decode, self.blocks, interface, states, tokens_per_minibatch)
             else:
-                check_towers(self.model, self.path, self.checkpoint.path)
+                check_towers(self.model, self._parts.inside, self.checkpoint.path)
                 what = f"{self.checkpoint.path} cannot be run with images"
                 with raised_as(UnsupportedModelError, what, reason=one_line):
                     record_each(self._see, self.blocks, interface, states, samples)
         return states
 
+    def _embed_pairs(self, rows: Tensor, budget: MemoryBudget) -> HiddenStates:
+        """The inputs of the first block for pairs, each a batch, with all that blocks receive of them."""
+        states = HiddenStates([], SpillList(budget), BlockArguments(budget))
+        pairs = rows.split(1)
+        runs = [functools.partial(self._run_pair, pair) for pair in pairs]
+        what = f"{self.checkpoint.path} cannot be run a block at a time"
+        with contextlib.ExitStack() as held, raised_as(UnsupportedModelError, what, reason=one_line):
+            held.enter_context(self._weights.outside(has_towers=True))
+            for start in self.starts:
+                held.enter_context(holding(self.blocks[start], self._weights.of_block(start)))
+            if self._crossing is None:
+                self._crossing = find_crossing(runs[0], self.blocks, self._parts.encoded)
+            record_pairs(zip(pairs, runs, strict=True), self.blocks, self._crossing, states)
+        return states
+
+    def _run_pair(self, rows: Tensor) -> Any:
+        return self.model(**self.inputs(rows), use_cache=False)
+
+    def target_states(self, rows: Tensor) -> Tensor:
+        """(predictions, width): for ``rows`` of pairs, the decoder's last states by which it predicts each target.
+
+        The whole model is in memory.
+        """
+        seen: list[Tensor] = []
+
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            seen.append(output.last_hidden_state)
+            raise BlocksEndError  # the head is not needed
+
+        hook = self.model.get_decoder().register_forward_hook(keep)
+        try:
+            with contextlib.suppress(BlocksEndError):
+                self.model(**self.inputs(rows), use_cache=False)
+        finally:
+            hook.remove()
+        counts = predicting(rows).sum(1)
+        return seen[0][(torch.arange(seen[0].shape[1]) < counts.unsqueeze(1)).to(self.device)]
+
+    def inputs(self, rows: Tensor) -> dict[str, Tensor]:
+        """What the model, an encoder with a decoder, receives for ``rows`` of pairs, on its device.
+
+        All tokens of the targets but the last go into the decoder. UnsupportedModelError for sounds of several lengths.
+        """
+        sources, targets = zip(*map(parted, rows), strict=True)
+        pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        blank = self.config.pad_token_id or 0
+        given = {"decoder_input_ids": pad([target[:-1] for target in targets], padding_value=blank)}
+        if self.hears:
+            heard = [SOUNDS[int(source[0])] for source in sources]
+            with raised_as(
+                UnsupportedModelError, "sounds of several lengths cannot be together in a step", RuntimeError
+            ):
+                given |= {name: torch.cat([each[name] for each in heard]) for name in heard[0]}
+        else:
+            given["input_ids"] = pad(list(sources), padding_value=blank)
+            if len(rows) > 1:
+                given["attention_mask"] = pad([torch.ones_like(source) for source in sources])
+        return self._given(given)
+
+    def _given(self, inputs: Inputs) -> dict[str, Tensor]:
+        """``inputs`` on the device, in the dtype of the model."""
+        given = {name: value.to(self.device) for name, value in inputs.items()}
+        return given | {name: value.to(self.dtype) for name, value in given.items() if value.is_floating_point()}
+
     def _decode(self, tokens: Tensor) -> None:
         self.decoder(input_ids=tokens.to(self.device), use_cache=False)
 
     def _see(self, inputs: Inputs) -> None:
-        given = {name: value.to(self.device) for name, value in inputs.items()}
-        given |= {name: value.to(self.dtype) for name, value in given.items() if value.is_floating_point()}
-        self.model(**given, use_cache=False)
+        self.model(**self._given(inputs), use_cache=False)
 
     @property
     def interface(self) -> Interface:
@@ -208,25 +300,35 @@ class StreamedModel:
     def _find_interface(self) -> Interface:
         """The same, where the weights outside the blocks are there."""
         if self._found is None:
-            what = f"{self.checkpoint.path} cannot be run a block at a time"
+            what, first = f"{self.checkpoint.path} cannot be run a block at a time", self._parts.encoded
             refused = raised_as(UnsupportedModelError, what, reason=one_line)
-            with refused, holding(self.blocks[0], self._weights.of_block(0)):
-                self._found = find_interface(self.decoder, self.blocks, self.device, self.config.vocab_size)
+            with refused, holding(self.blocks[first], self._weights.of_block(first)):
+                if self.reads_pairs:
+                    hidden = torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device)
+                    inputs = self._of_target(hidden, torch.zeros(1, 1, dtype=torch.int64))
+                    run = functools.partial(self.model, **inputs, use_cache=False)
+                    self._found = Interface(count_answers(run, self.blocks[first:]), (), [])
+                else:
+                    self._found = find_interface(self.decoder, self.blocks, self.device, self.config.vocab_size)
         return self._found
 
     @torch.no_grad()
     def losses(self, states: HiddenStates) -> Tensor:
-        """(samples, length - 1) float32 cross-entropies in nats, by ``states`` after the last block."""
-        losses = []
+        """(samples, length - 1) float32 cross-entropies in nats, by ``states`` after the last block.
+
+        Of pairs they are those of the targets, and 0 after shorter ones.
+        """
+        losses: list[Tensor] = []
         with self.head() as head:
-            for batch, ends in zip(states.tokens, states.hidden, strict=True):
+            for i, batch in enumerate(states.tokens):
                 samples = max(1, LOGITS_PER_BATCH // (batch.shape[1] * self.config.vocab_size))
-                for tokens, hidden in zip(batch.split(samples), ends.split(samples), strict=True):
-                    logits = head(hidden, tokens)
-                    labels = tokens[:, 1:].flatten().to(self.device)
-                    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels, reduction="none")
-                    losses.append(loss.view(len(tokens), -1).cpu())
-        joined = torch.cat(losses)
+                parts = (batch, states.hidden[i], states.labels(i))
+                for tokens, hidden, labels in zip(*(part.split(samples) for part in parts), strict=True):
+                    logits = head(hidden, tokens)[:, : labels.shape[1]].flatten(0, 1).float()
+                    labels = labels.to(self.device).flatten()
+                    loss = nn.functional.cross_entropy(logits, labels, reduction="none")
+                    losses += loss.view(len(tokens), -1).cpu()
+        joined = torch.nn.utils.rnn.pad_sequence(losses, batch_first=True)
         if not torch.isfinite(joined).all():
             raise NumericalError("the model's outputs are NaN or infinite on this text; try dtype float32")
         return joined
@@ -234,13 +336,17 @@ class StreamedModel:
     def measured(self, states: HiddenStates, windows: Windows, world: World = _ALONE) -> Perplexity:
         """The perplexity, by ``states`` after the last block, of each process's share of ``windows``."""
         losses, counts = self.losses(states), tuple[int, ...]()
+        if self.reads_pairs:
+            counts = tuple(tokens.shape[1] for tokens in states.tokens)
         if windows.spans is not None:
             places = torch.arange(1, losses.shape[1] + 1)
             predicted = (places >= windows.spans[:, :1]) & (places < windows.spans[:, 1:])
             losses, counts = losses * predicted, tuple(predicted.sum(dim=1).tolist())
         shares = world.collected((losses, counts, windows.bytes))
         every, counted, lengths = zip(*shares, strict=True)
-        return Perplexity.of(torch.cat(every), windows.source, windows.origin, sum(counted, ()), sum(lengths, ()))
+        longest = max(each.shape[1] for each in every)
+        joined = torch.cat([nn.functional.pad(each, (0, longest - each.shape[1])) for each in every])
+        return Perplexity.of(joined, windows.source, windows.origin, sum(counted, ()), sum(lengths, ()))
 
     def perplexity(
         self, windows: Windows, done: Callable[[int, int], None] = lambda *_: None, world: World = _ALONE
@@ -333,9 +439,17 @@ class StreamedModel:
         def run(hidden: Tensor, tokens: Tensor) -> Any:
             answer = interface.answer(streams_first(hidden, interface.leading))
             with replaced_blocks(self.blocks, lambda _: lambda *_, **__: answer):
-                return module(input_ids=tokens.to(self.device), use_cache=False)
+                return module(**self._of_target(hidden, tokens), use_cache=False)
 
         return run
+
+    def _of_target(self, hidden: Tensor, tokens: Tensor) -> dict[str, Any]:
+        """What the model receives where the blocks have run, and only last hidden states and their tokens count."""
+        tokens = tokens.to(self.device)
+        if not self.reads_pairs:
+            return {"input_ids": tokens}
+        encoded = BaseModelOutput(last_hidden_state=hidden[:, :1])
+        return {"encoder_outputs": encoded, "decoder_input_ids": tokens}
 
     def stream(self, order: Sequence[int] | None = None) -> Generator[DecoderBlock]:
         """The blocks one after the other, each with its weights until the next one is asked for.
@@ -351,7 +465,7 @@ class StreamedModel:
                 if reader and after is not None:
                     coming = reader.submit(self._weights.of_block, after)
                 module, matrices, shared = self.blocks[index], self._matrices[index], self._shared[index]
-                where = f"{self.path}.{index}.", self.layout, self.budget, self.device, self.dtype
+                where = self.places[index], self.layout, self.budget, self.device, self.dtype
                 block = DecoderBlock(index, module, matrices, shared, *where)
                 with holding(module, weights):
                     del weights  # or they would stay while the next ones are read

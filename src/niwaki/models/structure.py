@@ -16,6 +16,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -28,6 +30,9 @@ from niwaki.models.families import is_in_tower
 
 #: Decoder blocks, and experts of one.
 _MOST_PARTS = 10_000
+#: The configurations of encoders of text, and of sound, with decoders.
+_WRITING = AutoModelForSeq2SeqLM._model_mapping
+_HEARING = AutoModelForSpeechSeq2Seq._model_mapping
 #: What transformers itself has for attention and experts, everywhere.
 _OWN_CODE = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
 
@@ -35,16 +40,17 @@ _OWN_CODE = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
 def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of ``config.json`` without memory for its parameters; buffers, which are computed, are real.
 
-    UnsupportedModelError where it is not a decoder only, CheckpointError where transformers refuses the configuration.
+    UnsupportedModelError where it is an encoder of images with a decoder, or several models; CheckpointError where
+    transformers refuses the configuration.
     """
     file = directory / "config.json"
     with refusals(file):
         check_sizes(read_json(file), file)
         config = read_config(directory)
-        if config.is_encoder_decoder:
+        if config.is_encoder_decoder and type(config) not in (*_WRITING, *_HEARING):
             raise UnsupportedModelError(
-                f"{directory} is an encoder with a decoder ({config.model_type}); niwaki prunes models that "
-                "are a decoder only"
+                f"{directory} is an encoder with a decoder ({config.model_type}), and its encoder reads neither text "
+                "nor sound alone; such models are not supported"
             )
         for each in (config, config.get_text_config()):  # some files ask for more, or for tuples
             each.return_dict, each.output_hidden_states, each.output_attentions = True, False, False
@@ -86,11 +92,21 @@ def read_config(directory: Path) -> PreTrainedConfig:
     return config
 
 
+def config_of_text(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the language model in a model with this one; of an encoder with a decoder, the decoder's."""
+    if not config.is_encoder_decoder:
+        return config.get_text_config()
+    nested = getattr(config, "decoder", None)
+    return nested if isinstance(nested, PreTrainedConfig) else config
+
+
 def auto_class(config: PreTrainedConfig) -> Any:
     """What transformers makes the model of ``config`` with: one of text alone, or one of images or sound as well.
 
-    An encoder may come without a head, as those that make embeddings of texts do.
+    An encoder may come without a head, as those that make embeddings of texts do, or with a decoder.
     """
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM if type(config) in _WRITING else AutoModelForSpeechSeq2Seq
     base = MODEL_MAPPING_NAMES.get(config.model_type)
     if getattr(config, "is_decoder", True) is False and config.architectures == [base]:
         return AutoModel
@@ -102,14 +118,41 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """A list of blocks that run one after the other, and where it is in the model."""
+
+    path: str
+    blocks: nn.ModuleList
+
+
+@dataclass(frozen=True)
 class Parts:
     """The parts of a model that are run apart."""
 
     model: PreTrainedModel
-    path: str  # of the decoder blocks
-    blocks: nn.ModuleList
+    stacks: tuple[Stack, ...]  # of blocks: the decoder's, after those of an encoder if there is one
     decoder: nn.Module  # all of the language model but its head
     decoder_path: str  # with a dot at the end
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """All of them, in the order in which they run."""
+        return [block for stack in self.stacks for block in stack.blocks]
+
+    @property
+    def encoded(self) -> int:
+        """How many of the blocks are those of an encoder before the decoder."""
+        return sum(len(stack.blocks) for stack in self.stacks[:-1])
+
+    @property
+    def places(self) -> list[str]:
+        """Where each block is in the model, with a dot at the end."""
+        return [f"{stack.path}.{index}." for stack in self.stacks for index in range(len(stack.blocks))]
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """What the names of all parameters of blocks begin with."""
+        return tuple(f"{stack.path}." for stack in self.stacks)
 
     @property
     def head(self) -> nn.Module | None:
@@ -121,15 +164,18 @@ class Parts:
     def speaker(self) -> PreTrainedModel:
         """The decoder with the head: some models have other parts around both, which do not run without images."""
         models = [module for module in self.model.modules() if isinstance(module, PreTrainedModel)]
-        both = {self.head, self.blocks[0]}
+        both = {self.head, *(stack.blocks[0] for stack in self.stacks)}
         return [self.model, *(model for model in models if both.issubset(model.modules()))][-1]
 
 
 def find_parts(model: PreTrainedModel, kind: str) -> Parts:
     """The parts of a model; UnsupportedModelError where there is no list of decoder blocks in it.
 
-    Blocks are the first list in the decoder that is as long as the model is deep.
+    Blocks are the first list in the decoder that is as long as the model is deep; of an encoder with a decoder they
+    are the largest list in each of the two.
     """
+    if model.config.is_encoder_decoder:
+        return _parts_of_both(model, kind)
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     # Some families call their head the decoder, and LLaMA 4 says that it is part of that.
     decoder, head = model.get_decoder(), model.get_output_embeddings()
@@ -140,10 +186,26 @@ def find_parts(model: PreTrainedModel, kind: str) -> Parts:
         if is_deep and module in within and not is_in_tower(path):
             if head is not None and head in within:
                 decoder = model.get_submodule(path.rpartition(".")[0])
-            where = next(f"{name}." for name, each in model.named_modules() if each is decoder)
-            return Parts(model, path, module, decoder, where)
+            return Parts(model, (Stack(path, module),), decoder, _path_of(decoder, model))
     which = "list of decoder blocks" if depth is None else f"list of {depth} decoder blocks"
     raise UnsupportedModelError(f"no {which} can be found in a model of type {kind!r}")
+
+
+def _parts_of_both(model: PreTrainedModel, kind: str) -> Parts:
+    stacks = []
+    for which, part in (("encoder", model.get_encoder()), ("decoder", model.get_decoder())):
+        lists = {path: each for path, each in part.named_modules() if isinstance(each, nn.ModuleList) and len(each)}
+        if part is model or not lists:
+            raise UnsupportedModelError(f"no list of blocks can be found in the {which} of a model of type {kind!r}")
+        sizes = {path: sum(value.numel() for value in each.parameters()) for path, each in lists.items()}
+        largest = max(sizes, key=sizes.__getitem__)  # the first of several, which is not within another one
+        stacks.append(Stack(_path_of(part, model) + largest, lists[largest]))
+    return Parts(model, tuple(stacks), model.base_model, _path_of(model.base_model, model))
+
+
+def _path_of(part: nn.Module, model: nn.Module) -> str:
+    """Where it is, with a dot at the end; "" of the model itself."""
+    return next(f"{name}.".lstrip(".") for name, each in model.named_modules() if each is part)
 
 
 class _UntouchedZeros(TorchFunctionMode):

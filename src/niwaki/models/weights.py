@@ -22,7 +22,7 @@ class Weights:
 
     def __init__(self, parts: Parts, layout: Layout, device: torch.device) -> None:
         self._model, self._blocks, self._layout, self._device = parts.model, parts.blocks, layout, device
-        self._inside = f"{parts.path}."
+        self._inside, self._places = parts.inside, parts.places
         #: What is needed of towers: where they are in the decoder, and where a model takes its device from.
         self._with_text = {name for name in self._names if name.startswith(parts.decoder_path)}
         for path, module in self._model.named_modules():
@@ -39,7 +39,7 @@ class Weights:
 
     def of_block(self, index: int) -> dict[str, Tensor]:
         """Those of a block, by their names in it, on the device."""
-        prefix, names = f"{self._inside}{index}.", self._blocks[index].state_dict()
+        prefix, names = self._places[index], self._blocks[index].state_dict()
         return self._read([name for name in names if self._layout.keys(prefix + name)], prefix)
 
     @contextlib.contextmanager

@@ -40,7 +40,7 @@ class BlockTensors:
         layout = self._model.layout
         self._units |= self._without(removal, kept)
         for parameter in removal.parameters[self._index]:
-            for key, expert in layout.experts(f"{self._model.path}.{self._index}.{parameter.name}").items():
+            for key, expert in layout.experts(self._model.places[self._index] + parameter.name).items():
                 if expert is None:
                     self._changes[key].append(self._units[parameter.name])
                 elif kept.ndim == 2:

@@ -15,7 +15,7 @@ from niwaki.errors import NiwakiError, OutputError, UnsupportedModelError
 from niwaki.models.extra import DRAFT_COUNTS, ExtraTensors
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.structure import structure
+from niwaki.models.structure import find_parts, structure
 from niwaki.shrinking.experts import COUNTS
 from niwaki.shrinking.units import Removal
 
@@ -25,6 +25,12 @@ _FOR_EACH = ("layer_types", "mlp_layer_types", "no_rope_layers")
 _LISTS = ("mlp_only_layers", "moe_layers")
 _FIRST = ("max_window_layers", "first_k_dense_replace")
 _RULES = ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval", "interleave_moe_layer_step")
+#: How many blocks an encoder and a decoder have.
+_DEPTHS = (
+    ("encoder_layers", "decoder_layers"),
+    ("num_layers", "num_decoder_layers"),
+    ("encoder_num_hidden_layers", "decoder_num_hidden_layers"),
+)
 #: Attributes of modules that say where a block is, and how many heads and neurons it has.
 _SIZES = {
     *("layer_idx", "layer_number", "num_heads", "num_attention_heads", "num_key_value_heads"),
@@ -68,7 +74,8 @@ def configuration(
             text.pop(name, None)
     for name, value in changes.items():
         actual = model.config.attribute_map.get(name, name)
-        present = {key for key in (name, actual) if key in text} or {actual}
+        aliases = [alias for alias, meant in model.config.attribute_map.items() if meant == actual]
+        present = {key for key in (name, actual, *aliases) if key in text} or {actual}
         text.update(dict.fromkeys(present, value))
     return _without_drafts(values) if drafts else values
 
@@ -80,7 +87,7 @@ def _without_drafts(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_blocks(model: StreamedModel, kept: Sequence[int]) -> dict[str, Any]:
-    changes: dict[str, Any] = {"num_hidden_layers": len(kept)}
+    changes: dict[str, Any] = _depths(model, kept)
     for name in (*_FOR_EACH, *_LISTS, *_FIRST):
         value = getattr(model.config, name, None)
         if name in _FOR_EACH and isinstance(value, list | tuple) and len(value) == len(model.blocks):
@@ -92,9 +99,23 @@ def _of_blocks(model: StreamedModel, kept: Sequence[int]) -> dict[str, Any]:
     return changes
 
 
+def _depths(model: StreamedModel, kept: Sequence[int]) -> dict[str, int]:
+    """How many blocks there are, by the configuration's names for that."""
+    if not model.reads_pairs:
+        return {"num_hidden_layers": len(kept)}
+    first = model.starts[1]
+    counts = sum(index < first for index in kept), sum(index >= first for index in kept)
+    names = next((names for names in _DEPTHS if all(hasattr(model.config, name) for name in names)), None)
+    if names is None:
+        raise UnsupportedModelError(
+            f"{model.checkpoint.path} has the numbers of its encoder's and decoder's blocks in an unknown place"
+        )
+    return dict(zip(names, counts, strict=True))
+
+
 def smaller_blocks(
     model: StreamedModel, directory: Path, kept: Sequence[int], removals: Sequence[Removal]
-) -> nn.ModuleList:
+) -> list[nn.Module]:
     """The blocks of config.json in ``directory``, without weights.
 
     UnsupportedModelError unless they are the blocks ``kept`` after ``removals``.
@@ -102,13 +123,13 @@ def smaller_blocks(
     kind = model.checkpoint.config.get("model_type")
     cannot = f"{model.checkpoint.path} ({kind}) cannot become smaller like this:"
     try:
-        smaller = structure(directory, model.dtype).get_submodule(model.path)
+        smaller = find_parts(structure(directory, model.dtype), str(kind)).blocks
     except NiwakiError as error:
         reason = str(error).replace(f"{directory / 'config.json'}", "the smaller model's config.json")
         reason = reason.replace(str(directory), "the smaller model")
         raise UnsupportedModelError(f"{cannot} {reason}") from error
     for new, old in enumerate(kept):
-        was, became = _traits(model.blocks[old]), _traits(smaller.get_submodule(str(new)))
+        was, became = _traits(model.blocks[old]), _traits(smaller[new])
         for removal in removals:
             for parameter in removal.parameters[old]:
                 shape = list(was[parameter.name])
@@ -120,7 +141,6 @@ def smaller_blocks(
                     f"{cannot} in block {old} as block {new} of {len(kept)}, {name} would be {became.get(name)} "
                     f"and should be {was.get(name)}"
                 )
-    assert isinstance(smaller, nn.ModuleList)
     return smaller
 
 
@@ -169,7 +189,7 @@ class Tensors:
                 keys = {
                     key
                     for parameter in removal.parameters[index]
-                    for key in model.layout.keys(f"{model.path}.{index}.{parameter.name}")
+                    for key in model.layout.keys(model.places[index] + parameter.name)
                 }
                 left -= removal.count * sum(map(size, keys)) // removal.units
             blocks.append(left)
@@ -190,25 +210,26 @@ def tensors_of_blocks(
     UnsupportedModelError where a name lacks the number.
     """
     out = {key for each in left for key in each.keys}
-    last = model.path.rpartition(".")[2]
-    prefixes: set[str] = set()  # what is before the number of a block in keys
-    for index, block in enumerate(model.blocks):
+    starts: dict[str, int] = {}  # by what is before the number of a block in keys, which block is the first one there
+    for index, (place, block) in enumerate(zip(model.places, model.blocks, strict=True)):
+        *_, last, number, _ = place.split(".")
         for name in block.state_dict():
-            for key in model.layout.keys(f"{model.path}.{index}.{name}"):
-                prefix, separator, _ = f".{key}".partition(f".{last}.{index}.")
+            for key in model.layout.keys(place + name):
+                prefix, separator, _ = f".{key}".partition(f".{last}.{number}.")
                 if not separator:
                     raise UnsupportedModelError(f"{key!r} does not say that it belongs to block {index}")
-                prefixes.add(f"{prefix}.{last}.".removeprefix("."))
-    numbered = re.compile(rf"({'|'.join(map(re.escape, sorted(prefixes)))})(\d+)(\..*)")
+                starts[f"{prefix}.{last}.".removeprefix(".")] = index - int(number)
+    numbered = re.compile(rf"({'|'.join(map(re.escape, sorted(starts)))})(\d+)(\..*)")
     outside: list[str] = []
     blocks: list[dict[str, str]] = [{} for _ in model.blocks]
     for key in (key for key in model.checkpoint.entries if key not in out):
         match = numbered.fullmatch(key)
-        if match is None or int(match[2]) >= len(blocks):
+        index = starts[match[1]] + int(match[2]) if match else len(blocks)
+        if match is None or index >= len(blocks):
             outside.append(key)
         else:
             before, after = (part.replace("{", "{{").replace("}", "}}") for part in (match[1], match[3]))
-            blocks[int(match[2])][key] = f"{before}{{}}{after}"
+            blocks[index][key] = f"{before}{{}}{after}"
     return outside, blocks
 
 
@@ -217,7 +238,7 @@ def check_outputs(smaller: StreamedModel, states: HiddenStates) -> None:
 
     ``states`` are the large model's after the last block that was kept; their first batch is compared.
     """
-    probe = smaller.embed(states.tokens[0])
+    probe = smaller.embed((states.rows or states.tokens)[0])
     for block in smaller.stream():
         block.advance(probe)
     expected, actual = states.hidden[0].double(), probe.hidden[0].double()

@@ -113,12 +113,18 @@ class _Search:
             present = self._advanced(block)
             for each in before:
                 blocks = (each.block + 1, block.index + 1)
-                if blocks != (0, len(self.model.blocks)):
+                if self._can_go(range(*blocks)):
                     runs[blocks] = self._without(each)
             before.append(present)
             self.progress.step()
         found = divergences(self.model, self.compared, list(runs.values()), self.world)
         return dict(zip(runs, found, strict=True))
+
+    def _can_go(self, blocks: range) -> bool:
+        """Whether a model is left without them: the first blocks of an encoder and its decoder do more than others."""
+        if self.model.reads_pairs:
+            return not any(start in blocks for start in self.model.starts)
+        return len(blocks) < len(self.model.blocks)
 
     def _embeddings(self) -> _Before:
         none = SpillList(self.budget)

@@ -92,7 +92,7 @@ def planned(
     if longest:
         depth = len(model.blocks)
         costs = costs_of_runs(model, text, longest, run.world, run.progress)
-        plan = replace(plan, influence=[costs[i, i + 1] for i in range(depth)])
+        plan = replace(plan, influence=[costs[i, i + 1] for i in range(depth) if (i, i + 1) in costs])
         run.clock.lap("influence")
     if combinations is None:
         return replace(plan, dropped=cheapest(costs, len(model.blocks), count))

@@ -129,8 +129,9 @@ class Shrinking:
         left = [each for each in find_extra(model) if each.follows]
         self.tensors = Tensors(left, *tensors_of_blocks(model, left))
         self._combinations = self._of_size(stage.parameters)
-        if not 0 <= stage.blocks < depth:
-            raise UsageError(f"blocks {stage.blocks} of {depth}: from 0 to {depth - 1} can be removed")
+        most = depth - len(model.starts)
+        if not 0 <= stage.blocks <= most:
+            raise UsageError(f"blocks {stage.blocks} of {depth}: from 0 to {most} can be removed")
         self.columns = [
             make(model, shares[kind])
             for kind, make in (("heads", head_removal), ("neurons", neuron_removal))

@@ -17,9 +17,10 @@ _UP = {
     "fc2": ("fc1",),
     "dense_4h_to_h": ("dense_h_to_4h",),
     "c_proj": ("c_fc",),
+    "wo": ("wi", "wi_0", "wi_1"),
 }
 #: Names of the number of neurons in configurations.
-_WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+_WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
 #: Block formats of other programs and the tiles of GPUs take rows of multiples of it.
 _MULTIPLE = 32
 

@@ -163,11 +163,12 @@ class Removing:
             if block.index not in kept or (dense and seen + 1 < following[block.index]):
                 continue
             number = kept.index(block.index)
+            start = max(start for start in self.model.starts if start <= block.index)
             tensors = BlockTensors(self.model, block.index, self.tensors.blocks[block.index])
             is_bridge = following[block.index] > block.index + 1
             block = self._changed(block, smaller[block.index], states, dense, tensors, is_bridge)
             if shards:
-                tensors.write(number, _shard(1 + number, kept), shards)
+                tensors.write(number - kept.index(start), _shard(1 + number, kept), shards)
                 self.counts += tensors.counts
             run.clock.lap("write")
             run.progress.stage(block.index, "advance", len(states.hidden))

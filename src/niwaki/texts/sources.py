@@ -266,6 +266,11 @@ def find_data_set(source: str) -> DataSet:
     return DataSet(parts[0], parts[1] or None, parts[2] or "train")
 
 
+def data_set_rows(source: str) -> Rows:
+    """The rows of the data set ``source``, see :func:`find_data_set`; CalibrationError where it is not available."""
+    return _dataset_rows(find_data_set(source), source)
+
+
 def _dataset_text(source: str, field: str | None, template: ChatTemplate | None) -> OpenText:
     wanted = find_data_set(source)
     field = wanted.field or TEXT if source in DATASETS else field

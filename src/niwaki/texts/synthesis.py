@@ -48,6 +48,8 @@ def synthesize(
     """
     if model.sees_ahead:
         raise UnsupportedModelError("it is an encoder, which writes no text")
+    if model.reads_pairs:
+        raise UnsupportedModelError("it is an encoder with a decoder, which writes nothing without a source")
     model = for_writing(model)
     budget = device_memory(model.device) // 2 if budget is None else budget
     own = bos is not None  # tokens before each text and in each window that are not of a text

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from niwaki.choices import Order
 from niwaki.errors import UsageError, shown
+from niwaki.models.pairs import NOTHING, padded
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import USUAL_CALIBRATION, Calibration, Measurement
 from niwaki.records.record import CalibrationRecord
 from niwaki.texts.conversations import Conversations, Samples, find_conversations, has_images
+from niwaki.texts.pairs import read_pairs
 from niwaki.texts.reading import read_windows
 from niwaki.texts.sources import check_field, find_file
 from niwaki.windows import Windows
@@ -156,7 +158,7 @@ class _Reading:
         check_field(self.calibration.field or self.measurement.field, [*self._names, *self._measured])
         #: The calibration's windows that were given as such; None where a name was.
         self._given = [None if isinstance(text, str) else _given_windows(self.model, text) for text in texts]
-        given = next((part.tokens.shape[1] for part in self._given if part), None)
+        given = next((part.tokens.shape[1] for part in self._given if part and not self.model.reads_pairs), None)
         self._length = self.model.window_length(self.calibration.length or given)
         #: Windows of each text to measure on after its calibration windows, and what there is, by the text's name.
         follows = any(map(self._follows, self._measured))
@@ -179,7 +181,7 @@ class _Reading:
         """The calibration's windows; what is left of their texts is kept for :meth:`_after`."""
         self._notes += [note for part in self._given if part for note in part.notes]
         if self._names and not any(self._given):
-            if self.calibration.length is None:
+            if self.calibration.length is None and not self.model.reads_pairs:
                 self._notes.append(f"windows of {self._length:,} tokens, because no length was asked for")
             if self.model.tokenizer.chat_template:
                 self._notes.append(
@@ -203,8 +205,10 @@ class _Reading:
         source = f"the text after the calibration windows of {name}"
         origin = f"after the calibration windows: {windows.origin}"
         return (
-            dataclasses.replace(windows, tokens=windows.tokens[:samples]),
-            dataclasses.replace(windows, tokens=windows.tokens[samples:], source=source, origin=origin),
+            windows.of(torch.arange(min(samples, len(windows.tokens)))),
+            dataclasses.replace(
+                windows.of(torch.arange(samples, max(samples, len(windows.tokens)))), source=source, origin=origin
+            ),
         )
 
     def _apart(self, text: object) -> dict[str, Windows]:
@@ -222,7 +226,7 @@ class _Reading:
             self._check_alike()
             rest = _in_turn(left)
             name = text if isinstance(text, str) else " + ".join(self._names)
-            return {name: dataclasses.replace(rest, tokens=rest.tokens[: self._spare])}
+            return {name: rest.of(torch.arange(min(self._spare, len(rest.tokens))))}
         if text is not None:
             raise UsageError(f"{text} has nothing after the calibration windows to measure on; try another text")
         self._notes.append("perplexity was not measured: no text was given and the calibration text has no more of it")
@@ -261,6 +265,10 @@ def _read(
     seed: int = 0,
 ) -> Windows:
     """Windows of a text that ``model`` takes, ``needed`` ones and up to ``spare`` more, as of :func:`.read_windows`."""
+    if model.reads_pairs:
+        windows = read_pairs(model, name, length, needed, spare, order, seed)
+        model.check(windows.tokens)
+        return windows
     bos, field = options.bos and not model.sees_ahead, options.field
     windows = read_windows(
         name, model.tokenizer, length, needed, spare=spare, order=order, seed=seed, bos=bos, field=field
@@ -274,13 +282,16 @@ def _in_turn(parts: list[Windows]) -> Windows:
     if len(parts) == 1:
         return parts[0]
     lengths = {part.tokens.shape[1] for part in parts}
-    if len(lengths) > 1:
+    if any((part.tokens == NOTHING).any() for part in parts):  # pairs are of any length
+        parts = [dataclasses.replace(part, tokens=padded(part.tokens, max(lengths))) for part in parts]
+    elif len(lengths) > 1:
         raise UsageError(f"windows of several texts have the same length; got {' and '.join(map(str, lengths))} tokens")
     turns = itertools.zip_longest(*(part.tokens for part in parts))
     tokens = torch.stack([window for turn in turns for window in turn if window is not None])
     origin = "; ".join(f"{part.source}: {part.origin}" for part in parts if part.origin)
+    digest = "".join(part.digest for part in parts)
     bos = next((part.bos for part in parts if part.bos is not None), None)
-    return Windows(tokens, " + ".join(part.source for part in parts), parts[0].order, origin, bos=bos)
+    return Windows(tokens, " + ".join(part.source for part in parts), parts[0].order, origin, bos=bos, digest=digest)
 
 
 def _given_windows(model: StreamedModel, text: object) -> Windows:
