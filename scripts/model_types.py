@@ -6,7 +6,7 @@
 docs/models.md has a table of benchmarks/results/model_types.json.
 
 What comes out is checked with transformers and safetensors alone: what changed has the zeros that were asked for, and
-the language model's losses are those of the whole model before and after.
+the losses are those of the whole model before and after, of an encoder with a decoder on its targets.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
 import niwaki
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import NiwakiError
 from niwaki.models import streamed
+from niwaki.models.pairs import SOURCES, parted, rows_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import auto_class
 from niwaki.records.record import versions
@@ -128,6 +132,14 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"head_dim": 16, "n_groups": 1},
+    "pix2struct_text_model": {"num_heads": 4, "d_kv": 8, "d_ff": 48, "num_layers": 2},
+    "pix2struct_vision_model": {"d_kv": 8, "seq_len": 32},
+    "prophetnet": {
+        **dict.fromkeys(("num_hidden_layers", "num_attention_heads")),
+        **dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), 2),
+        **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
+    },
+    "speecht5": {"conv_kernel": (4,), "conv_dim": (32,), "conv_stride": (4,), "num_feat_extract_layers": 1},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "mllama_text_model": {"cross_attention_layers": [1]},
     "xlnet": {"max_position_embeddings": None},
@@ -152,13 +164,22 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 TOKENS = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
 #: In two batches, because what blocks get beside hidden states must not depend on the tokens.
 streamed.TOKENS_PER_BATCH = TOKENS.numel() // 2
+#: Pairs for an encoder with a decoder: of a source and a target of other lengths each.
+PAIRS = [(row[: 6 + i].tolist(), [1, *row[-5 - i :].tolist()]) for i, row in enumerate(TOKENS)]
+#: By how transformers loads them, the types of models and the names of their classes.
+_NAMES: tuple[dict[str, str], ...] = (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 #: Weights of a model that is not tiny, and seconds for one that is.
 LARGEST, PATIENCE = 2 * 10**8, 120
 
 
 def kinds() -> list[str]:
     """All types that transformers has of language models, with and without images or sound."""
-    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
+    return sorted({kind for names in _NAMES for kind in names})
 
 
 def tiny(of: type[PreTrainedConfig], depth: int = 0) -> PreTrainedConfig:
@@ -187,8 +208,8 @@ def tiny(of: type[PreTrainedConfig], depth: int = 0) -> PreTrainedConfig:
 def built(kind: str) -> PreTrainedModel:
     """A tiny model of this type; ValueError where it would not be tiny."""
     config = tiny(CONFIG_MAPPING[kind])
-    with_more = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(kind)
-    config.architectures = [with_more or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    order = (2, 3, 1, 0) if config.is_encoder_decoder else (1, 0, 2, 3)
+    config.architectures = [next(_NAMES[i][kind] for i in order if kind in _NAMES[i])]
     with torch.device("meta"):
         sizes = {name: value.numel() for name, value in auto_class(config).from_config(config).named_parameters()}
     if sum(sizes.values()) > LARGEST:
@@ -201,16 +222,18 @@ def built(kind: str) -> PreTrainedModel:
 def outcome(kind: str, effort: str, directory: Path) -> dict[str, Any]:
     """What becomes of a type: "pruned", "refused", "wrong", "failed" (a traceback), or "not built"."""
     try:
-        built(kind).save_pretrained(directory / "model")
+        model = built(kind)
+        model.save_pretrained(directory / "model")
     except Exception as error:
         return {"outcome": "not built", "reason": _line(error)}
+    text = _text(model)
     try:
         record = niwaki.prune(
             directory / "model",
             directory / "out",
             0.5,
             effort=effort,
-            calibration=TOKENS,
+            calibration=text,
             measurement=None,
             compute="cpu",
         )
@@ -219,7 +242,7 @@ def outcome(kind: str, effort: str, directory: Path) -> dict[str, Any]:
     except Exception as error:
         return {"outcome": "failed", "reason": f"{_line(error)}; {traceback.extract_tb(error.__traceback__)[-1]}"}
     wrong = [] if record.effort["name"] != "fast" or _is_sparse(directory) else ["zeros"]
-    wrong += [f"losses of the {name}" for name in ("model", "out") if not _is_the_same(directory / name)]
+    wrong += [f"losses of the {name}" for name in ("model", "out") if not _is_the_same(directory / name, text)]
     return {"outcome": "wrong" if wrong else "pruned", "reason": ", ".join(wrong)}
 
 
@@ -235,13 +258,50 @@ def _is_sparse(directory: Path) -> bool:
 
 
 @torch.no_grad()
-def _is_the_same(directory: Path) -> bool:
+def _text(model: PreTrainedModel) -> Tensor:
+    """Tokens, or pairs where ``model`` is an encoder with a decoder, of sounds where it hears."""
+    if not model.config.is_encoder_decoder:
+        return TOKENS
+    if model.main_input_name == "input_ids":
+        return rows_of(PAIRS)
+    parts = [model.config, *(each for each in vars(model.config).values() if isinstance(each, PreTrainedConfig))]
+    sizes = {name: value for part in parts for name, value in vars(part).items() if isinstance(value, int)}
+    bins = next((sizes[name] for name in ("num_mel_bins", "input_feat_per_channel") if name in sizes), 32)
+    shapes = [(bins, 2 * sizes.get("max_source_positions", 50)), (64, bins), (64, 128), (bins, 64), (4096,)]
+    shapes += [(3, size, size) for size in (16, 32, 64, 224)] + [(12, width) for width in (770, 2 + 3 * 8 * 8, 34)]
+    for shape in shapes:
+        sounds = [{model.main_input_name: torch.rand(1, *shape)} for _ in PAIRS]
+        with contextlib.suppress(Exception):
+            model.eval()(**sounds[0], decoder_input_ids=torch.tensor([[1, 5]]))
+            numbers = [SOURCES.number(f"{id(model)} {i}", partial(dict, each)) for i, each in enumerate(sounds)]
+            return rows_of([([number], target) for number, (_, target) in zip(numbers, PAIRS, strict=True)])
+    return rows_of(PAIRS)
+
+
+@torch.no_grad()
+def _is_the_same(directory: Path, text: Tensor) -> bool:
     """Whether losses block by block are those of the whole model."""
     model = StreamedModel(Checkpoint(directory), "cpu", "float32")
-    states = model.embed(TOKENS)
+    states = model.embed(text)
     for block in model.stream():
         block.advance(states)
     whole = auto_class(model.model.config).from_pretrained(directory, dtype=torch.float32).eval()
+    if model.reads_pairs:
+        for row, found in zip(text, model.losses(states), strict=True):
+            source, target = parted(row)
+            given = dict(SOURCES[int(source)]) if model.sources != "text" else {"input_ids": source[None]}
+            if whole.config.model_type == "led":
+                given["global_attention_mask"] = (torch.arange(len(source)) == 0).long()[None]
+            said = whole(**given, decoder_input_ids=target[None, :-1], use_cache=False).logits.log_softmax(-1)
+            losses = -said[0].gather(1, target[1:, None]).squeeze(1)
+            if not torch.allclose(found[: len(losses)], losses, rtol=1e-4, atol=1e-4):
+                return False
+        return True
+    if not model.has_head:
+        with model.last_states() as last:
+            ours = [last(hidden, tokens) for hidden, tokens in zip(states.hidden, states.tokens, strict=True)]
+        theirs = whole.get_submodule(model._parts.decoder_path.rstrip("."))(input_ids=TOKENS).last_hidden_state
+        return bool(torch.allclose(torch.cat(ours), theirs, rtol=1e-4, atol=1e-4))
     head = whole.get_output_embeddings()
     models = [module for module in whole.modules() if isinstance(module, PreTrainedModel)]
     speaker = [module for module in models if module.get_output_embeddings() is head][-1]

@@ -114,15 +114,18 @@ class Effort:
         _check("synthetic", self.synthetic, 0 <= self.synthetic < math.inf, "0 or more")
         _check("healing", self.healing, 0 <= self.healing < math.inf, "0 or more")
 
-    def settled(self, shares_zeros: bool, predicts: bool = True) -> "Effort":
+    def settled(self, shares_zeros: bool, predicts: bool = True, writes: bool = True) -> "Effort":
         """What is done of this effort with one pattern and one model.
 
         Where no matrix may have more zeros than another (not ``shares_zeros``), the fit has its ``uniform_epochs``. A
-        model that does not predict tokens of the text it is calibrated on (not ``predicts``) writes none either.
+        model that does not predict tokens of the text it is calibrated on (not ``predicts``) writes none either, nor
+        does one that ``writes`` only where it is given a source.
         """
         plan, synthetic, epochs = self.plan, self.synthetic, self.fit.epochs
         if not predicts:
-            plan, synthetic = plan.without_predictions(), 0.0
+            plan = plan.without_predictions()
+        if not (predicts and writes):
+            synthetic = 0.0
         if epochs and not shares_zeros:
             epochs = max(epochs, self.fit.uniform_epochs)
         return replace(self, plan=plan, synthetic=synthetic, fit=replace(self.fit, epochs=epochs))

@@ -39,7 +39,7 @@ from niwaki.options import (
 )
 from niwaki.quantities import parse_number, parse_share, parse_time
 from niwaki.records.healing import HealingRecord
-from niwaki.records.record import CalibrationRecord, Record, versions
+from niwaki.records.record import CalibrationRecord, Record, calibration_tokens, versions
 from niwaki.records.wording import counted
 from niwaki.runs.begin import begin_record
 from niwaki.runs.duration import passes, training
@@ -52,6 +52,8 @@ from niwaki.windows import Windows
 #: Tokens that are held out: enough for an error that means something, and, because they are measured at each point, no
 #: more than that share of those to train on, but for the smaller number.
 _LEAST_HELD, _MOST_HELD, _SHARE_HELD = 2048, 8192, 1 / 50
+#: Tokens of a pair, where it is to be said how many pairs are enough.
+_PAIR = 64
 #: Above any number that makes sense, and below what a record can have.
 _LIMIT = 1 << 50
 
@@ -142,8 +144,10 @@ class Healing:
         self.dense = StreamedModel(knowing, compute.device, dtype)
         self.tokens = stage.tokens_asked
         if stage.times is not None and run.seen:
-            self.tokens = max(1, int(stage.times * run.seen["samples"] * run.seen["sequence_length"]))
+            self.tokens = max(1, int(stage.times * calibration_tokens(run.seen)))
         self._settings = {"batch": stage.tokens_in_a_step, "own_text": parse_share("own_text", stage.own_text)}
+        if self.dense.reads_pairs:  # it writes nothing without a source
+            self._settings["own_text"] = 0.0
         self._identity: dict[str, Any] = {}
         self.translation: Translation | None = None  # where the model that is read has other tokens
         self._dense_heldout: Windows | None = None  # what is measured on, as the dense model's tokens
@@ -179,9 +183,12 @@ class Healing:
         if run.seen and calibration.order is None:  # so that what comes after it is new
             calibration = replace(calibration, order="first")
         length = calibration.length
-        if length is None and all(isinstance(text, str) for text in calibration.texts):  # no windows, which have theirs
+        is_pairs = self.dense.reads_pairs
+        if (
+            length is None and not is_pairs and all(isinstance(text, str) for text in calibration.texts)
+        ):  # no windows, which have theirs
             length = min(HEALING_LENGTH, model.window_length(None))
-        usual = length or HEALING_LENGTH
+        usual = _PAIR if is_pairs else length or HEALING_LENGTH
         seen = _seen(calibration, run.seen, usual)
         samples = seen + math.ceil(self.tokens / usual) + _held(self.tokens, usual)
         more = replace(calibration, samples=max(samples, len(calibration.texts)), length=length)
@@ -309,6 +316,8 @@ def _seen(calibration: Calibration, before: CalibrationRecord | None, length: in
         return 0
     if any(calibration.answered) or not all(isinstance(text, str) for text in calibration.texts):  # answers take long
         return 0
+    if "pairs" in before:
+        return before["samples"]
     first = "bos" in before  # which each window has beside the text
     return math.ceil(before["samples"] * (before["sequence_length"] - first) / (length - first))
 

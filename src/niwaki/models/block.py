@@ -66,7 +66,7 @@ class DecoderBlock:
             handed = arguments.handed(self.index, i, rows)
         if states.crossing and self.index == states.crossing.first:
             handed[ENCODED] = (states.crossing.encode(hidden),)
-            hidden = _Beside.apply(arguments.begun(self.index, i), hidden)
+            hidden = _Beside.apply(arguments.begun(self.index, i), hidden)  # type: ignore[no-untyped-call]
         args, kwargs = arguments.call(self.index, samples, i, rows, handed)
         try:
             out = self.module(streams_first(hidden, states.leading), *args, **kwargs)

@@ -32,7 +32,7 @@ def find_crossing(run: Callable[[], object], blocks: Sequence[nn.Module], first:
     places: list[frozenset[Place]] = []
     for index, both in enumerate(zip(one, other, strict=True)):
         values, others = map(_tensors, both)
-        found = {place for place, value in values.items() if index >= first and same(value, result)}
+        found = {place for place, value in values.items() if index >= first and _begins(result, value)}
         differing = [place for place in values.keys() - found if not same(others.get(place), values[place])]
         if differing or (index == first and not found):
             what = "more of the encoder than its outputs" if differing else "none of the encoder's outputs"
@@ -46,6 +46,11 @@ def _tensors(call: Call) -> dict[Place, Tensor]:
     values: dict[Place, Any] = {}
     replaced(call, values.__setitem__)
     return {place: value for place, value in values.items() if isinstance(value, Tensor)}
+
+
+def _begins(result: Tensor, value: Tensor) -> bool:
+    """Whether the first positions of ``result`` are ``value``: an encoder may have padded its inputs."""
+    return value.ndim == result.ndim and same(result[:, : value.shape[1]], value)
 
 
 def _traced(

@@ -69,6 +69,15 @@ FAMILIES = {
     "zamba2": _SHARED + "; adapters stay",
 }
 
+#: Likewise those of an encoder with a decoder, which are calibrated on pairs.
+ENCODER_DECODERS = {
+    "t5": "also Flan-T5 and ByT5; mT5 and UMT5 are built alike",
+    "switch_transformers": _EXPERTS,
+    "bart": "also mBART, Pegasus, BlenderBot and others that are built alike",
+    "marian": "OPUS-MT",
+    "whisper": "sources are files of sound; convolutions stay",
+}
+
 
 def choice(name: str) -> str | None:
     """What a module or parameter belongs to that chooses, such as "router", if to any."""

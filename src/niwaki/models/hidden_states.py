@@ -41,7 +41,9 @@ class HandedOn:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Stands for what a decoder attends to of its encoder."""
+    """Stands for what a decoder attends to of its encoder: of so many positions, which it may have padded."""
+
+    length: int
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class BlockArguments:
 
         def stand_in(place: Place, value: Any) -> Any:
             if place in encoded:
-                return Encoded()
+                return Encoded(value.shape[1])
             if isinstance(value, Tensor) and value.numel() > 1:
                 self._keep(block, place, value)
                 return PerToken()
@@ -160,7 +162,7 @@ class BlockArguments:
             if isinstance(stand_in, PerToken):
                 return self._kept.samples(self._where[block, i, place], chosen)
             if isinstance(stand_in, Encoded):
-                return handed[ENCODED][0]
+                return handed[ENCODED][0][:, : stand_in.length]
             return handed if isinstance(stand_in, HandedOn) else stand_in
 
         call: Call = replaced(own or self._calls[block, samples], value)

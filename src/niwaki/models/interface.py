@@ -43,12 +43,14 @@ def find_interface(decoder: nn.Module, blocks: Sequence[nn.Module], device: torc
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
     answers = count_answers(partial(decoder, input_ids=one, use_cache=False), blocks)
     calls: list[list[Call]] = [[] for _ in blocks]
-    shapes: list[torch.Size] = []
+    seen: list[Tensor] = []  # of the present text, what the blocks receive: the first one's inputs, all of them
 
     def recorded(index: int) -> Callable[..., Any]:
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             calls[index].append((args, kwargs))
-            shapes.append(hidden.shape)
+            if seen and not torch.equal(hidden, seen[0]):
+                raise UnsupportedModelError(f"it changes what block {index} receives of the block before")
+            seen.append(hidden)
             return _answer(hidden, answers)
 
         return forward
@@ -56,23 +58,36 @@ def find_interface(decoder: nn.Module, blocks: Sequence[nn.Module], device: torc
     some = torch.arange(_SHAPE[0] * _SHAPE[1], device=device).view(_SHAPE)
     with replaced_blocks(blocks, recorded):
         for first in (vocabulary // 2, vocabulary // 4):
+            seen.clear()
             decoder(input_ids=(some + first) % vocabulary, use_cache=False)
-    leading = next((i for i in range(len(shapes[0])) if shapes[0][i : i + 2] == _SHAPE), 0)
-    return Interface(
-        answers, shapes[0][:leading], [_per_token(*both) if len(both) == 2 else frozenset() for both in calls]
-    )
+    if again := [str(index) for index, both in enumerate(calls) if len(both) > 2]:
+        raise UnsupportedModelError(f"it runs blocks more than once ({', '.join(again)})")
+    shape = seen[0].shape
+    leading = next((i for i in range(len(shape)) if shape[i : i + 2] == _SHAPE), 0)
+    return Interface(answers, shape[:leading], [_per_token(*both) if len(both) == 2 else frozenset() for both in calls])
 
 
-def count_answers(run: Callable[[], object], blocks: Sequence[nn.Module]) -> int:
-    """How many values the first block answers with where a model is ``run``; 0 where it is not a tuple."""
+def count_answers(run: Callable[[], object], blocks: Sequence[nn.Module], constant: bool = False) -> int:
+    """How many values the first block answers with where a model is ``run``; 0 where it is not a tuple.
+
+    UnsupportedModelError where the next one receives more of them than hidden states, unless these are ``constant``.
+    """
     found: list[int] = []
+    beside: list[Tensor] = []
 
     def first(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = type(blocks[0]).forward(blocks[0], hidden, *args, **kwargs)
         found.append(len(answer) if isinstance(answer, tuple | list) else 0)
+        if found[0] and not constant:
+            beside.extend(value for value in answer[1:] if isinstance(value, Tensor))
         return answer
 
-    def others(hidden: Tensor, *_: Any, **__: Any) -> Any:
+    def check(_: Place, value: Any) -> None:
+        if any(value is each for each in beside):
+            raise UnsupportedModelError("its blocks hand on more than hidden states in what they answer with")
+
+    def others(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        replaced((args, kwargs), check)
         return _answer(hidden, found[0])
 
     with replaced_blocks(blocks, lambda index: others if index else first):

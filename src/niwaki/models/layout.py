@@ -134,10 +134,10 @@ class Layout:
         #: Parameters that the checkpoint lacks, with those that they are the same as.
         self.ties: dict[str, str] = {}
         sources = self._sources(model.all_tied_weights_keys)
-        for name in dict(model.named_parameters(remove_duplicate=False)):
+        for name, value in model.named_parameters(remove_duplicate=False):
             if name in self._pieces:
                 self._check(name)
-            elif is_in_tower(name):  # it stays as it is in the files, whatever they call it
+            elif is_in_tower(name) or not value.is_meta:  # what stays in the files, whatever they call it; or computed
                 continue
             elif name not in sources:
                 raise CheckpointError(f"{checkpoint.path} lacks {name!r}, which its config.json asks for")

@@ -13,7 +13,11 @@ from niwaki.records.wording import kind
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: Why weights do not belong to what a language model computes of text.
-_OUTSIDE = {_TOWER := "not of the language model", _CROSS := "cross-attention, which text alone does not reach"}
+_OUTSIDE = {
+    _TOWER := "not of the language model",
+    _CROSS := "cross-attention, which text alone does not reach",
+    _FRONT := "before the encoder's blocks",
+}
 
 
 def left_dense(parts: Parts, layout: Layout, matrices: Iterable[Matrix]) -> list[LeftDense]:
@@ -64,6 +68,8 @@ def _reason(where: str, module: nn.Module, is_inside: bool, crosses: bool) -> st
         return _TOWER
     if is_cross_attention(where) and not crosses:
         return _CROSS
+    if crosses and not is_inside and "encoder" in where.split("."):
+        return _FRONT
     if isinstance(module, _CONVOLUTIONS):
         return "convolution"
     return "no matrix of a known kind" if is_inside else "outside of the blocks"

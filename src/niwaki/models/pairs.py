@@ -2,7 +2,7 @@
 
 A row is the source, :data:`NOTHING`, the target, which begins with the token that the model's targets begin with, and
 :data:`NOTHING` up to the end. So pairs of any lengths are windows as those of running text are. Of a source that is
-sound the row has its number among :data:`SOUNDS`.
+a file of sound or an image the row has its number among :data:`SOURCES`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,25 +16,27 @@ from niwaki.errors import UsageError
 NOTHING = -1
 
 
-class Sounds:
-    """All sounds that pairs of this process have as their sources, by number; each is read when it is asked for."""
+class Sources:
+    """All files that pairs of this process have as their sources, by number; each is read when it is asked for."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
         self._readers: list[Callable[[], Mapping[str, Tensor]]] = []
 
     def number(self, name: str, read: Callable[[], Mapping[str, Tensor]]) -> int:
-        """That of the sound called ``name``, of which a model receives what ``read`` gives."""
+        """That of the file called ``name``, of which a model receives what ``read`` gives."""
         if name not in self._names:
             self._names[name] = len(self._readers)
             self._readers.append(read)
         return self._names[name]
 
     def __getitem__(self, number: int) -> Mapping[str, Tensor]:
+        if not 0 <= number < len(self._readers):
+            raise UsageError(f"{number} is not the number of a source, of which there are {len(self._readers)}")
         return self._readers[number]()
 
 
-SOUNDS = Sounds()
+SOURCES = Sources()
 
 
 def rows_of(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Tensor:

@@ -10,8 +10,10 @@ import functools
 import re
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from inspect import signature
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from niwaki.layer.problem import Gram
 from niwaki.models.block import DecoderBlock
 from niwaki.models.crossing import find_crossing, record_pairs
 from niwaki.models.device import find_device, find_dtype
-from niwaki.models.families import FAMILIES, is_reached
+from niwaki.models.families import ENCODER_DECODERS, FAMILIES, is_reached
 from niwaki.models.gram_capture import InputGrams
 from niwaki.models.hidden_states import BlockArguments, Crossing, HiddenStates, streams_first
 from niwaki.models.interface import (
@@ -40,7 +42,7 @@ from niwaki.models.interface import (
 )
 from niwaki.models.layout import Layout, Matrix, check_dtypes
 from niwaki.models.left_dense import coverage, left_dense
-from niwaki.models.pairs import SOUNDS, parted, predicting
+from niwaki.models.pairs import SOURCES, parted, predicting
 from niwaki.models.processes import World
 from niwaki.models.sharing import by_first_use, only_in
 from niwaki.models.spill import MemoryBudget, SpillList
@@ -52,13 +54,26 @@ from niwaki.windows import Windows
 
 _ALONE = World()
 #: The share of a decoder's weights that a pruned model without much of it still dense has in matrices to prune.
-_LEAST_COVERAGE = 0.9
+_LEAST_COVERAGE = 0.75
 #: Tokens in one forward pass: enough to fill the cores, few enough for a block's activations.
 TOKENS_PER_BATCH = 4096
 #: Logits at a time, at least those of one window: more are no faster, and each takes 12 bytes.
 LOGITS_PER_BATCH = 1 << 25
+#: By the name of their inputs, what encoders read that do not read text.
+_SOURCES: dict[str, Literal["sound", "image"]] = {
+    **dict.fromkeys(("input_features", "input_values"), "sound"),
+    **dict.fromkeys(("pixel_values", "flattened_patches"), "image"),
+}
 #: The default sequence length, as in the literature. The model's maximum may be 131,072.
 DEFAULT_LENGTH = 2048
+
+
+@dataclass
+class _EncoderOutput(BaseModelOutput):
+    """What an encoder answers with, of whatever kind."""
+
+    router_logits: tuple[Tensor, ...] | None = None
+    attention_mask: Tensor | None = None
 
 
 class StreamedModel:
@@ -93,8 +108,9 @@ class StreamedModel:
         self.reads_pairs = self._parts.encoded > 0
         #: The first block of each list of blocks: of the decoder, or of the encoder and the decoder.
         self.starts: tuple[int, ...] = (0, self._parts.encoded) if self.reads_pairs else (0,)
-        #: Whether the sources of these pairs are sounds.
-        self.hears = self.reads_pairs and self.model.main_input_name != "input_ids"
+        self._has_global_attention = "global_attention_mask" in signature(self.model.forward).parameters
+        #: What its sources are: text, or files of sound or images.
+        self.sources = _SOURCES.get(self.model.main_input_name, "text")
         #: Whether it makes predictions: an encoder may have none.
         self.has_head = self._parts.head is not None
         #: Whether it is an encoder, such as BERT: each token sees those after it too.
@@ -120,7 +136,7 @@ class StreamedModel:
         self._ahead = self.device.type == "cuda"  # whether to read the next block while the present one is at work
 
     def _notes(self, kind: str) -> Iterator[str]:
-        if kind not in FAMILIES:
+        if kind not in FAMILIES and kind not in ENCODER_DECODERS:
             names = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", m.name) for m in self.matrices()))
             yield (
                 f"{kind!r} is not among the model families that niwaki is tested with; by its structure it has "
@@ -164,7 +180,7 @@ class StreamedModel:
         for source, target in map(parted, tokens):
             check_tokens(target, self.config)
             self.window_length(len(target) - 1)
-            if not self.hears:
+            if self.sources == "text":
                 check_tokens(source, self.config)
                 self.window_length(len(source))
 
@@ -260,20 +276,22 @@ class StreamedModel:
     def inputs(self, rows: Tensor) -> dict[str, Tensor]:
         """What the model, an encoder with a decoder, receives for ``rows`` of pairs, on its device.
 
-        All tokens of the targets but the last go into the decoder. UnsupportedModelError for sounds of several lengths.
+        All tokens of the targets but the last go into the decoder. UnsupportedModelError for files of several sizes.
         """
         sources, targets = zip(*map(parted, rows), strict=True)
         pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
         blank = self.config.pad_token_id or 0
         given = {"decoder_input_ids": pad([target[:-1] for target in targets], padding_value=blank)}
-        if self.hears:
-            heard = [SOUNDS[int(source[0])] for source in sources]
-            with raised_as(
-                UnsupportedModelError, "sounds of several lengths cannot be together in a step", RuntimeError
-            ):
-                given |= {name: torch.cat([each[name] for each in heard]) for name in heard[0]}
+        if self.sources != "text":
+            files = [SOURCES[int(source[0])] for source in sources]
+            what = f"sources of several sizes ({self.sources}) cannot be together in a step; give a smaller batch"
+            with raised_as(UnsupportedModelError, what, RuntimeError):
+                given |= {name: torch.cat([each[name] for each in files]) for name in files[0]}
         else:
             given["input_ids"] = pad(list(sources), padding_value=blank)
+            if self._has_global_attention:  # as it is used: to and from the first token
+                given["global_attention_mask"] = torch.zeros_like(given["input_ids"])
+                given["global_attention_mask"][:, 0] = 1
             if len(rows) > 1:
                 given["attention_mask"] = pad([torch.ones_like(source) for source in sources])
         return self._given(given)
@@ -307,7 +325,7 @@ class StreamedModel:
                     hidden = torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device)
                     inputs = self._of_target(hidden, torch.zeros(1, 1, dtype=torch.int64))
                     run = functools.partial(self.model, **inputs, use_cache=False)
-                    self._found = Interface(count_answers(run, self.blocks[first:]), (), [])
+                    self._found = Interface(count_answers(run, self.blocks[first:], constant=True), (), [])
                 else:
                     self._found = find_interface(self.decoder, self.blocks, self.device, self.config.vocab_size)
         return self._found
@@ -448,8 +466,11 @@ class StreamedModel:
         tokens = tokens.to(self.device)
         if not self.reads_pairs:
             return {"input_ids": tokens}
-        encoded = BaseModelOutput(last_hidden_state=hidden[:, :1])
-        return {"encoder_outputs": encoded, "decoder_input_ids": tokens}
+        encoder = getattr(self.model.get_encoder(), "config", self.config)
+        width = getattr(encoder, "hidden_size", hidden.shape[-1])
+        encoded = _EncoderOutput(last_hidden_state=hidden.new_zeros(len(hidden), 1, width))
+        given = {"encoder_outputs": encoded, "decoder_input_ids": tokens}
+        return {**given, "input_ids": tokens[:, :1]} if self.sources == "text" else given  # some ask for these too
 
     def stream(self, order: Sequence[int] | None = None) -> Generator[DecoderBlock]:
         """The blocks one after the other, each with its weights until the next one is asked for.

@@ -30,9 +30,6 @@ from niwaki.models.families import is_in_tower
 
 #: Decoder blocks, and experts of one.
 _MOST_PARTS = 10_000
-#: The configurations of encoders of text, and of sound, with decoders.
-_WRITING = AutoModelForSeq2SeqLM._model_mapping
-_HEARING = AutoModelForSpeechSeq2Seq._model_mapping
 #: What transformers itself has for attention and experts, everywhere.
 _OWN_CODE = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
 
@@ -40,20 +37,16 @@ _OWN_CODE = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
 def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of ``config.json`` without memory for its parameters; buffers, which are computed, are real.
 
-    UnsupportedModelError where it is an encoder of images with a decoder, or several models; CheckpointError where
-    transformers refuses the configuration.
+    UnsupportedModelError where it is several models, CheckpointError where transformers refuses the configuration.
     """
     file = directory / "config.json"
     with refusals(file):
         check_sizes(read_json(file), file)
         config = read_config(directory)
-        if config.is_encoder_decoder and type(config) not in (*_WRITING, *_HEARING):
-            raise UnsupportedModelError(
-                f"{directory} is an encoder with a decoder ({config.model_type}), and its encoder reads neither text "
-                "nor sound alone; such models are not supported"
-            )
         for each in (config, config.get_text_config()):  # some files ask for more, or for tuples
             each.return_dict, each.output_hidden_states, each.output_attentions = True, False, False
+            if hasattr(each, "rescale_every"):  # RWKV's way to stay within float16, which changes weights as it runs
+                each.rescale_every = 0
             if hasattr(each, "output_router_logits"):  # of blocks, which are not there when the head runs alone
                 each.output_router_logits = False
         with init_empty_weights(include_buffers=False), no_init_weights(), _UntouchedZeros():
@@ -69,8 +62,17 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
             f"{directory} is several models in one ({config.model_type}), of which transformers does not say which one "
             "reads text"
         ) from error
+    _compute_positions(model)
     model.eval().requires_grad_(False)
     return model
+
+
+def _compute_positions(model: PreTrainedModel) -> None:
+    """Makes the parameters real that files are without because they are computed, such as Marian's positions."""
+    for name in model._keys_to_ignore_on_save or ():
+        path = name.rpartition(".")[0]
+        if name in dict(model.named_parameters()):
+            model._init_weights(model.get_submodule(path).to_empty(device="cpu", recurse=False))
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
@@ -96,8 +98,8 @@ def config_of_text(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of the language model in a model with this one; of an encoder with a decoder, the decoder's."""
     if not config.is_encoder_decoder:
         return config.get_text_config()
-    nested = getattr(config, "decoder", None)
-    return nested if isinstance(nested, PreTrainedConfig) else config
+    nested = (getattr(config, name, None) for name in ("decoder", "decoder_config", "text_config"))
+    return next((each for each in nested if isinstance(each, PreTrainedConfig)), config)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -105,8 +107,10 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
     An encoder may come without a head, as those that make embeddings of texts do, or with a decoder.
     """
-    if config.is_encoder_decoder:
-        return AutoModelForSeq2SeqLM if type(config) in _WRITING else AutoModelForSpeechSeq2Seq
+    is_known = any(type(config) in each._model_mapping for each in (AutoModelForCausalLM, AutoModelForMultimodalLM))
+    if config.is_encoder_decoder or not is_known:
+        both = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
+        return next((each for each in both if type(config) in each._model_mapping), AutoModelForMultimodalLM)
     base = MODEL_MAPPING_NAMES.get(config.model_type)
     if getattr(config, "is_decoder", True) is False and config.architectures == [base]:
         return AutoModel
@@ -163,8 +167,10 @@ class Parts:
     @property
     def speaker(self) -> PreTrainedModel:
         """The decoder with the head: some models have other parts around both, which do not run without images."""
-        models = [module for module in self.model.modules() if isinstance(module, PreTrainedModel)]
-        both = {self.head, *(stack.blocks[0] for stack in self.stacks)}
+        if self.encoded:
+            return self.model
+        models = _models_within(self.model)
+        both = {self.head, self.stacks[-1].blocks[0]}
         return [self.model, *(model for model in models if both.issubset(model.modules()))][-1]
 
 
@@ -176,19 +182,29 @@ def find_parts(model: PreTrainedModel, kind: str) -> Parts:
     """
     if model.config.is_encoder_decoder:
         return _parts_of_both(model, kind)
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    config = model.config.get_text_config()
+    depth, other = getattr(config, "num_hidden_layers", None), getattr(config, "num_layers", None)
     # Some families call their head the decoder, and LLaMA 4 says that it is part of that.
     decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if head is None and any(each.get_output_embeddings() is not None for each in _models_within(model)):
+        raise UnsupportedModelError(f"a model of type {kind!r} has a head within that transformers does not tell of")
     decoder = model.base_model if decoder is head else decoder
     within = set(decoder.modules())
-    for path, module in model.named_modules():
-        is_deep = isinstance(module, nn.ModuleList) and 0 < len(module) == depth
-        if is_deep and module in within and not is_in_tower(path):
+    lists = [(path, each) for path, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each)]
+    inner = {each for _, list_ in lists for block in list_ for each in block.modules()}
+    lists = [(path, each) for path, each in lists if each in within - inner and not is_in_tower(path)]
+    # LongCat-Flash says how often there is attention, twice in each block.
+    for path, module in sorted(lists, key=lambda each: len(each[1]) != depth):
+        if len(module) in (depth, other):
             if head is not None and head in within:
                 decoder = model.get_submodule(path.rpartition(".")[0])
             return Parts(model, (Stack(path, module),), decoder, _path_of(decoder, model))
     which = "list of decoder blocks" if depth is None else f"list of {depth} decoder blocks"
     raise UnsupportedModelError(f"no {which} can be found in a model of type {kind!r}")
+
+
+def _models_within(model: nn.Module) -> list[PreTrainedModel]:
+    return [each for each in model.modules() if isinstance(each, PreTrainedModel)]
 
 
 def _parts_of_both(model: PreTrainedModel, kind: str) -> Parts:
@@ -197,10 +213,15 @@ def _parts_of_both(model: PreTrainedModel, kind: str) -> Parts:
         lists = {path: each for path, each in part.named_modules() if isinstance(each, nn.ModuleList) and len(each)}
         if part is model or not lists:
             raise UnsupportedModelError(f"no list of blocks can be found in the {which} of a model of type {kind!r}")
-        sizes = {path: sum(value.numel() for value in each.parameters()) for path, each in lists.items()}
+        sizes = {path: _linear_weights(each) for path, each in lists.items()}
         largest = max(sizes, key=sizes.__getitem__)  # the first of several, which is not within another one
         stacks.append(Stack(_path_of(part, model) + largest, lists[largest]))
     return Parts(model, tuple(stacks), model.base_model, _path_of(model.base_model, model))
+
+
+def _linear_weights(module: nn.Module) -> int:
+    """How many weights it has in linear layers, and not in convolutions."""
+    return sum(each.weight.numel() for each in module.modules() if isinstance(each, nn.Linear))
 
 
 def _path_of(part: nn.Module, model: nn.Module) -> str:

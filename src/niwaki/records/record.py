@@ -131,7 +131,8 @@ class LeftDense:
 class CalibrationRecord(TypedDict, total=False):
     """The windows of a calibration text: ``seed`` is that of random ones, ``synthetic`` windows were written.
 
-    With ``images`` the samples are conversations that have so many, the longest of ``sequence_length`` tokens.
+    With ``images`` the samples are conversations that have so many, the longest of ``sequence_length`` tokens. With
+    ``pairs`` they are pairs of a source and a target, of so many tokens together.
     ``origin`` is what the text is and how it became windows, in words, and ``bos`` the token that all of them begin
     with, where they do.
     """
@@ -139,6 +140,7 @@ class CalibrationRecord(TypedDict, total=False):
     source: Name
     samples: Count
     images: Count
+    pairs: Count
     sequence_length: Count
     origin: str
     bos: Count
@@ -146,6 +148,12 @@ class CalibrationRecord(TypedDict, total=False):
     seed: int
     tokens_sha256: str
     synthetic: Count
+
+
+def calibration_tokens(calibration: CalibrationRecord) -> int:
+    """How many tokens there are in it; of conversations, at most."""
+    pairs = calibration.get("pairs")
+    return calibration.get("samples", 0) * calibration.get("sequence_length", 0) if pairs is None else pairs
 
 
 @dataclass
@@ -315,7 +323,7 @@ class Record(JsonFile):
     @property
     def calibration_tokens(self) -> int:
         """How many tokens it was calibrated on; of conversations, at most."""
-        return self.calibration.get("samples", 0) * self.calibration.get("sequence_length", 0)
+        return calibration_tokens(self.calibration)
 
     @property
     def teacher(self) -> str:

@@ -75,15 +75,19 @@ def estimated(seconds: float) -> str:
 
 
 def text_in_words(calibration: Mapping[str, Any]) -> str:
-    """A record's calibration text: ``"128 x 2048 tokens of c4"``, or what :func:`conversations` says of them."""
-    if "images" in calibration:
-        return f"{conversations(calibration)} of {calibration['source']}"
+    """A record's calibration text: ``"128 x 2048 tokens of c4"``, or what :func:`other_samples` says of them."""
+    if said := other_samples(calibration):
+        return f"{said} of {calibration['source']}"
     return "{samples} x {sequence_length} tokens of {source}".format_map(defaultdict(lambda: "?", calibration))
 
 
-def conversations(calibration: Mapping[str, Any]) -> str:
-    """``"12 conversations with 14 images"``."""
-    return f"{counted(calibration['samples'], 'conversation')} with {counted(calibration['images'], 'image')}"
+def other_samples(calibration: Mapping[str, Any]) -> str:
+    """``"12 conversations with 14 images"``, or ``"32 pairs with 1,402 tokens"``; "" for windows of text."""
+    for what, noun in (("images", "conversation"), ("pairs", "pair")):
+        if what in calibration:
+            parts = "image" if what == "images" else "token"
+            return f"{counted(calibration['samples'], noun)} with {counted(calibration[what], parts)}"
+    return ""
 
 
 def short_text(name: str) -> str:

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from niwaki.effort import described
 from niwaki.records.record import Record
-from niwaki.records.wording import conversations, counted, duration, short_text, size
+from niwaki.records.wording import counted, duration, other_samples, short_text, size
 from niwaki.reports.material import Material, Run
 from niwaki.reports.tables import measured_on, with_error
 
@@ -117,8 +117,7 @@ def facts(material: Material) -> list[tuple[str, str]]:
     if calibration := material.source.calibration:
         windows, tokens = calibration.get("samples", "?"), calibration.get("sequence_length", "?")
         source = short_text(str(calibration.get("source", "?")))
-        what = f"{counted(windows, 'window')} of {counted(tokens, 'token')}"
-        what = conversations(calibration) if "images" in calibration else what
+        what = other_samples(calibration) or f"{counted(windows, 'window')} of {counted(tokens, 'token')}"
         shown.append(("calibration", f"{what} of {source}"))
     if record is not None and any("±" in value for _, value, _ in tiles(material)):
         shown.append(("±", SPREAD))

@@ -14,7 +14,7 @@ from niwaki.effort import described
 from niwaki.files import output_errors, write_json
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import CalibrationRecord, Record
-from niwaki.records.wording import conversations, counted, markdown
+from niwaki.records.wording import counted, markdown, other_samples
 from niwaki.runs.model_card import notes, top
 
 #: What a model is, by what was done to it. All but the first have zeros among their weights.
@@ -181,6 +181,5 @@ def _rows(record: Record) -> dict[str, object]:
 
 
 def _samples(calibration: CalibrationRecord) -> str:
-    if "images" in calibration:
-        return conversations(calibration)
-    return f"{counted(calibration['samples'], 'window')} of {calibration['sequence_length']} tokens"
+    windows = f"{counted(calibration['samples'], 'window')} of {calibration['sequence_length']} tokens"
+    return other_samples(calibration) or windows

@@ -87,13 +87,13 @@ class Shrink:
         """The effort, with the epochs that it has where all matrices are treated alike."""
         return self.effort_for(predicts=True)
 
-    def effort_for(self, predicts: bool) -> Effort:
-        """The same for a model that predicts tokens of its text, or does not."""
+    def effort_for(self, predicts: bool, writes: bool = True) -> Effort:
+        """The same for a model that predicts tokens of its text, or does not, and ``writes`` text or does not."""
         # What fits to more text gain where experts go was not measured.
         usual = PLAIN_EFFORT if self.shares["experts"] or self.shares["expert_neurons"] else SHRINK_EFFORT
         effort = usual if self.effort is None else self.effort
         given = make_effort(effort) if isinstance(effort, str) else effort
-        settled = given.settled(shares_zeros=False, predicts=predicts)
+        settled = given.settled(shares_zeros=False, predicts=predicts, writes=writes)
         return dataclasses.replace(settled, plan=dataclasses.replace(settled.plan, allocation="uniform"))
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
@@ -121,7 +121,7 @@ class Shrinking:
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
         depth, self._blocks = len(model.blocks), stage.blocks
         self._left_out = [stage.left_out] if stage.left_out else []
-        self._effort = stage.effort_for(predicts=model.has_head and not model.sees_ahead)
+        self._effort = stage.effort_for(model.has_head and not model.sees_ahead, writes=not model.reads_pairs)
         if any(matrix.blocks for matrix in model.matrices()):
             raise UnsupportedModelError(
                 f"{checkpoint.path} has blocks that share weights, of which nothing can be removed; prune it"

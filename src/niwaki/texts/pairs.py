@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import itertools
 import random
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.choices import Order
-from niwaki.errors import CalibrationError, first_line, named, panics_as_errors, raised_as, shown
+from niwaki.errors import CalibrationError, panics_as_errors, raised_as, shown
 from niwaki.files import given_path
-from niwaki.models.pairs import SOUNDS, rows_of
+from niwaki.models.pairs import rows_of
 from niwaki.models.streamed import StreamedModel
-from niwaki.records.wording import several
+from niwaki.records.wording import counted, several
 from niwaki.texts.files import ROWS, kind, rows
 from niwaki.texts.rows import Rows
+from niwaki.texts.source_files import read_sources
 from niwaki.texts.sources import DATASETS, EXCERPTS, data_set_rows, find_file
 from niwaki.windows import Windows
 
 SOURCE, TARGET = "source", "target"
-_EXTRA = "pip install '.[sound]' in niwaki's checkout"
 _HOW = 'a file of rows, such as JSONL, with {"source": ..., "target": ...} in each line'
 
 
@@ -49,9 +44,9 @@ def read_pairs(
 ) -> Windows:
     """The pairs of the file or data set ``name`` as rows of tokens, of which ``needed`` have to be there.
 
-    None stands for all; ``spare`` more are welcome. Sources and targets are cut to ``length`` tokens, with a note. The
-    sources of a model that hears are files of sound, relative to the file's folder. CalibrationError where the text has
-    no pairs or too few, files of sound are missing or cannot be read, or an extra is missing.
+    None stands for all; ``spare`` more are welcome. Sources and targets are cut to ``length`` tokens, with a note.
+    Where the encoder reads sound or images, sources are files, relative to the folder of ``name``. CalibrationError
+    where the text has no pairs or too few, and as of :func:`.read_sources`.
     """
     found, folder = _rows(name)
     wanted = None if needed is None else needed + spare
@@ -61,21 +56,25 @@ def read_pairs(
     else:
         pairs = [_pair(row, where) for where, row in itertools.islice(found, wanted)]
     if len(pairs) < (needed or 1):
-        raise CalibrationError(f"{name} has {len(pairs)} pairs, and {needed or 1} are needed; give more --calibration")
+        there = counted(len(pairs), "pair")
+        raise CalibrationError(f"{name} has {there}, and {needed or 1} are needed; give more, or fewer --samples")
     digest = ""
-    if model.hears:
-        sources, digest = _heard(model, pairs, folder)
+    targets, cut = _targets(model, [pair.target for pair in pairs], length)
+    if model.sources != "text":
+        sources, digest = read_sources(model, [(pair.where, folder / given_path(pair.source)) for pair in pairs])
     else:
-        sources = _tokens(model, [pair.source for pair in pairs], length)
-    targets = _targets(model, [pair.target for pair in pairs], length)
+        sources, too_long = _tokens(model, [pair.source for pair in pairs], length)
+        cut += too_long
     for pair, target in zip(pairs, targets, strict=True):
         if len(target) < 2:
             raise CalibrationError(f"{pair.where}: the model's tokenizer makes no tokens of the target")
     tokens = rows_of(zip(sources, targets, strict=True))
-    notes = _notes(name, length, sources, targets, is_text=not model.hears)
-    which = "sounds and what they say" if model.hears else "pairs of a source and a target"
+    notes = (f"{counted(cut, 'source or target', 'sources and targets')} of {name} cut to {length:,} tokens",)
+    which = "pairs of a source and a target" if model.sources == "text" else f"pairs of {model.sources} and text"
     sizes = tuple(len(pair.target.encode()) or 1 for pair in pairs)
-    return Windows(tokens, name, order, f"{name}, {which}, {order} ones", notes, bytes=sizes, digest=digest)
+    return Windows(
+        tokens, name, order, f"{name}, {which}, {order} ones", notes if cut else (), bytes=sizes, digest=digest
+    )
 
 
 def _rows(name: str) -> tuple[Rows, Path]:
@@ -97,19 +96,22 @@ def _pair(row: Any, where: str) -> _Pair:
     return _Pair(where, *values)
 
 
-def _tokens(model: StreamedModel, texts: list[str], length: int, **kwargs: Any) -> list[list[int]]:
-    """Each text as the tokenizer makes it for a model, with what it puts around it."""
+def _tokens(model: StreamedModel, texts: list[str], length: int, name: str = "text") -> tuple[list[list[int]], int]:
+    """Each text as the tokenizer makes it for a model, with what it puts around it; how many it had to cut."""
     with raised_as(CalibrationError, "the model's tokenizer fails on this text"), panics_as_errors():
-        ids: list[list[int]] = model.tokenizer(texts, truncation=True, max_length=length, **kwargs)["input_ids"]
-    return ids
+        made: list[list[int]] = model.tokenizer(**{name: texts})["input_ids"]
+        long = [number for number, ids in enumerate(made) if len(ids) > length]
+        for number in long:
+            cut = model.tokenizer(**{name: texts[number]}, truncation=True, max_length=length)
+            made[number] = cut["input_ids"]
+    return made, len(long)
 
 
-def _targets(model: StreamedModel, texts: list[str], length: int) -> list[list[int]]:
+def _targets(model: StreamedModel, texts: list[str], length: int) -> tuple[list[list[int]], int]:
     """Likewise for targets, with the token before them that decoders begin with."""
-    with raised_as(CalibrationError, "the model's tokenizer fails on targets"), panics_as_errors():
-        made = model.tokenizer(text_target=texts, truncation=True, max_length=length)["input_ids"]
+    made, cut = _tokens(model, texts, length, "text_target")
     firsts = [_first(model, target) for target in made]
-    return [target if target[:1] == [first] else [first, *target] for target, first in zip(made, firsts, strict=True)]
+    return [ids if ids[:1] == [first] else [first, *ids] for ids, first in zip(made, firsts, strict=True)], cut
 
 
 def _first(model: StreamedModel, labels: list[int]) -> int:
@@ -118,60 +120,3 @@ def _first(model: StreamedModel, labels: list[int]) -> int:
     if shift is None or not labels:
         return int(model.config.decoder_start_token_id or 0)
     return int(shift(labels=torch.tensor([labels]))[0, 0])
-
-
-def _notes(
-    name: str, length: int, sources: list[list[int]], targets: list[list[int]], is_text: bool
-) -> tuple[str, ...]:
-    cut = sum(len(source) >= length for source in sources) if is_text else 0
-    cut += sum(len(target) > length for target in targets)
-    if not cut:
-        return ()
-    return (f"{cut:,} sources and targets of {name} were cut to {length:,} tokens, or are as long",)
-
-
-class _Sound:
-    """A file of sound, and what the model receives of it."""
-
-    def __init__(self, path: Path, where: str, extractor: Any) -> None:
-        self._path, self._where, self._extractor = path, where, extractor
-
-    @cached_property
-    def name(self) -> str:
-        """Which it is, for all processes and stages of a run."""
-        return str(self._path)
-
-    def read(self) -> dict[str, Tensor]:
-        """CalibrationError, which names the line, where it is missing or cannot be read."""
-        import soundfile
-        import soxr
-
-        if not self._path.is_file():
-            raise CalibrationError(f"{self._where}: there is no file of sound {self._path}")
-        with raised_as(CalibrationError, f"{self._where}: {self._path} cannot be read as sound", reason=first_line):
-            samples, rate = soundfile.read(self._path, dtype="float32", always_2d=True)
-            wanted = self._extractor.sampling_rate
-            mono = samples.mean(axis=1)
-            mono = mono if rate == wanted else soxr.resample(mono, rate, wanted)
-            made = self._extractor(mono, sampling_rate=wanted, return_tensors="pt")
-        return {name: value for name, value in made.items() if isinstance(value, Tensor)}
-
-
-def _heard(model: StreamedModel, pairs: list[_Pair], folder: Path) -> tuple[list[list[int]], str]:
-    """The number of each source among all sounds, and a digest of what the model receives of them."""
-    if any(importlib.util.find_spec(package) is None for package in ("soundfile", "soxr")):
-        raise CalibrationError(f"files of sound, as in {pairs[0].where}, need an extra: {_EXTRA}")
-    from transformers import AutoFeatureExtractor
-
-    path = model.checkpoint.path
-    with raised_as(CalibrationError, f"{path} has no processor of sound that can be loaded"), panics_as_errors():
-        extractor = AutoFeatureExtractor.from_pretrained(path, trust_remote_code=False)
-    digest, numbers = hashlib.sha256(), list[list[int]]()
-    for pair in pairs:
-        sound = _Sound(folder / given_path(pair.source), pair.where, extractor)
-        with named(pair.where):
-            for name, value in sorted(sound.read().items()):
-                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-                digest.update(raw_bytes(value))
-        numbers.append([SOUNDS.number(sound.name, sound.read)])
-    return numbers, digest.hexdigest()

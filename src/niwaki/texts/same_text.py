@@ -27,7 +27,12 @@ def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 
 
 def with_bytes(windows: Windows, tokenizer: PreTrainedTokenizerBase) -> Windows:
-    """``windows`` with the bytes of what is predicted in each, all but the first token, where they have text."""
+    """``windows`` with the bytes of what is predicted in each, all but the first token, where they have text.
+
+    Those that have them already, as pairs do, stay as they are.
+    """
+    if windows.bytes:
+        return windows
     sizes = tuple(len(decoded(tokenizer, window[1:]).encode()) for window in windows.tokens.tolist())
     return dataclasses.replace(windows, bytes=sizes) if all(sizes) else windows
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from niwaki.choices import Order
 from niwaki.errors import UsageError, shown
-from niwaki.models.pairs import NOTHING, padded
+from niwaki.models.pairs import NOTHING, count_tokens, padded
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import USUAL_CALIBRATION, Calibration, Measurement
@@ -134,6 +134,8 @@ class Texts:
             "seed": seed,
             "tokens_sha256": windows.fingerprint(),
         }
+        if bool((windows.tokens == NOTHING).any()):
+            described["pairs"] = count_tokens(windows.tokens)
         if windows.origin:
             described["origin"] = windows.origin
         if windows.bos is not None and bool((windows.tokens[:, 0] == windows.bos).all()):

@@ -1,0 +1,242 @@
+"""Encoders with decoders as wholes: pruned, quantised, healed and shrunk on pairs of text, or of sound and text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import niwaki
+from niwaki import Compute, Measurement, NiwakiError
+from niwaki.choices import HealingMethod
+from niwaki.models.pairs import count_tokens
+from support.command import Command
+from support.pairs import KINDS, class_of, inputs_of, pairs_of, reference_of, rows, save_pair_model, write_pairs
+from support.runs import StopAt, files, tensors, zeros
+
+CPU = Compute("cpu", "float32")
+PAIRS = 40
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def dense(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pair_model(tmp_path_factory.mktemp("both") / kind, kind)
+
+
+def text(kind: str) -> dict[str, Any]:
+    every = rows(kind, PAIRS)
+    return {"calibration": every[:32], "measurement": Measurement(every[32:]), "compute": CPU}
+
+
+def logits(directory: Path, kind: str) -> list[Tensor]:
+    model = reference_of(directory, kind)
+    with torch.no_grad():
+        return [
+            model(**inputs_of(kind, source), decoder_input_ids=torch.tensor([target[:-1]])).logits[0]
+            for source, target in pairs_of(kind, PAIRS)
+        ]
+
+
+def divergence(dense: list[Tensor], other: list[Tensor]) -> float:
+    p, q = (torch.cat(each).double().log_softmax(1) for each in (dense, other))
+    return float((p.exp() * (p - q)).sum(1).mean())
+
+
+@pytest.mark.parametrize("effort", ["fast", "balanced"])
+def test_half_of_each_model_goes(dense: Path, kind: str, effort: str, tmp_path: Path) -> None:
+    record = niwaki.prune(dense, tmp_path / "out", 0.5, effort=effort, **text(kind))
+    before, after = tensors(dense), tensors(tmp_path / "out")
+    changed = {key: value for key, value in after.items() if not torch.equal(value, before[key])}
+    assert any(".encoder." in f".{key}" for key in changed)
+    assert any("EncDecAttention" in key or "encoder_attn" in key for key in changed)
+    assert record.sparsity == pytest.approx(0.5, abs=0.02)
+    weights = sum(each.numel() for each in changed.values())
+    assert sum(map(zeros, changed.values())) / weights == pytest.approx(0.5, abs=0.02)
+    # What is measured is what transformers makes of what was written.
+    measured = record.perplexity["after"]
+    assert measured.windows == 8
+    assert measured.nats == pytest.approx(loss(tmp_path / "out", kind, measured.tokens), rel=1e-4)
+    assert record.calibration["pairs"] == count_tokens(rows(kind, PAIRS)[:32])
+    assert not [note for note in record.notes if "wrote no text" in note or "tested with" in note]
+
+
+def loss(directory: Path, kind: str, tokens: int) -> float:
+    """The mean over so many tokens of the targets that are measured on."""
+    pairs = zip(logits(directory, kind), pairs_of(kind, PAIRS), strict=True)
+    losses = [
+        torch.nn.functional.cross_entropy(said, torch.tensor(ids[1:]), reduction="sum") for said, (_, ids) in pairs
+    ]
+    return float(sum(losses[32:])) / tokens
+
+
+@pytest.mark.parametrize("some", ["t5", "whisper"])
+def test_a_stopped_run_comes_to_the_same_bytes(some: str, tmp_path: Path) -> None:
+    dense, given = save_pair_model(tmp_path / "model", some), text(some)
+    niwaki.prune(dense, tmp_path / "whole", 0.5, **given)
+    for matrices in (20, 25):
+        with pytest.raises(KeyboardInterrupt):
+            niwaki.prune(dense, tmp_path / "out", 0.5, **given, progress=StopAt(matrices))
+    niwaki.prune(dense, tmp_path / "out", 0.5, **given)
+    assert files(tmp_path / "out", "recipe.toml") == files(tmp_path / "whole", "recipe.toml")
+
+
+@pytest.mark.parametrize("some", ["t5", "bart"])
+def test_weights_go_on_a_grid(some: str, tmp_path: Path) -> None:
+    dense = save_pair_model(tmp_path / "model", some)
+    record = niwaki.quantize(dense, tmp_path / "out", "int8:8", **text(some))
+    assert record.perplexity["after"].above(record.perplexity["before"]).nats < 0.05
+    assert reference_of(tmp_path / "out", some)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "norms", "blocks"])
+def test_healing_comes_nearer_to_the_dense_model(dense: Path, kind: str, method: HealingMethod, tmp_path: Path) -> None:
+    if kind not in ("t5", "whisper") and method != "full":
+        pytest.skip("much the same in all")
+    niwaki.prune(dense, tmp_path / "pruned", 0.6, effort="fast", **text(kind))
+    record = niwaki.heal(
+        tmp_path / "pruned", tmp_path / "healed", teacher=dense, method=method, tokens=6000, rate=3e-3, **text(kind)
+    )
+    before, after = tensors(tmp_path / "pruned"), tensors(tmp_path / "healed")
+    for key, value in before.items():
+        if value.ndim == 2 and 0.3 < zeros(value) / value.numel() < 1:
+            assert torch.equal(value == 0, after[key] == 0)
+    said = logits(dense, kind)
+    first, last = (divergence(said, logits(tmp_path / name, kind)) for name in ("pruned", "healed"))
+    assert last < first
+    assert record.healing
+    assert record.healing.own_text == 0
+    assert record.healing.points[record.healing.best or 0].error < record.healing.points[0].error
+
+
+def test_what_healing_starts_from_is_the_divergence_of_targets(tmp_path: Path) -> None:
+    dense = save_pair_model(tmp_path / "t5", "t5")
+    niwaki.prune(dense, tmp_path / "pruned", 0.6, effort="fast", **text("t5"))
+    alike = rows("t5", PAIRS)[:1].repeat(12, 1)  # so that it does not matter which are held out
+    given: dict[str, Any] = {"tokens": 500, "calibration": alike, "measurement": None, "compute": CPU}
+    record = niwaki.heal(tmp_path / "pruned", tmp_path / "healed", teacher=dense, **given)
+    expected = divergence(logits(dense, "t5")[:1], logits(tmp_path / "pruned", "t5")[:1])
+    assert record.healing
+    assert record.healing.points[0].error == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("removed", [{"blocks": 2}, {"neurons": 0.5}, {"blocks": 1, "neurons": 0.5}])
+def test_blocks_and_neurons_go(kind: str, dense: Path, removed: dict[str, Any], tmp_path: Path) -> None:
+    if kind == "switch_transformers":
+        pytest.skip("has experts, and two blocks in each list")
+    record = niwaki.shrink(dense, tmp_path / "out", **removed, **text(kind))
+    model, info = class_of(kind).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert record.structure
+    names = ("num_layers", "num_decoder_layers") if kind == "t5" else ("encoder_layers", "decoder_layers")
+    assert sum(getattr(model.config, name) for name in names) == 6 - removed.get("blocks", 0)
+    assert not {0, 3} & {*record.structure.blocks}  # the first of each list stay
+    after = record.perplexity["after"]
+    assert after.nats == pytest.approx(loss(tmp_path / "out", kind, after.tokens), rel=1e-4)
+
+
+def test_no_more_blocks_go_than_can(tmp_path: Path) -> None:
+    dense = save_pair_model(tmp_path / "t5", "t5")
+    with pytest.raises(NiwakiError, match="0 to 4"):
+        niwaki.shrink(dense, tmp_path / "out", blocks=5, **text("t5"))
+
+
+@pytest.mark.parametrize("some", ["t5", "marian"])
+def test_a_file_of_pairs(niwaki_: Command, some: str, tmp_path: Path) -> None:
+    model = save_pair_model(tmp_path / "model", some, with_words=True)
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 40)
+    out, again = tmp_path / "out", tmp_path / "again"
+    result = niwaki_("prune", model, out, "--pattern", "0.5", "--calibration", pairs, "--samples", 24)
+    assert result.code == 0, result.err
+    assert "24 pairs with" in result.out
+    assert "bits a byte" in result.out
+    record = json.loads((out / "niwaki.json").read_text())
+    assert record["perplexity"]["after"]["windows"] == 16
+    assert "pairs of a source and a target" in record["calibration"]["origin"]
+    result = niwaki_("eval", out, "--text", pairs, "--samples", 16)
+    assert result.code == 0, result.err
+    result = niwaki_("run", model, again, "--recipe", out / "recipe.toml", "--calibration", pairs)
+    assert result.code == 0, result.err
+    assert files(again, "recipe.toml", "README.md") == files(out, "recipe.toml", "README.md")
+
+
+def test_files_of_sound(niwaki_: Command, tmp_path: Path) -> None:
+    model = save_pair_model(tmp_path / "model", "whisper", with_words=True)
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 24, sounds=True)
+    given = ("--pattern", "0.5", "--calibration", pairs, "--samples", 16)
+
+    def calibration(name: str) -> dict[str, Any]:
+        result = niwaki_("prune", model, tmp_path / name, *given)
+        assert result.code == 0, result.err
+        found: dict[str, Any] = json.loads((tmp_path / name / "niwaki.json").read_text())["calibration"]
+        return found
+
+    def refusal() -> str:
+        result = niwaki_("prune", model, tmp_path / "none", *given)
+        assert result.code not in (0, 70)
+        return result.err
+
+    first = calibration("out")
+    assert "pairs of sound and text" in first["origin"]
+    (tmp_path / "3.wav").write_bytes((tmp_path / "4.wav").read_bytes())
+    assert calibration("other")["tokens_sha256"] != first["tokens_sha256"]
+    (tmp_path / "5.wav").unlink()
+    said = refusal()
+    assert "5.wav" in said
+    assert "line 6" in said
+    (tmp_path / "5.wav").write_text("no sound")
+    assert "5.wav cannot be read as sound" in refusal()
+    (model / "preprocessor_config.json").unlink()
+    assert "no processor of sound" in refusal()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"source": "a b"}\n', "no target"),
+        ('{"target": "a b"}\n', "no source"),
+        ('{"source": "a", "target": " "}\n', "no target"),
+        ('{"source": 4, "target": "a"}\n', "no source"),
+        ('"a text"\n', "no source"),
+        ('{"text": "a text"}\n', "'text'"),
+        ('{"source": "a", "target": "b"}\n', "1 pair, and 8 are needed"),
+        ("", "0 pairs"),
+    ],
+)
+def test_what_is_no_pair_is_said(niwaki_: Command, content: str, said: str, tmp_path: Path) -> None:
+    model, pairs = save_pair_model(tmp_path / "model", "t5", with_words=True), tmp_path / "pairs.jsonl"
+    pairs.write_text(content)
+    result = niwaki_("prune", model, tmp_path / "out", "--pattern", "0.5", "--calibration", pairs, "--samples", 8)
+    assert result.code not in (0, 70)
+    assert said in result.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("source", ["demo", "c4", "text.txt"])
+def test_running_text_is_refused(niwaki_: Command, source: str, tmp_path: Path) -> None:
+    model = save_pair_model(tmp_path / "model", "t5", with_words=True)
+    (tmp_path / "text.txt").write_text("a text " * 200)
+    given = tmp_path / source if source.endswith(".txt") else source
+    result = niwaki_("prune", model, tmp_path / "out", "--pattern", "0.5", "--calibration", given)
+    assert result.code not in (0, 70)
+    assert "running text" in result.err
+    assert '"target"' in result.err
+
+
+def test_long_pairs_are_cut_with_a_note(niwaki_: Command, tmp_path: Path) -> None:
+    model = save_pair_model(tmp_path / "model", "bart", with_words=True)
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 12)
+    long = json.dumps({"source": "a long text " * 200, "target": "short"})
+    pairs.write_text(f"{long}\n{pairs.read_text()}")
+    result = niwaki_("prune", model, tmp_path / "out", "--pattern", "0.5", "--calibration", pairs, "--samples", 8)
+    assert result.code == 0, result.err
+    assert "1 source or target of" in result.out + result.err
+    assert "cut to 64 tokens" in result.out + result.err
