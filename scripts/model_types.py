@@ -132,8 +132,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"head_dim": 16, "n_groups": 1},
-    "pix2struct_text_model": {"num_heads": 4, "d_kv": 8, "d_ff": 48, "num_layers": 2},
-    "pix2struct_vision_model": {"d_kv": 8, "seq_len": 32},
     "prophetnet": {
         **dict.fromkeys(("num_hidden_layers", "num_attention_heads")),
         **dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), 2),
@@ -286,10 +284,11 @@ def _is_the_same(directory: Path, text: Tensor) -> bool:
     for block in model.stream():
         block.advance(states)
     whole = auto_class(model.model.config).from_pretrained(directory, dtype=torch.float32).eval()
-    if model.reads_pairs:
+    if model.pairs:
         for row, found in zip(text, model.losses(states), strict=True):
             source, target = parted(row)
-            given = dict(SOURCES[int(source)]) if model.sources != "text" else {"input_ids": source[None]}
+            is_text = model.pairs.sources == "text"
+            given = {"input_ids": source[None]} if is_text else dict(SOURCES[int(source)])
             if whole.config.model_type == "led":
                 given["global_attention_mask"] = (torch.arange(len(source)) == 0).long()[None]
             said = whole(**given, decoder_input_ids=target[None, :-1], use_cache=False).logits.log_softmax(-1)

@@ -273,8 +273,8 @@ def test_what_is_between_encoder_and_decoder_is_followed_or_refused() -> None:
 
 def test_a_stream_is_an_encoder_with_a_decoder_only_where_it_is(tmp_path: Path) -> None:
     model: StreamedModel = stream_of(save_pair_model(tmp_path / "whisper", "whisper"))
-    assert model.sources == "sound"
-    assert model.reads_pairs
+    assert model.pairs
+    assert model.pairs.sources == "sound"
     assert model.positions == 40
     assert [each.reason for each in model.left_dense] == ["before the encoder's blocks"] * 2
     model.check_coverage()

@@ -17,6 +17,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, UsageError
 from niwaki.layer.grid import Grid
 from niwaki.layer.rounding import to_nearest
+from niwaki.models.ends import head_gram
 from niwaki.models.scales import EMBEDDINGS
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.linear import SparseEmbedding, SparseLinear
@@ -89,7 +90,7 @@ def test_the_gram_matrix_of_the_head(tmp_path: Path) -> None:
     states = streamed.embed(TEXT)
     for block in streamed.stream():
         block.advance(states)
-    gram = streamed.head_gram(states)
+    gram = head_gram(streamed, states)
     with torch.no_grad():
         X = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model(TEXT).last_hidden_state
     X = X.flatten(0, 1).double()

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from niwaki.layer.grid import Grid
+from niwaki.models.ends import embedding_keys
 from niwaki.models.scales import embedding_grid_of, grid_of, read_embedding_scales, read_scales
 from niwaki.models.streamed import StreamedModel
 
@@ -45,7 +46,7 @@ def tensors_on_grids(model: StreamedModel) -> dict[str, TensorOnGrid]:
             if checkpoint.pruning.includes(matrix.block):
                 found[matrix.key] = TensorOnGrid(grid, partial(read_scales, checkpoint, matrix, grid))
     if ends is not None:
-        for key in model.embedding_keys:
+        for key in embedding_keys(model):
             found[key] = TensorOnGrid(ends, partial(read_embedding_scales, checkpoint, key, ends))
     return found
 

@@ -146,7 +146,7 @@ class Healing:
         if stage.times is not None and run.seen:
             self.tokens = max(1, int(stage.times * calibration_tokens(run.seen)))
         self._settings = {"batch": stage.tokens_in_a_step, "own_text": parse_share("own_text", stage.own_text)}
-        if self.dense.reads_pairs:  # it writes nothing without a source
+        if self.dense.pairs is not None:  # it writes nothing without a source
             self._settings["own_text"] = 0.0
         self._identity: dict[str, Any] = {}
         self.translation: Translation | None = None  # where the model that is read has other tokens
@@ -183,7 +183,7 @@ class Healing:
         if run.seen and calibration.order is None:  # so that what comes after it is new
             calibration = replace(calibration, order="first")
         length = calibration.length
-        is_pairs = self.dense.reads_pairs
+        is_pairs = self.dense.pairs is not None
         if (
             length is None and not is_pairs and all(isinstance(text, str) for text in calibration.texts)
         ):  # no windows, which have theirs

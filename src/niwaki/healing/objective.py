@@ -216,7 +216,7 @@ def find_logits(model: StreamedModel) -> Logits | NoHead:
         return NoHead(model.config.hidden_size)
     seen: list[Tensor] = []
     output = model.model.get_output_embeddings()
-    if model.reads_pairs:  # T5 scales states between its decoder and its head
+    if model.pairs is not None:  # T5 scales states between its decoder and its head
         decoder = model.model.get_decoder()
         hook = decoder.register_forward_hook(lambda _module, _inputs, made: seen.append(output(made.last_hidden_state)))
     else:

@@ -93,7 +93,7 @@ class Student:
     def states(self, tokens: Tensor) -> Tensor:
         """(tokens, width): after the last norm, for ``tokens`` (windows, length); of pairs for what predicts."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._half):
-            if self._stream.reads_pairs:
+            if self._stream.pairs is not None:
                 return self._stream.target_states(tokens)
             states: Tensor = self._stream.decoder(input_ids=tokens, use_cache=False).last_hidden_state
         return states.flatten(0, 1)

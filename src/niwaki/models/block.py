@@ -13,7 +13,7 @@ from niwaki.choices import TF32
 from niwaki.errors import NumericalError, UnsupportedModelError, named, one_line
 from niwaki.layer.linalg import is_finite
 from niwaki.models.gram_capture import InputGram, InputGrams
-from niwaki.models.hidden_states import ENCODED, Handed, HiddenStates, samples_first, streams_first
+from niwaki.models.hidden_states import ENCODED, Handed, HiddenStates, Place, replaced, samples_first, streams_first
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget
@@ -22,7 +22,8 @@ from niwaki.models.spill import MemoryBudget
 class _Beside(torch.autograd.Function):
     """A value as it is, which for gradients depends on another one, with gradients of 0.
 
-    A decoder's first inputs depend on nothing that is computed, and gradients of what is made of them are asked for.
+    A decoder's first inputs, and embeddings of positions, depend on nothing that is computed, and gradients of what is
+    made of them are asked for.
     """
 
     @staticmethod
@@ -34,6 +35,14 @@ class _Beside(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[None, Tensor]:
         like, device = ctx.like
         return None, torch.zeros_like(like, device=device)
+
+
+def _beside(hidden: Tensor, _place: Place, value: Any) -> Any:
+    """What matrices may be applied to without any gradient, such as embeddings of positions, beside ``hidden``."""
+    is_constant = isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
+    if is_constant and value.shape[-1:] == hidden.shape[-1:]:
+        return _Beside.apply(value, hidden)  # type: ignore[no-untyped-call]
+    return value
 
 
 @dataclass(eq=False)
@@ -68,6 +77,8 @@ class DecoderBlock:
             handed[ENCODED] = (states.crossing.encode(hidden),)
             hidden = _Beside.apply(arguments.begun(self.index, i), hidden)  # type: ignore[no-untyped-call]
         args, kwargs = arguments.call(self.index, samples, i, rows, handed)
+        if hidden.requires_grad:
+            args, kwargs = replaced((args, kwargs), partial(_beside, hidden))
         try:
             out = self.module(streams_first(hidden, states.leading), *args, **kwargs)
         except (TypeError, AttributeError, LookupError) as error:

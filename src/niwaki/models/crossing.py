@@ -129,6 +129,13 @@ def _constant(one: Any, other: Any) -> Any:
     return one if same(one, other) else None
 
 
+def _check_shape(hidden: Tensor, tokens: int | None) -> None:
+    """UnsupportedModelError unless ``hidden`` is (1, tokens, width), of any number of tokens where that is None."""
+    if hidden.ndim != 3 or hidden.shape[0] != 1 or tokens not in (None, hidden.shape[1]):
+        of = "the sources" if tokens is None else f"{tokens} tokens"
+        raise UnsupportedModelError(f"hidden states of its blocks are {tuple(hidden.shape)} for {of} of one pair")
+
+
 def record_pairs(
     runs: Iterator[tuple[Tensor, Callable[[], object]]],
     blocks: Sequence[nn.Module],
@@ -146,8 +153,10 @@ def record_pairs(
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             arguments.record_own(index, (args, kwargs), crossing.places[index])
             if index == 0:
+                _check_shape(hidden, None)
                 states.hidden.append(hidden)
             elif index == crossing.first:
+                _check_shape(hidden, states.tokens[-1].shape[1])
                 arguments.begin(index, hidden)
             elif hidden.any():
                 arguments.add(index - 1, hidden)

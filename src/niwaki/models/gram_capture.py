@@ -4,8 +4,9 @@ They are seen as factors of products with a weight's memory: for nn.Linear and i
 experts in three-dimensional parameters, one at a time or all in one call.
 """
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,21 @@ class InputGram:
     def gram(self, shared: bool) -> Gram:
         """H for solvers, ``shared`` by several problems or not."""
         return Gram(self.H, shared, self.mean, trusted=True, tokens=self.tokens + self.borrowed)
+
+
+def _experts(matrix: Matrix, matrices: Iterable[Matrix]) -> list[str]:
+    """The names of ``matrix`` and of the same one of all experts of its mixture; none where it is no expert's.
+
+    Experts may be in one parameter, or modules of a list or dictionary of that name.
+    """
+    if matrix.expert is not None:
+        return [each.name for each in matrices if each.parameter == matrix.parameter]
+    kind = _kind(matrix)
+    return [each.name for each in matrices if _kind(each) == kind] if ".experts." in matrix.name else []
+
+
+def _kind(matrix: Matrix) -> str:
+    return re.sub(r"\d+", "*", matrix.name)
 
 
 @dataclass
@@ -81,13 +97,13 @@ class InputGrams:
         """
         used = {m.parameter for m in self.matrices if m.name in self._grams}
         for (parameter, _), matrices in self._by_expert.items():
-            if parameter not in used:
+            if parameter not in used and not _experts(matrices[0], self.matrices):
                 raise UnsupportedModelError(f"{parameter} is not used when its block runs; please report this model")
             if matrices[0].name not in self._grams:
                 self._new([m.name for m in matrices], matrices[0].shape[1], self.parameters[parameter].device)
         grams = self._summed(world)
-        for parameter in dict.fromkeys(m.parameter for m in self.matrices if m.expert is not None):
-            self._lend(parameter)
+        for group in {tuple(_experts(m, self.matrices)): None for m in self.matrices}:
+            self._lend(group)
         for gram in grams:
             for start in range(0, len(gram.H), _STRIP):
                 stop = start + _STRIP
@@ -144,8 +160,8 @@ class InputGrams:
         self._grams |= dict.fromkeys(names, gram)
         return gram
 
-    def _lend(self, parameter: str) -> None:
-        grams = dict.fromkeys(self._grams[m.name] for m in self.matrices if m.parameter == parameter)
+    def _lend(self, experts: Sequence[str]) -> None:
+        grams = dict.fromkeys(self._grams[name] for name in experts)
         poor = [gram for gram in grams if gram.tokens < gram.H.shape[0] and not gram.borrowed]
         total = sum(gram.tokens for gram in grams)
         if not (poor and total):

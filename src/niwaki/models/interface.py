@@ -63,7 +63,11 @@ def find_interface(decoder: nn.Module, blocks: Sequence[nn.Module], device: torc
     if again := [str(index) for index, both in enumerate(calls) if len(both) > 2]:
         raise UnsupportedModelError(f"it runs blocks more than once ({', '.join(again)})")
     shape = seen[0].shape
-    leading = next((i for i in range(len(shape)) if shape[i : i + 2] == _SHAPE), 0)
+    leading = next((i for i in range(len(shape)) if shape[i : i + 2] == _SHAPE), None)
+    if leading is None:
+        raise UnsupportedModelError(
+            f"hidden states of its blocks are {tuple(shape)} for {_SHAPE[0]} texts of {_SHAPE[1]}"
+        )
     return Interface(answers, shape[:leading], [_per_token(*both) if len(both) == 2 else frozenset() for both in calls])
 
 
@@ -79,7 +83,8 @@ def count_answers(run: Callable[[], object], blocks: Sequence[nn.Module], consta
         answer = type(blocks[0]).forward(blocks[0], hidden, *args, **kwargs)
         found.append(len(answer) if isinstance(answer, tuple | list) else 0)
         if found[0] and not constant:
-            beside.extend(value for value in answer[1:] if isinstance(value, Tensor))
+            # Choices are whole numbers: who needs them and has none says so.
+            beside.extend(value for value in answer[1:] if isinstance(value, Tensor) and value.is_floating_point())
         return answer
 
     def check(_: Place, value: Any) -> None:

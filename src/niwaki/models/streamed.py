@@ -10,27 +10,21 @@ import functools
 import re
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from inspect import signature
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_outputs import BaseModelOutput
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NumericalError, UnsupportedModelError, UsageError, one_line, raised_as
-from niwaki.layer.problem import Gram
 from niwaki.models.block import DecoderBlock
 from niwaki.models.crossing import find_crossing, record_pairs
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import ENCODER_DECODERS, FAMILIES, is_reached
-from niwaki.models.gram_capture import InputGrams
 from niwaki.models.hidden_states import BlockArguments, Crossing, HiddenStates, streams_first
 from niwaki.models.interface import (
-    BlocksEndError,
     Inputs,
     Interface,
     check_towers,
@@ -40,9 +34,10 @@ from niwaki.models.interface import (
     record_text,
     replaced_blocks,
 )
-from niwaki.models.layout import Layout, Matrix, check_dtypes
+from niwaki.models.layout import Layout, Matrix
 from niwaki.models.left_dense import coverage, left_dense
-from niwaki.models.pairs import SOURCES, parted, predicting
+from niwaki.models.pair_inputs import PairInputs
+from niwaki.models.pairs import parted
 from niwaki.models.processes import World
 from niwaki.models.sharing import by_first_use, only_in
 from niwaki.models.spill import MemoryBudget, SpillList
@@ -59,21 +54,8 @@ _LEAST_COVERAGE = 0.75
 TOKENS_PER_BATCH = 4096
 #: Logits at a time, at least those of one window: more are no faster, and each takes 12 bytes.
 LOGITS_PER_BATCH = 1 << 25
-#: By the name of their inputs, what encoders read that do not read text.
-_SOURCES: dict[str, Literal["sound", "image"]] = {
-    **dict.fromkeys(("input_features", "input_values"), "sound"),
-    **dict.fromkeys(("pixel_values", "flattened_patches"), "image"),
-}
 #: The default sequence length, as in the literature. The model's maximum may be 131,072.
 DEFAULT_LENGTH = 2048
-
-
-@dataclass
-class _EncoderOutput(BaseModelOutput):
-    """What an encoder answers with, of whatever kind."""
-
-    router_logits: tuple[Tensor, ...] | None = None
-    attention_mask: Tensor | None = None
 
 
 class StreamedModel:
@@ -104,23 +86,20 @@ class StreamedModel:
         kind = str(checkpoint.config.get("model_type"))
         self._parts = find_parts(self.model, kind)
         self.blocks, self.places, self.decoder = self._parts.blocks, self._parts.places, self._parts.decoder
-        #: Whether it is an encoder with a decoder, such as T5: its tokens are pairs, see :mod:`.pairs`.
-        self.reads_pairs = self._parts.encoded > 0
+        #: How it is run on pairs, where it is an encoder with a decoder, such as T5; None of other models.
+        self.pairs = PairInputs(self.model, self.config, self.device) if self._parts.encoded else None
         #: The first block of each list of blocks: of the decoder, or of the encoder and the decoder.
-        self.starts: tuple[int, ...] = (0, self._parts.encoded) if self.reads_pairs else (0,)
-        self._has_global_attention = "global_attention_mask" in signature(self.model.forward).parameters
-        #: What its sources are: text, or files of sound or images.
-        self.sources = _SOURCES.get(self.model.main_input_name, "text")
+        self.starts: tuple[int, ...] = (0,) if self.pairs is None else (0, self._parts.encoded)
         #: Whether it makes predictions: an encoder may have none.
         self.has_head = self._parts.head is not None
         #: Whether it is an encoder, such as BERT: each token sees those after it too.
         is_causal = any(getattr(part, "is_causal", False) for part in self.blocks[0].modules())
         is_encoder = not is_causal and not getattr(self.config, "is_decoder", True)
-        self.sees_ahead = is_encoder and not self.reads_pairs
+        self.sees_ahead = is_encoder and self.pairs is None
         self.layout = Layout(self.model, checkpoint)
         self._weights = Weights(self._parts, self.layout, self.device)
         used = [
-            self.layout.matrices(i, place, block, crosses=self.reads_pairs)
+            self.layout.matrices(i, place, block, crosses=self.pairs is not None)
             for i, (place, block) in enumerate(zip(self.places, self.blocks, strict=True))
         ]
         empty = (block for block, matrices in zip(self.blocks, used, strict=True) if not matrices)
@@ -173,14 +152,14 @@ class StreamedModel:
         if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.numel() or tokens.device.type != "cpu":
             given = f"{tuple(tokens.shape)} {tokens.dtype} on {tokens.device}"
             raise UsageError(f"tokens are (samples, length) int64 on the CPU; got {given}")
-        if not self.reads_pairs:
+        if self.pairs is None:
             check_tokens(tokens, self.config)
             self.window_length(tokens.shape[1])
             return
         for source, target in map(parted, tokens):
             check_tokens(target, self.config)
             self.window_length(len(target) - 1)
-            if self.sources == "text":
+            if self.pairs.sources == "text":
                 check_tokens(source, self.config)
                 self.window_length(len(source))
 
@@ -218,9 +197,9 @@ class StreamedModel:
         :meth:`HiddenStates.minibatches`. UnsupportedModelError where blocks receive more than can be kept.
         """
         budget = budget or self.budget
-        if self.reads_pairs:
+        if self.pairs is not None:
             assert isinstance(samples, Tensor)
-            return self._embed_pairs(samples, budget)
+            return self._embed_pairs(samples, self.pairs, budget)
         with self._weights.outside(has_towers=not isinstance(samples, Tensor)):
             interface = self._find_interface()
             states = HiddenStates([], SpillList(budget), BlockArguments(budget), interface.leading)
@@ -235,11 +214,11 @@ class StreamedModel:
                     record_each(self._see, self.blocks, interface, states, samples)
         return states
 
-    def _embed_pairs(self, rows: Tensor, budget: MemoryBudget) -> HiddenStates:
+    def _embed_pairs(self, rows: Tensor, pairs: PairInputs, budget: MemoryBudget) -> HiddenStates:
         """The inputs of the first block for pairs, each a batch, with all that blocks receive of them."""
         states = HiddenStates([], SpillList(budget), BlockArguments(budget))
-        pairs = rows.split(1)
-        runs = [functools.partial(self._run_pair, pair) for pair in pairs]
+        each = rows.split(1)
+        runs = [functools.partial(lambda row: self._see(pairs.of(row)), row) for row in each]
         what = f"{self.checkpoint.path} cannot be run a block at a time"
         with contextlib.ExitStack() as held, raised_as(UnsupportedModelError, what, reason=one_line):
             held.enter_context(self._weights.outside(has_towers=True))
@@ -247,54 +226,13 @@ class StreamedModel:
                 held.enter_context(holding(self.blocks[start], self._weights.of_block(start)))
             if self._crossing is None:
                 self._crossing = find_crossing(runs[0], self.blocks, self._parts.encoded)
-            record_pairs(zip(pairs, runs, strict=True), self.blocks, self._crossing, states)
+            record_pairs(zip(each, runs, strict=True), self.blocks, self._crossing, states)
         return states
 
-    def _run_pair(self, rows: Tensor) -> Any:
-        return self.model(**self.inputs(rows), use_cache=False)
-
     def target_states(self, rows: Tensor) -> Tensor:
-        """(predictions, width): for ``rows`` of pairs, the decoder's last states by which it predicts each target.
-
-        The whole model is in memory.
-        """
-        seen: list[Tensor] = []
-
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            seen.append(output.last_hidden_state)
-            raise BlocksEndError  # the head is not needed
-
-        hook = self.model.get_decoder().register_forward_hook(keep)
-        try:
-            with contextlib.suppress(BlocksEndError):
-                self.model(**self.inputs(rows), use_cache=False)
-        finally:
-            hook.remove()
-        counts = predicting(rows).sum(1)
-        return seen[0][(torch.arange(seen[0].shape[1]) < counts.unsqueeze(1)).to(self.device)]
-
-    def inputs(self, rows: Tensor) -> dict[str, Tensor]:
-        """What the model, an encoder with a decoder, receives for ``rows`` of pairs, on its device.
-
-        All tokens of the targets but the last go into the decoder. UnsupportedModelError for files of several sizes.
-        """
-        sources, targets = zip(*map(parted, rows), strict=True)
-        pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-        blank = self.config.pad_token_id or 0
-        given = {"decoder_input_ids": pad([target[:-1] for target in targets], padding_value=blank)}
-        if self.sources != "text":
-            files = [SOURCES[int(source[0])] for source in sources]
-            what = f"sources of several sizes ({self.sources}) cannot be together in a step; give a smaller batch"
-            with raised_as(UnsupportedModelError, what, RuntimeError):
-                given |= {name: torch.cat([each[name] for each in files]) for name in files[0]}
-        else:
-            given["input_ids"] = pad(list(sources), padding_value=blank)
-            if self._has_global_attention:  # as it is used: to and from the first token
-                given["global_attention_mask"] = torch.zeros_like(given["input_ids"])
-                given["global_attention_mask"][:, 0] = 1
-            if len(rows) > 1:
-                given["attention_mask"] = pad([torch.ones_like(source) for source in sources])
-        return self._given(given)
+        """Those of :meth:`.PairInputs.target_states`; the whole model is in memory."""
+        assert self.pairs is not None
+        return self.pairs.target_states(rows, self._given(self.pairs.of(rows)))
 
     def _given(self, inputs: Inputs) -> dict[str, Tensor]:
         """``inputs`` on the device, in the dtype of the model."""
@@ -321,9 +259,8 @@ class StreamedModel:
             what, first = f"{self.checkpoint.path} cannot be run a block at a time", self._parts.encoded
             refused = raised_as(UnsupportedModelError, what, reason=one_line)
             with refused, holding(self.blocks[first], self._weights.of_block(first)):
-                if self.reads_pairs:
-                    hidden = torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device)
-                    inputs = self._of_target(hidden, torch.zeros(1, 1, dtype=torch.int64))
+                if self.pairs is not None:
+                    inputs = self.pairs.behind_blocks(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
                     run = functools.partial(self.model, **inputs, use_cache=False)
                     self._found = Interface(count_answers(run, self.blocks[first:], constant=True), (), [])
                 else:
@@ -354,7 +291,7 @@ class StreamedModel:
     def measured(self, states: HiddenStates, windows: Windows, world: World = _ALONE) -> Perplexity:
         """The perplexity, by ``states`` after the last block, of each process's share of ``windows``."""
         losses, counts = self.losses(states), tuple[int, ...]()
-        if self.reads_pairs:
+        if self.pairs is not None:
             counts = tuple(tokens.shape[1] for tokens in states.tokens)
         if windows.spans is not None:
             places = torch.arange(1, losses.shape[1] + 1)
@@ -382,45 +319,6 @@ class StreamedModel:
         if not self.has_head:
             path = self.checkpoint.path
             raise UnsupportedModelError(f"{path} has no head, and makes no predictions of words, which this needs")
-
-    @property
-    def embedding_keys(self) -> list[str]:
-        """The keys of the token embeddings and the head, of which one is both where they are tied.
-
-        UnsupportedModelError where they are not matrices of the checkpoint with a row for each token.
-        """
-        parts = {"embeddings": self.model.get_input_embeddings(), "head": self._parts.head}
-        found = dict[str, None]()
-        for what, module in parts.items():
-            if module is None:
-                continue
-            names = [name for name, each in self.model.named_modules(remove_duplicate=False) if each is module]
-            keys = [key for name in names for key in self.layout.keys(f"{name}.weight")]
-            if not isinstance(module, nn.Embedding | nn.Linear) or len({*keys}) != 1:
-                raise UnsupportedModelError(
-                    f"the {what} of {self.checkpoint.path} are {type(module).__name__}, and not one matrix of its "
-                    "files; they cannot be put on a grid"
-                )
-            found[keys[0]] = None
-        check_dtypes(self.checkpoint, found)
-        return list(found)
-
-    @torch.no_grad()
-    def head_gram(self, states: HiddenStates, world: World = _ALONE) -> Gram:
-        """Of the head's inputs, over all processes, by ``states`` after the last block.
-
-        UnsupportedModelError as of :attr:`embedding_keys`, NumericalError for inputs that are NaN or infinite.
-        """
-        key = self.embedding_keys[-1]
-        rows, columns = self.checkpoint.entries[key].shape
-        matrix = Matrix(len(self.blocks), "the head", key, (rows, columns), "weight")
-        with self.head() as head:
-            assert isinstance(self._parts.head, nn.Linear)  # as its key was found
-            grams = InputGrams([matrix], {"weight": self._parts.head.weight})
-            for batch, ends in zip(states.tokens, states.hidden, strict=True):
-                for tokens, hidden in zip(batch.split(1), ends.split(1), strict=True):
-                    grams.watch(functools.partial(head, hidden, tokens))
-        return grams.finish(world)[0].gram(shared=True)
 
     @contextlib.contextmanager
     def head(self, dtype: torch.dtype | None = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
@@ -456,21 +354,12 @@ class StreamedModel:
 
         def run(hidden: Tensor, tokens: Tensor) -> Any:
             answer = interface.answer(streams_first(hidden, interface.leading))
+            tokens = tokens.to(self.device)
+            given = {"input_ids": tokens} if self.pairs is None else self.pairs.behind_blocks(tokens)
             with replaced_blocks(self.blocks, lambda _: lambda *_, **__: answer):
-                return module(**self._of_target(hidden, tokens), use_cache=False)
+                return module(**given, use_cache=False)
 
         return run
-
-    def _of_target(self, hidden: Tensor, tokens: Tensor) -> dict[str, Any]:
-        """What the model receives where the blocks have run, and only last hidden states and their tokens count."""
-        tokens = tokens.to(self.device)
-        if not self.reads_pairs:
-            return {"input_ids": tokens}
-        encoder = getattr(self.model.get_encoder(), "config", self.config)
-        width = getattr(encoder, "hidden_size", hidden.shape[-1])
-        encoded = _EncoderOutput(last_hidden_state=hidden.new_zeros(len(hidden), 1, width))
-        given = {"encoder_outputs": encoded, "decoder_input_ids": tokens}
-        return {**given, "input_ids": tokens[:, :1]} if self.sources == "text" else given  # some ask for these too
 
     def stream(self, order: Sequence[int] | None = None) -> Generator[DecoderBlock]:
         """The blocks one after the other, each with its weights until the next one is asked for.

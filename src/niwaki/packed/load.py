@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from niwaki.arguments import checked
 from niwaki.models.device import stored_dtype
+from niwaki.models.ends import embedding_keys
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
@@ -114,7 +115,7 @@ def _packed_ends(streamed: StreamedModel, checkpoint: PackedCheckpoint) -> dict[
         for key in streamed.layout.keys(f"{name}.weight"):
             found.setdefault(key, []).append(name if type(module) in (nn.Embedding, nn.Linear) else "")
     stored = checkpoint.index.tensors
-    keys = [key for key in streamed.embedding_keys if stored[key].whole and not stored[key].transposed]
+    keys = [key for key in embedding_keys(streamed) if stored[key].whole and not stored[key].transposed]
     return {key: found[key] for key in keys if all(found[key])}
 
 

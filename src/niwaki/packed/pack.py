@@ -20,6 +20,7 @@ from niwaki.checkpoints.tensors import DTYPES, Entry, header_bytes, raw_bytes, r
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import digest as file_digest, given_path, input_errors, write_json
 from niwaki.layer.grid import Grid
+from niwaki.models.ends import embedding_keys
 from niwaki.models.factors import is_product
 from niwaki.models.formats import format_of
 from niwaki.models.layout import Matrix
@@ -141,7 +142,7 @@ class Packed(Form):
                 f"the matrices of {checkpoint.path} are in {' and '.join(stored)}; only BF16, F16 and F32 can be packed"
             )
         self._grid, self._embedding_grid = grid_of(checkpoint), embedding_grid_of(checkpoint)
-        self._embeddings = streamed.embedding_keys if self._embedding_grid else []
+        self._embeddings = embedding_keys(streamed) if self._embedding_grid else []
 
     @cached_property
     def _headers(self) -> dict[str, dict[str, Entry]]:

@@ -21,6 +21,7 @@ from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.products import products
 from niwaki.layer.rounding import flops, onto_grid, to_nearest
 from niwaki.models.device import peak_memory
+from niwaki.models.ends import embedding_keys, head_gram
 from niwaki.models.factors import FILE as FACTORS
 from niwaki.models.scales import EMBEDDINGS, FILE as SCALES, embedding_places, read_embedding_scales
 from niwaki.models.streamed import StreamedModel
@@ -125,7 +126,7 @@ class QuantizingEmbeddings:
         self.model = StreamedModel(checkpoint, run.compute.device, run.compute.dtype, run.budget)
         if run.is_first and checkpoint.is_encoded:  # what a stage before writes is not
             raise UnsupportedModelError(f"{run.model} is in FP8 or MXFP4; quantize it first, and its embeddings then")
-        self.keys = self.model.embedding_keys
+        self.keys = embedding_keys(self.model)
         self.grid.check(checkpoint.entries[key].shape[1] for key in self.keys)
         self.carried = run.carried(checkpoint, checkpoint.size, (SCALES, FACTORS))
 
@@ -177,7 +178,7 @@ class QuantizingEmbeddings:
         for block in self.model.stream():
             run.progress.stage(block.index, "advance", 1)
             block.advance(states)
-        gram = self.model.head_gram(states, run.world)
+        gram = head_gram(self.model, states, run.world)
         run.clock.lap("capture")
         return gram
 

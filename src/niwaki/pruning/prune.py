@@ -167,7 +167,7 @@ class Pruning:
             reasons.append(f"this model predicts no words: no perplexity is measured{vectors}")
         if has_images(run.calibration) and not self.request.rounds_to_nearest:
             reasons.append("calibrated on images: what needs text is left out")
-        self.effort = given.settled(shares, predicts=not reasons, writes=not self.model.reads_pairs)
+        self.effort = given.settled(shares, predicts=not reasons, writes=self.model.pairs is None)
         if reasons and self.effort != given.settled(shares):
             reasons[0] += f", and the effort is {described(describe_effort(self.effort))}"
         if self.request.only_rounds:  # there are no zeros to share out, and no weights to choose

@@ -101,7 +101,7 @@ def _of_blocks(model: StreamedModel, kept: Sequence[int]) -> dict[str, Any]:
 
 def _depths(model: StreamedModel, kept: Sequence[int]) -> dict[str, int]:
     """How many blocks there are, by the configuration's names for that."""
-    if not model.reads_pairs:
+    if model.pairs is None:
         return {"num_hidden_layers": len(kept)}
     first = model.starts[1]
     counts = sum(index < first for index in kept), sum(index >= first for index in kept)

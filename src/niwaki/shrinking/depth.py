@@ -122,7 +122,7 @@ class _Search:
 
     def _can_go(self, blocks: range) -> bool:
         """Whether a model is left without them: the first blocks of an encoder and its decoder do more than others."""
-        if self.model.reads_pairs:
+        if self.model.pairs is not None:
             return not any(start in blocks for start in self.model.starts)
         return len(blocks) < len(self.model.blocks)
 

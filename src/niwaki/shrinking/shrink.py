@@ -121,7 +121,7 @@ class Shrinking:
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
         depth, self._blocks = len(model.blocks), stage.blocks
         self._left_out = [stage.left_out] if stage.left_out else []
-        self._effort = stage.effort_for(model.has_head and not model.sees_ahead, writes=not model.reads_pairs)
+        self._effort = stage.effort_for(model.has_head and not model.sees_ahead, writes=model.pairs is None)
         if any(matrix.blocks for matrix in model.matrices()):
             raise UnsupportedModelError(
                 f"{checkpoint.path} has blocks that share weights, of which nothing can be removed; prune it"

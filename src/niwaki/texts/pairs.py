@@ -48,6 +48,8 @@ def read_pairs(
     Where the encoder reads sound or images, sources are files, relative to the folder of ``name``. CalibrationError
     where the text has no pairs or too few, and as of :func:`.read_sources`.
     """
+    assert model.pairs is not None
+    of = model.pairs.sources
     found, folder = _rows(name)
     wanted = None if needed is None else needed + spare
     if order == "random":
@@ -60,8 +62,10 @@ def read_pairs(
         raise CalibrationError(f"{name} has {there}, and {needed or 1} are needed; give more, or fewer --samples")
     digest = ""
     targets, cut = _targets(model, [pair.target for pair in pairs], length)
-    if model.sources != "text":
-        sources, digest = read_sources(model, [(pair.where, folder / given_path(pair.source)) for pair in pairs])
+    if of != "text":
+        sources, digest = read_sources(
+            model.checkpoint.path, of, [(pair.where, folder / given_path(pair.source)) for pair in pairs]
+        )
     else:
         sources, too_long = _tokens(model, [pair.source for pair in pairs], length)
         cut += too_long
@@ -70,10 +74,10 @@ def read_pairs(
             raise CalibrationError(f"{pair.where}: the model's tokenizer makes no tokens of the target")
     tokens = rows_of(zip(sources, targets, strict=True))
     notes = (f"{counted(cut, 'source or target', 'sources and targets')} of {name} cut to {length:,} tokens",)
-    which = "pairs of a source and a target" if model.sources == "text" else f"pairs of {model.sources} and text"
+    which = "a source and a target" if of == "text" else f"{of} and text"
     sizes = tuple(len(pair.target.encode()) or 1 for pair in pairs)
     return Windows(
-        tokens, name, order, f"{name}, {which}, {order} ones", notes if cut else (), bytes=sizes, digest=digest
+        tokens, name, order, f"{name}, pairs of {which}, {order} ones", notes if cut else (), bytes=sizes, digest=digest
     )
 
 

@@ -7,36 +7,37 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.errors import CalibrationError, first_line, panics_as_errors, raised_as
 from niwaki.models.pairs import SOURCES
-from niwaki.models.streamed import StreamedModel
 
 #: The packages that each kind of file is read with, and the extra that has them.
 _NEEDED = {"sound": (("soundfile", "soxr"), "sound"), "image": (("PIL",), "images")}
 
 
-def read_sources(model: StreamedModel, files: Sequence[tuple[str, Path]]) -> tuple[list[list[int]], str]:
-    """The number of each of ``files`` among all sources, and a digest of what ``model`` receives of them.
+def read_sources(
+    model: Path, kind: Literal["sound", "image"], files: Sequence[tuple[str, Path]]
+) -> tuple[list[list[int]], str]:
+    """The number of each of ``files`` among all sources, and a digest of what the ``model`` receives of them.
 
     Each comes with where it is named. All are read once, so that errors show before the work: CalibrationError where
     one is missing or cannot be read, where the model has no processor for them, or an extra is missing.
     """
-    packages, extra = _NEEDED[model.sources]
+    packages, extra = _NEEDED[kind]
     if any(importlib.util.find_spec(package) is None for package in packages):
         how = f"pip install '.[{extra}]' in niwaki's checkout"
-        raise CalibrationError(f"files of {model.sources}, as in {files[0][0]}, need an extra: {how}")
-    processor = _processor(model)
+        raise CalibrationError(f"files of {kind}, as in {files[0][0]}, need an extra: {how}")
+    processor = _processor(model, kind)
     settings = hashlib.sha256(processor.to_json_string().encode()).hexdigest()
     digest, numbers = hashlib.sha256(), list[list[int]]()
     for where, path in files:
         if not path.is_file():
-            raise CalibrationError(f"{where}: there is no file of {model.sources} {path}")
-        read = partial(_sound if model.sources == "sound" else _image, processor, path, where)
+            raise CalibrationError(f"{where}: there is no file of {kind} {path}")
+        read = partial(_sound if kind == "sound" else _image, processor, path, where)
         for name, value in sorted(read().items()):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(raw_bytes(value))
@@ -44,12 +45,11 @@ def read_sources(model: StreamedModel, files: Sequence[tuple[str, Path]]) -> tup
     return numbers, digest.hexdigest()
 
 
-def _processor(model: StreamedModel) -> Any:
+def _processor(path: Path, kind: str) -> Any:
     from transformers import AutoFeatureExtractor, AutoImageProcessor
 
-    path = model.checkpoint.path
-    of: Any = AutoFeatureExtractor if model.sources == "sound" else AutoImageProcessor
-    what = f"{path} has no processor of {model.sources} that can be loaded"
+    of: Any = AutoFeatureExtractor if kind == "sound" else AutoImageProcessor
+    what = f"{path} has no processor of {kind} that can be loaded"
     with raised_as(CalibrationError, what, reason=first_line), panics_as_errors():
         return of.from_pretrained(path, trust_remote_code=False)
 

@@ -48,7 +48,7 @@ def synthesize(
     """
     if model.sees_ahead:
         raise UnsupportedModelError("it is an encoder, which writes no text")
-    if model.reads_pairs:
+    if model.pairs is not None:
         raise UnsupportedModelError("it is an encoder with a decoder, which writes nothing without a source")
     model = for_writing(model)
     budget = device_memory(model.device) // 2 if budget is None else budget

@@ -160,7 +160,7 @@ class _Reading:
         check_field(self.calibration.field or self.measurement.field, [*self._names, *self._measured])
         #: The calibration's windows that were given as such; None where a name was.
         self._given = [None if isinstance(text, str) else _given_windows(self.model, text) for text in texts]
-        given = next((part.tokens.shape[1] for part in self._given if part and not self.model.reads_pairs), None)
+        given = next((part.tokens.shape[1] for part in self._given if part and self.model.pairs is None), None)
         self._length = self.model.window_length(self.calibration.length or given)
         #: Windows of each text to measure on after its calibration windows, and what there is, by the text's name.
         follows = any(map(self._follows, self._measured))
@@ -183,7 +183,7 @@ class _Reading:
         """The calibration's windows; what is left of their texts is kept for :meth:`_after`."""
         self._notes += [note for part in self._given if part for note in part.notes]
         if self._names and not any(self._given):
-            if self.calibration.length is None and not self.model.reads_pairs:
+            if self.calibration.length is None and self.model.pairs is None:
                 self._notes.append(f"windows of {self._length:,} tokens, because no length was asked for")
             if self.model.tokenizer.chat_template:
                 self._notes.append(
@@ -267,7 +267,7 @@ def _read(
     seed: int = 0,
 ) -> Windows:
     """Windows of a text that ``model`` takes, ``needed`` ones and up to ``spare`` more, as of :func:`.read_windows`."""
-    if model.reads_pairs:
+    if model.pairs is not None:
         windows = read_pairs(model, name, length, needed, spare, order, seed)
         model.check(windows.tokens)
         return windows
