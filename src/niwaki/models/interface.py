@@ -63,7 +63,9 @@ def find_interface(decoder: nn.Module, blocks: Sequence[nn.Module], device: torc
     if again := [str(index) for index, both in enumerate(calls) if len(both) > 2]:
         raise UnsupportedModelError(f"it runs blocks more than once ({', '.join(again)})")
     shape = seen[0].shape
-    leading = next((i for i in range(len(shape)) if shape[i : i + 2] == _SHAPE), None)
+    # Some models put more before the tokens, such as prompts.
+    usual = 0 if shape[:1] == _SHAPE[:1] else None
+    leading = next((i for i in range(len(shape)) if shape[i : i + 2] == _SHAPE), usual)
     if leading is None:
         raise UnsupportedModelError(
             f"hidden states of its blocks are {tuple(shape)} for {_SHAPE[0]} texts of {_SHAPE[1]}"
