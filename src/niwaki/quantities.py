@@ -26,20 +26,27 @@ def check_sparsity(given: float) -> None:
         raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {as_fraction(given)}")
 
 
-def parse_bits(text: str) -> tuple[int, int | None]:
-    """The bits and the size of groups of a grid such as "int4:128", None for one group; UsageError if not valid."""
-    match = re.fullmatch(r"int([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
+def parse_bits(text: str) -> tuple[int, int | None, float | None]:
+    """The bits, the size of groups and the mean of bits of a grid; UsageError if not valid.
+
+    Of "int4:128" they are 4, 128 and None, of "int8" 8, None and None, and of "int5.5:64", whose matrices have 4 or 8
+    bits, 8, 64 and 5.5.
+    """
+    match = re.fullmatch(r"int([0-9]{1,9}(?:\.[0-9]{1,9})?)(?::([0-9]{1,9}))?", text.strip())
     if match is None:
-        raise UsageError(f"{text!r} is not a valid grid for weights; try int4:128, int4 or int8")
-    bits, group = int(match[1]), int(match[2]) if match[2] else None
-    check_grid(bits, group)
-    return bits, group
+        raise UsageError(f"{text!r} is not a valid grid for weights; try int4:128, int8, or int5.5:64 for 4 and 8 bits")
+    average = float(match[1]) if "." in match[1] else None
+    bits, group = 8 if average else int(match[1]), int(match[2]) if match[2] else None
+    check_grid(bits, group, average)
+    return bits, group, average
 
 
-def check_grid(bits: int, group: int | None) -> None:
+def check_grid(bits: int, group: int | None, average: float | None = None) -> None:
     """UsageError where there is no grid of so many ``bits``, with a scale for so many inputs."""
     if not 2 <= bits <= 8:
         raise UsageError(f"a grid has 2 to 8 bits; got {bits}")
+    if average is not None and not (4 <= average <= 8 and bits == 8):
+        raise UsageError(f"matrices of 4 and of 8 bits have 4 to 8 in the mean; got {average:g}")
     if group is not None and group < 1:
         raise UsageError(f"a scale is for 1 input or more; got groups of {group}")
 

@@ -25,6 +25,7 @@ from niwaki.exports.gguf_grids import BITS, GROUP, Kind, groups_of, tensors_on_g
 from niwaki.exports.gguf_tokenizer import Tokenizer
 from niwaki.files import check_space, given_path, new_file
 from niwaki.models.extra import find_extra
+from niwaki.models.scales import grid_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import read_config, refusals
 from niwaki.records.progress import Progress
@@ -95,6 +96,21 @@ class Gguf(Form):
         self._left: list[str] = []  # those that are not on their grid any more
         has_grids = bool(checkpoint.pruning.quantization or checkpoint.pruning.embeddings)
         self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
+        if (grid := grid_of(checkpoint)) and grid.average is not None:
+            self._keep_more_bits()
+
+    def _keep_more_bits(self) -> None:
+        """Of matrices of mixed bits, those of 8 stay so in a file of fewer."""
+        more = [
+            tensor
+            for tensor in self._tensors
+            if tensor.kind == "Q4_0"
+            and any(key in self._on_grids and self._on_grids[key].grid.bits > 4 for key in tensor.keys)
+        ]
+        for tensor in more:
+            tensor.kind = "Q8_0"
+        if more:
+            self._notes.append(f"{counted(len(more), 'matrix', 'matrices')} of 8 bits are in Q8_0")
 
     @functools.cached_property
     def _streamed(self) -> StreamedModel:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from niwaki.layer.grid import Grid
 from niwaki.models.ends import embedding_keys
-from niwaki.models.scales import embedding_grid_of, grid_of, read_embedding_scales, read_scales
+from niwaki.models.scales import bits_in, embedding_grid_of, grid_of, read_embedding_scales, read_scales
 from niwaki.models.streamed import StreamedModel
 
 Kind = Literal["F16", "Q8_0", "Q4_0"]
@@ -44,7 +44,8 @@ def tensors_on_grids(model: StreamedModel) -> dict[str, TensorOnGrid]:
     if grid is not None:
         for matrix in model.matrices():
             if checkpoint.pruning.includes(matrix.block):
-                found[matrix.key] = TensorOnGrid(grid, partial(read_scales, checkpoint, matrix, grid))
+                own = grid if grid.average is None else grid.of(bits_in(checkpoint, grid, matrix))
+                found[matrix.key] = TensorOnGrid(own, partial(read_scales, checkpoint, matrix, grid))
     if ends is not None:
         for key in embedding_keys(model):
             found[key] = TensorOnGrid(ends, partial(read_embedding_scales, checkpoint, key, ends))

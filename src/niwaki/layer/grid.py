@@ -22,17 +22,36 @@ class Grid:
     Scales are positive and representable in ``dtype``; q s is rounded to ``dtype``, as in a product in that dtype.
     Given s, q is the whole number next to q s / s. ``bits`` are 2 to 8, and ``group`` consecutive inputs share a scale,
     or all of a row if it is None; UsageError if out of range.
+
+    With an ``average`` of bits some matrices of a model have 4 and the others 8, see :mod:`niwaki.pruning.mixed_bits`;
+    ``bits`` are the 8, which have the numbers of both.
     """
 
     bits: int
     group: int | None = None
+    average: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_grid(self.bits, self.group)
+        check_grid(self.bits, self.group, self.average)
 
     def __str__(self) -> str:
-        return f"int{self.bits}" + ("" if self.group is None else f":{self.group}")
+        bits = self.bits if self.average is None else self.average
+        return f"int{bits}" + ("" if self.group is None else f":{self.group}")
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The bits that a matrix may have."""
+        return (self.bits,) if self.average is None else (4, 8)
+
+    def of(self, bits: int) -> "Grid":
+        """The grid of a matrix with so many ``bits``."""
+        return Grid(bits, self.group)
+
+    def fewest(self, codes: Tensor) -> int:
+        """The fewest bits, of those that a matrix may have, that have all of the whole numbers ``codes``."""
+        low, high = (int(codes.min()), int(codes.max())) if codes.numel() else (0, 0)
+        return next(bits for bits in self.choices if self.of(bits).lowest <= low and high <= self.of(bits).highest)
 
     @property
     def lowest(self) -> int:

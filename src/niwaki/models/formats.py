@@ -1,8 +1,10 @@
 """The format that a pruned checkpoint's matrices are in."""
 
+from functools import cache, partial
+
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.models.factors import Factored
-from niwaki.models.scales import grid_of
+from niwaki.models.scales import bits_in, grid_of
 from niwaki.models.weight_format import OnGrid, WeightFormat
 
 
@@ -14,4 +16,6 @@ def format_of(checkpoint: Checkpoint) -> WeightFormat:
     grid = grid_of(checkpoint)
     if checkpoint.pruning.has_factors:
         return Factored(grid, checkpoint.pruning.blocks)
-    return OnGrid(grid) if grid else WeightFormat()
+    if grid is None:
+        return WeightFormat()
+    return OnGrid(grid) if grid.average is None else OnGrid(grid, cache(partial(bits_in, checkpoint, grid)))

@@ -52,6 +52,8 @@ def stored_as_usual(grid: Grid, matrices: Iterable[Matrix]) -> str:
 def _small_forms(grid: Grid) -> list[str]:
     """The commands that make a small model of weights on ``grid``."""
     ways = ["'niwaki pack'"] if grid.group is None or grid.group % _PACKED_GROUP == 0 else []
+    if grid.average is not None:
+        return ways
     return [*ways, "'niwaki export'"] if grid.bits in _EXPORTED_BITS else ways
 
 
@@ -79,6 +81,11 @@ def read_scales(checkpoint: Checkpoint, matrix: Matrix, grid: Grid) -> Tensor:
     scales = scales if matrix.index is None else scales[matrix.index]
     check_scales(scales, file, scale_key(matrix))
     return scales
+
+
+def bits_in(checkpoint: Checkpoint, grid: Grid, matrix: Matrix) -> int:
+    """How many bits ``matrix`` has on a ``grid`` of mixed ones, by its whole numbers."""
+    return grid.fewest(grid.codes(matrix.read(checkpoint).float(), read_scales(checkpoint, matrix, grid).float()))
 
 
 def embedding_places(checkpoint: Checkpoint, keys: Iterable[str], grid: Grid) -> dict[str, Entry]:

@@ -1,7 +1,7 @@
 """How a run writes the weights of matrices: as the checkpoint has them, on a grid, or in the format of the files."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -55,7 +55,7 @@ class WeightFormat:
         """The ``solution`` of these ``rows`` in this format, fitted to what rounding changes, and the parts of all."""
         raise NotImplementedError
 
-    def nearest(self, W: Tensor, stored: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def nearest(self, matrix: Matrix, W: Tensor, stored: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         """(out, in), W in this format without regard to inputs, and its parts."""
         raise NotImplementedError
 
@@ -94,11 +94,18 @@ class WeightFormat:
 
 @dataclass(frozen=True)
 class OnGrid(WeightFormat):
-    """Weights on a grid, with scales in a file of their own."""
+    """Weights on a grid, with scales in a file of their own.
+
+    On one of mixed bits ``bits_of`` says how many a matrix has.
+    """
 
     grid: Grid
+    bits_of: Callable[[Matrix], int] | None = field(default=None, compare=False)
 
     files = (FILE,)
+
+    def _grid(self, matrix: Matrix) -> Grid:
+        return self.grid if self.bits_of is None else self.grid.of(self.bits_of(matrix))
 
     def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
         return [((matrix.shape[0], self.grid.groups(matrix.shape[1])), scale_dtype(stored))]
@@ -116,7 +123,7 @@ class OnGrid(WeightFormat):
         self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
     ) -> tuple[Solution, tuple[Tensor, ...]]:
         before = solution.W != 0
-        solution, scales = onto_grid(problem, solution, self.grid, scale_dtype(stored))
+        solution, scales = onto_grid(problem, solution, self._grid(matrix), scale_dtype(stored))
         after = solution.W != 0
         lost, raised = (rows.total(int(each.count_nonzero())) for each in (before & ~after, after & ~before))
         stats = {**solution.stats, "rounded_to_zero": lost}
@@ -124,14 +131,14 @@ class OnGrid(WeightFormat):
             stats["revived_by_rounding"] = raised
         return replace(solution, stats=stats), (rows.joined(scales).to(scale_dtype(stored)),)
 
-    def nearest(self, W: Tensor, stored: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def nearest(self, matrix: Matrix, W: Tensor, stored: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         dtype = scale_dtype(stored)
-        weights, scales = to_nearest(W, self.grid, dtype)
+        weights, scales = to_nearest(W, self._grid(matrix), dtype)
         return weights, (scales.to(dtype),)
 
     def project(self, matrix: Matrix, W: Tensor, parts: Sequence[Tensor]) -> Tensor:
         (scales,) = parts
-        return self.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
+        return self._grid(matrix).project(W, scales.float(), scales.dtype, same_zeros=True)
 
     def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
         return [matrix.entry, (scale_key(matrix), matrix.index)]

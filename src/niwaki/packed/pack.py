@@ -318,7 +318,7 @@ def _on_grid(W: Tensor, scales: Tensor, grid: Grid, whole: bool | None = None) -
     values = grid.values(codes.float(), scales, W.dtype).to(W.dtype)
     if bytes(raw_bytes(values)) != bytes(raw_bytes(W)):
         return None
-    return pack_matrix(W, codes, scales, bits=4 if grid.bits <= 4 else 8, whole=whole)
+    return pack_matrix(W, codes, scales, bits=4 if grid.fewest(codes) <= 4 else 8, whole=whole)
 
 
 def _if_smaller(packed: tuple[PackedMatrix, ...], value: Tensor) -> tuple[PackedMatrix, ...]:

@@ -54,6 +54,7 @@ class Plan:
     #: For each matrix (out,), the weight of each output's squared error; empty where all count the same.
     importance: dict[Place, Tensor] = field(default_factory=dict)
     synthetic: Tensor | None = None  # (samples, length) int64, text that the dense model wrote, if any
+    bits: dict[Place, int] = field(default_factory=dict)  # of each matrix; empty where all have as many
 
     def pattern(self, matrix: Matrix, usual: PatternOf) -> Pattern:
         """That of ``matrix``, which without a plan would be its ``usual`` one."""
@@ -66,7 +67,8 @@ class Plan:
         if self.synthetic is not None:
             tensors[_SYNTHETIC] = self.synthetic
         zeros = json.dumps([[*place, count] for place, count in self.zeros.items()])
-        return save_tensors(path, tensors, {"zeros": zeros}, expected)
+        bits = json.dumps([[*place, count] for place, count in self.bits.items()])
+        return save_tensors(path, tensors, {"zeros": zeros, "bits": bits}, expected)
 
     @classmethod
     def load(cls, path: Path, digest: str) -> "Plan | None":
@@ -74,10 +76,12 @@ class Plan:
         if (kept := load_tensors(path, digest)) is None:
             return None
         tensors, metadata = kept
-        zeros = {(block, name): count for block, name, count in json.loads(metadata["zeros"])}
+        zeros, bits = (
+            {(block, name): count for block, name, count in json.loads(metadata[what])} for what in ("zeros", "bits")
+        )
         synthetic = tensors.pop(_SYNTHETIC, None)
         places = ((key.split(" ", 1), value) for key, value in tensors.items())
-        return cls(zeros, {(int(block), name): value for (block, name), value in places}, synthetic)
+        return cls(zeros, {(int(block), name): value for (block, name), value in places}, synthetic, bits)
 
 
 def plan(

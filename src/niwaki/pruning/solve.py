@@ -89,7 +89,7 @@ class BlockSolver:
         began, stored_as = time.perf_counter(), block.stored_dtype(matrix)
         with named(matrix.label):
             W = block.weight(matrix)
-            rounded, parts = self.format.nearest(W, stored_as)
+            rounded, parts = self.format.nearest(matrix, W, stored_as)
             stored = block.stored(matrix, rounded)
         error = relative(float((rounded - W).square().sum()), float(W.square().sum()))
         places = W != 0

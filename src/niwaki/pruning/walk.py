@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from niwaki.effort import Effort
+from niwaki.layer.grid import Grid
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import peak_memory
 from niwaki.models.fit import Fit, samples_to_fit
@@ -17,7 +18,9 @@ from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import trained_matrices
+from niwaki.models.weight_format import OnGrid
 from niwaki.pruning.later_inputs import LaterInputs, later_inputs
+from niwaki.pruning.mixed_bits import choose_bits, costs_of_bits, in_words
 from niwaki.pruning.plan import Plan, plan
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
@@ -60,6 +63,9 @@ class Walk:
         stop = model.matrices()[-1].block + 1
         run.progress.begin(self.record, len(model.blocks) if heldout else stop, len(model.matrices()))
         planned = self._planned(samples, texts)
+        if planned.bits:
+            assert isinstance(store.format, OnGrid)
+            store.format = dataclasses.replace(store.format, bits_of=lambda matrix: planned.bits[matrix.place])
         if isinstance(samples, Tensor):
             samples = joined(run, samples, planned.synthetic)
         pattern_of = partial(planned.pattern, usual=self.pattern_of)
@@ -111,10 +117,16 @@ class Walk:
             heldout=embed(heldout.tokens) if heldout else None,
         )
 
+    @property
+    def _mixed(self) -> Grid | None:
+        """The grid of mixed bits that weights are put on, if it is one."""
+        grid = self.request.grid
+        return grid if grid and grid.average is not None else None
+
     def _planned(self, samples: Samples, texts: Texts) -> Plan:
         """The plan for all processes; a resumed run has the one it began with."""
         effort = self.effort
-        if not (effort.plan.is_needed or effort.synthetic):
+        if not (effort.plan.is_needed or effort.synthetic or self._mixed):
             return Plan()
         return kept_once(self.run, Plan.load, lambda: self._made(samples, texts), Plan.save)
 
@@ -122,6 +134,11 @@ class Walk:
         """The plan, of what is known of the dense model."""
         effort, revive, tf32, run = self.effort, self.request.revive, self.record.tf32, self.run
         made = plan(self.model, effort.plan, self.pattern_of, samples, tf32, run.world, run.progress, revive)
+        if (grid := self._mixed) and isinstance(samples, Tensor):
+            costs = costs_of_bits(self.model, grid, samples, tf32, run.world, run.progress)
+            chosen = choose_bits(costs, grid.average or 0.0)
+            run.note(self.record, in_words(costs, chosen, grid))
+            made = dataclasses.replace(made, bits=chosen)
         if effort.synthetic and isinstance(samples, Tensor):
             own = written(run, self.model, self.record, effort.synthetic, samples, texts.windows.bos)
             made = dataclasses.replace(made, synthetic=own)
