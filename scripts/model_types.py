@@ -140,6 +140,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "speecht5": {"conv_kernel": (4,), "conv_dim": (32,), "conv_stride": (4,), "num_feat_extract_layers": 1},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "mllama_text_model": {"cross_attention_layers": [1]},
+    "xmod": {"default_language": "en_XX"},
     "xlnet": {"max_position_embeddings": None},
     "xlstm": {"v_head_dim": None},
     "zamba": {
@@ -172,7 +173,7 @@ _NAMES: tuple[dict[str, str], ...] = (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 #: Weights of a model that is not tiny, and seconds for one that is.
-LARGEST, PATIENCE = 2 * 10**8, 120
+LARGEST, PATIENCE = 2 * 10**8, 300
 
 
 def kinds() -> list[str]:

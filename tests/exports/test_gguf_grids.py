@@ -85,6 +85,22 @@ def test_files_have_the_weights_of_the_grid(tmp_path: Path, grid: str, kind: Any
         assert torch.equal(torch.from_numpy(read[name]).bfloat16(), W), name
 
 
+def test_matrices_of_mixed_bits_have_theirs(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"calibration": TOKENS, "effort": "fast", "measurement": None, "compute": "cpu"}
+    source = tmp_path / "on-grid"
+    niwaki.quantize(saved(tmp_path / "dense"), source, "int5.5:32", embeddings="int8:32", **options)
+    (note,) = niwaki.export(source, tmp_path / "model.gguf", format_of("Q4_0"))
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    in_blocks = [kind for name, kind in kinds.items() if "attn_" in name or "ffn_" in name if kind != "F32"]
+    assert {*in_blocks} == {"Q4_0", "Q8_0"}
+    assert note == f"{in_blocks.count('Q8_0')} matrices of 8 bits are in Q8_0"
+    read, weights = values(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
+    for block in range(2):
+        for name, key in {"ffn_down": "mlp.down_proj", "ffn_up": "mlp.up_proj", "attn_v": "self_attn.v_proj"}.items():
+            W = weights[f"model.layers.{block}.{key}.weight"]
+            assert torch.equal(torch.from_numpy(read[f"blk.{block}.{name}.weight"]).bfloat16(), W)
+
+
 @pytest.mark.slow
 def test_experts_have_theirs(tmp_path: Path) -> None:
     source = on_grid(tmp_path, "int4:32", "qwen3_moe", calibration=TOKENS)

@@ -1,0 +1,184 @@
+"""Grids on which some matrices have 4 bits and the others 8: which ones, what is written, and who reads it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import niwaki
+from niwaki import Compute, Measurement
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.errors import UsageError
+from niwaki.layer.grid import Grid, parse_grid
+from niwaki.layer.rounding import to_nearest
+from niwaki.models.formats import format_of
+from niwaki.models.processes import World
+from niwaki.models.scales import FILE
+from niwaki.models.sensitivity import sensitivities
+from niwaki.packed.format import Index
+from niwaki.pruning.mixed_bits import BitCosts, choose_bits, costs_of_bits, foreseen
+from niwaki.records.progress import Progress
+from support.models import linear_inputs, random_model, random_tokens, reference, weight
+from support.runs import StopAt, files, tensors
+from support.streams import stream_of
+
+CPU = Compute("cpu", "float32")
+TEXT = random_tokens(16, 24)
+GIVEN: dict[str, Any] = {"calibration": TEXT[:12], "measurement": Measurement(TEXT[12:]), "compute": CPU}
+
+
+def save(path: Path, case: str = "llama") -> Path:
+    """A model with rows of 64, which packed groups are multiples of."""
+    random_model(case, hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(path)
+    return path
+
+
+def codes(directory: Path, group: int) -> dict[str, Tensor]:
+    """The whole numbers of each matrix, from its weights and scales alone."""
+    weights, found = tensors(directory), {}
+    for name, scales in load_file(directory / FILE).items():
+        W = weights[name.removesuffix("_scale")].double()
+        found[name.removesuffix("_scale")] = (W.unflatten(1, (-1, group)) / scales.double().unsqueeze(2)).flatten(1)
+    return found
+
+
+def test_names() -> None:
+    grid = parse_grid("int5.5:64")
+    assert grid == Grid(8, 64, 5.5)
+    assert str(grid) == "int5.5:64"
+    assert str(parse_grid("int5.0")) == "int5.0"
+    assert grid.choices == (4, 8)
+    assert Grid(6).choices == (6,)
+    assert [grid.fewest(torch.tensor(values)) for values in ([-8, 7], [-9, 0], [8], [-128, 127])] == [4, 8, 8, 8]
+    for text in ("int3.5:64", "int8.5", "int4.", "int.5", "int1e1"):
+        with pytest.raises(UsageError):
+            parse_grid(text)
+
+
+@pytest.mark.parametrize("average", [4.0, 4.7, 6.0, 7.9, 8.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_bits_go_where_they_gain_most(average: float, seed: int) -> None:
+    drawing = torch.Generator().manual_seed(seed)
+    draws = torch.rand(8, generator=drawing).tolist()
+    costs = {(i, "a"): BitCosts(100, {4: draw, 8: draw / 256}) for i, draw in enumerate(draws)}
+    chosen = choose_bits(costs, average)
+    bits = [*chosen.values()]
+    assert sum(bits) <= average * 8
+    # All as large: then the best choice is the one that takes the dearest first.
+    most = int((average - 4) / 4 * 8 + 1e-9)
+    every = (
+        dict(zip(costs, (8 if i in more else 4 for i in range(8)), strict=True))
+        for more in itertools.combinations(range(8), most)
+    )
+    assert foreseen(costs, chosen) == pytest.approx(min(foreseen(costs, each) for each in every))
+
+
+def test_costs_are_those_of_errors_by_sensitivity_and_inputs(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model")
+    model, pilot = stream_of(directory), TEXT[:12:4]
+    found = costs_of_bits(model, Grid(8, 64, 5.0), TEXT[:12], "auto", World(), Progress())
+    whole, sensitive = reference(directory), sensitivities(model, pilot)
+    for block, name in found:
+        X = linear_inputs(whole, block, pilot)[name].double()
+        W = weight(whole, f"model.layers.{block}.{name}").float()
+        for bits, nats in found[block, name].nats.items():
+            E = (to_nearest(W, Grid(bits, 64), torch.float32)[0] - W).double()
+            errors = (X @ E.T).square().mean(0)
+            assert nats == pytest.approx(float((errors * sensitive[block][name].double()).sum()) / 2, rel=1e-3)
+    assert len(found) == 14
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    model = save(tmp_path / "model")
+    record = niwaki.quantize(model, tmp_path / "out", "int5.5:64", effort="fast", **GIVEN)
+    found = codes(tmp_path / "out", 64)
+    bits = {key: 4 if value.round().min() >= -8 and value.round().max() <= 7 else 8 for key, value in found.items()}
+    for value in found.values():
+        torch.testing.assert_close(value, value.round(), rtol=0, atol=1e-3)
+    sizes = {key: value.numel() for key, value in found.items()}
+    mean = sum(bits[key] * sizes[key] for key in bits) / sum(sizes.values())
+    assert 5 < mean <= 5.5
+    assert {4, 8} == {*bits.values()}
+    assert record.quantization == "int5.5:64"
+    said = f"{[*bits.values()].count(4)} of 4 bits and {[*bits.values()].count(8)} of 8 bits"
+    assert any(said in note for note in record.notes)
+    assert not any("export" in note for note in record.notes)
+    # What reads it finds the same bits.
+    checkpoint = Checkpoint(tmp_path / "out")
+    form = format_of(checkpoint)
+    for matrix in stream_of(tmp_path / "out").matrices():
+        W = matrix.read(checkpoint)
+        projected = form.project(matrix, W * 3, form.read_parts(checkpoint, matrix))
+        (scales,) = form.read_parts(checkpoint, matrix)
+        assert Grid(8, 64).fewest(Grid(8, 64).codes(projected, scales)) <= 8
+        highest = float(Grid(8, 64).codes(projected, scales).max())
+        assert highest <= (7 if bits[matrix.key] == 4 else 127)
+
+
+def test_a_stopped_run_comes_to_the_same_bytes(tmp_path: Path) -> None:
+    model = save(tmp_path / "model")
+    niwaki.quantize(model, tmp_path / "whole", "int5.5:64", effort="fast", **GIVEN)
+    with pytest.raises(KeyboardInterrupt):
+        niwaki.quantize(model, tmp_path / "out", "int5.5:64", effort="fast", **GIVEN, progress=StopAt(9))
+    niwaki.quantize(model, tmp_path / "out", "int5.5:64", effort="fast", **GIVEN)
+    assert files(tmp_path / "out", "recipe.toml") == files(tmp_path / "whole", "recipe.toml")
+
+
+def test_packed_matrices_have_their_own_bits(tmp_path: Path) -> None:
+    model = save(tmp_path / "model")
+    sizes = {}
+    for grid in ("int4:64", "int5.5:64", "int8:64"):
+        niwaki.quantize(model, tmp_path / grid, grid, effort="fast", **GIVEN)
+        niwaki.pack(tmp_path / grid, tmp_path / f"{grid} packed")
+        sizes[grid] = sum(file.stat().st_size for file in (tmp_path / f"{grid} packed").glob("packed-*"))
+    assert sizes["int4:64"] < sizes["int5.5:64"] < sizes["int8:64"]
+    found = codes(tmp_path / "int5.5:64", 64)
+    packed = Index.read(tmp_path / "int5.5:64 packed")
+    for key, value in found.items():
+        few = value.round().min() >= -8 and value.round().max() <= 7
+        assert packed.tensors[key].bits == (4 if few else 8)
+    niwaki.unpack(tmp_path / "int5.5:64 packed", tmp_path / "back")
+    before, after = tensors(tmp_path / "int5.5:64"), tensors(tmp_path / "back")
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_healing_keeps_the_bits(tmp_path: Path) -> None:
+    model = save(tmp_path / "model")
+    niwaki.prune(model, tmp_path / "out", 0.6, quantize="int5.5:64", effort="fast", **GIVEN)
+    niwaki.heal(tmp_path / "out", tmp_path / "healed", teacher=model, tokens=6000, rate=3e-3, **GIVEN)
+    before, after = codes(tmp_path / "out", 64), codes(tmp_path / "healed", 64)
+    changed = 0
+    for key, value in before.items():
+        few = value.round().min() >= -8 and value.round().max() <= 7
+        assert after[key].round().max() <= (7 if few else 127)
+        assert after[key].round().min() >= (-8 if few else -128)
+        changed += int((after[key].round() != value.round()).sum())
+    assert changed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"grid": "int5.5:64", "effort": "none"}, "without a text"),
+        ({"grid": "int8", "embeddings": "int5.5:64"}, "one number of bits"),
+        ({"grid": "int3.5:64"}, "4 to 8 in the mean"),
+    ],
+)
+def test_refusals(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        niwaki.quantize(save(tmp_path / "model"), tmp_path / "out", **arguments, **GIVEN)
+    with pytest.raises(UsageError, match="two factors"):
+        niwaki.prune(tmp_path / "model", tmp_path / "out", "two-factors:0.5", quantize="int5.5:16", **GIVEN)
+
+
+def test_formats_of_one_number_of_bits_refuse_them(tmp_path: Path) -> None:
+    model = save(tmp_path / "model")
+    niwaki.quantize(model, tmp_path / "out", "int5.5:64", effort="fast", **GIVEN)
+    with pytest.raises(UsageError, match="of 4 and of 8 bits"):
+        niwaki.export(tmp_path / "out", tmp_path / "exported")
