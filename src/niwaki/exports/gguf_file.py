@@ -96,17 +96,14 @@ class Gguf(Form):
         self._left: list[str] = []  # those that are not on their grid any more
         has_grids = bool(checkpoint.pruning.quantization or checkpoint.pruning.embeddings)
         self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
-        if (grid := grid_of(checkpoint)) and grid.average is not None:
-            self._keep_more_bits()
 
     def _keep_more_bits(self) -> None:
         """Of matrices of mixed bits, those of 8 stay so in a file of fewer."""
-        more = [
-            tensor
-            for tensor in self._tensors
-            if tensor.kind == "Q4_0"
-            and any(key in self._on_grids and self._on_grids[key].grid.bits > 4 for key in tensor.keys)
-        ]
+        grid = grid_of(self.checkpoint)
+        if grid is None or grid.average is None:
+            return
+        wide = {key for key, on in self._on_grids.items() if on.bits > BITS["Q4_0"]}
+        more = [tensor for tensor in self._tensors if tensor.kind == "Q4_0" and not wide.isdisjoint(tensor.keys)]
         for tensor in more:
             tensor.kind = "Q8_0"
         if more:
@@ -144,6 +141,7 @@ class Gguf(Form):
     def write_file(self, file: Path, name: str) -> list[str]:
         """Writes the file; what there is to say of it, such as where llama.cpp differs."""
         gguf, tokenizer = self._gguf, self._tokenizer
+        self._keep_more_bits()
         architecture = gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, self._architecture.name)]
         with (
             contextlib.closing(gguf.GGUFWriter(file, architecture)) as writer,

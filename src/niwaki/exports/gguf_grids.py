@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -24,14 +24,23 @@ BITS = {"Q8_0": 8, "Q4_0": 4}
 
 @dataclass(frozen=True)
 class TensorOnGrid:
-    """A tensor of a checkpoint that is on a ``grid``, and how to read its scales (rows, groups)."""
+    """A tensor of a checkpoint that is on a ``grid``, how to read its scales (rows, groups), and the bits that it has.
+
+    Of mixed bits these are known once it is written.
+    """
 
     grid: Grid
     scales: Callable[[], Tensor]
+    find_bits: Callable[[], int]
+
+    @cached_property
+    def bits(self) -> int:
+        """Of its whole numbers."""
+        return self.find_bits()
 
     def fits(self, kind: str, columns: int) -> bool:
         """Whether ``kind`` has its whole numbers, and a scale wherever the grid has one."""
-        return self.grid.bits <= BITS[kind] and (self.grid.group or columns) % GROUP == 0
+        return self.bits <= BITS[kind] and (self.grid.group or columns) % GROUP == 0
 
 
 def tensors_on_grids(model: StreamedModel) -> dict[str, TensorOnGrid]:
@@ -44,11 +53,11 @@ def tensors_on_grids(model: StreamedModel) -> dict[str, TensorOnGrid]:
     if grid is not None:
         for matrix in model.matrices():
             if checkpoint.pruning.includes(matrix.block):
-                own = grid if grid.average is None else grid.of(bits_in(checkpoint, grid, matrix))
-                found[matrix.key] = TensorOnGrid(own, partial(read_scales, checkpoint, matrix, grid))
+                of_it = checkpoint, matrix, grid
+                found[matrix.key] = TensorOnGrid(grid, partial(read_scales, *of_it), partial(bits_in, *of_it))
     if ends is not None:
         for key in embedding_keys(model):
-            found[key] = TensorOnGrid(ends, partial(read_embedding_scales, checkpoint, key, ends))
+            found[key] = TensorOnGrid(ends, partial(read_embedding_scales, checkpoint, key, ends), lambda: ends.bits)
     return found
 
 

@@ -83,8 +83,10 @@ def read_scales(checkpoint: Checkpoint, matrix: Matrix, grid: Grid) -> Tensor:
     return scales
 
 
-def bits_in(checkpoint: Checkpoint, grid: Grid, matrix: Matrix) -> int:
-    """How many bits ``matrix`` has on a ``grid`` of mixed ones, by its whole numbers."""
+def bits_in(checkpoint: Checkpoint, matrix: Matrix, grid: Grid) -> int:
+    """How many bits ``matrix`` has on a ``grid``: of mixed ones, by its whole numbers."""
+    if grid.average is None:
+        return grid.bits
     return grid.fewest(grid.codes(matrix.read(checkpoint).float(), read_scales(checkpoint, matrix, grid).float()))
 
 
