@@ -9,6 +9,7 @@ _PUBLIC = {
     "niwaki.options": ("Calibration", "Compute", "Measurement"),
     "niwaki.errors": ("NiwakiError",),
     "niwaki.effort": ("EFFORTS", "Effort", "Fitting", "Planning"),
+    "niwaki.compression": ("Compression", "compress", "plan_compression"),
     "niwaki.recipes": ("heal", "prune", "quantize", "run", "shrink"),
     "niwaki.healing.heal": ("Heal",),
     "niwaki.pruning.embeddings": ("QuantizeEmbeddings",),
@@ -49,6 +50,11 @@ _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
+    from niwaki.compression import (
+        Compression as Compression,
+        compress as compress,
+        plan_compression as plan_compression,
+    )
     from niwaki.effort import EFFORTS as EFFORTS, Effort as Effort, Fitting as Fitting, Planning as Planning
     from niwaki.errors import NiwakiError as NiwakiError
     from niwaki.evaluation.bench import bench as bench

@@ -316,15 +316,11 @@ BART = {
     "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48,
 }
-T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 
 @pytest.mark.parametrize(
     ("kind", "auto", "others", "said"),
-    [
-        ("t5", AutoModel, T5, "is an encoder with a decoder (t5)"),
-        ("bart", AutoModel, BART, "is an encoder with a decoder (bart)"),
-    ],
+    [],
 )
 @pytest.mark.slow
 def test_models_that_are_not_supported(

@@ -8,6 +8,7 @@ import niwaki
 from niwaki.cli.bench import bench
 from niwaki.cli.common import out
 from niwaki.cli.compare import compare, demo
+from niwaki.cli.compress import compress
 from niwaki.cli.evaluate import evaluate
 from niwaki.cli.generate import generate
 from niwaki.cli.heal import heal
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 # In the order in which `niwaki --help` lists them.
 _COMMANDS = (
+    compress,
     prune,
     quantize,
     shrink,

@@ -14,6 +14,7 @@ from niwaki.quantities import (
     parse_number,
     parse_parameters,
     parse_share,
+    parse_size,
     parse_time,
 )
 
@@ -30,6 +31,11 @@ def _solver(text: str) -> None:
         find("solver", parse_name(each)[0], _SOLVERS)
 
 
+def _size(text: str) -> None:
+    if fraction(text) is None:
+        parse_size(text)
+
+
 def _sparsity(text: str) -> None:
     if (share := fraction(text)) is not None:  # lists and patterns are for others
         check_sparsity(float(share))
@@ -44,6 +50,7 @@ _CHECKS: Mapping[str, Callable[[str], Any]] = {
     "quantize": parse_bits,
     "embeddings": parse_bits,
     "parameters": parse_parameters,
+    "size": _size,
     "max_time": parse_time,
     "tokens": parse_number,
     "batch": parse_number,

@@ -16,7 +16,7 @@ import torch
 from niwaki.arguments import checked
 from niwaki.errors import UnsupportedModelError, UsageError, WorkerError
 from niwaki.models.device import find_device, peak_memory
-from niwaki.models.locate import locate_model
+from niwaki.models.locate import check_continues, locate_model
 from niwaki.options import Compute, check_count
 from niwaki.packed import kernels
 from niwaki.packed.decoding import CACHES
@@ -59,6 +59,7 @@ def bench(
     compute.only("bench", "device", "dtype")
     numbers = (prompt_tokens, tokens, repeats)
     path = locate_model(str(model))
+    check_continues(path, "bench")
     with _forms(path, str(model), progress) as forms:
         speeds = []
         for name, directory in forms.items():

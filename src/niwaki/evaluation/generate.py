@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from niwaki.arguments import checked
-from niwaki.checkpoints.tensors import read_json
 from niwaki.errors import CheckpointError, NumericalError, UsageError, first_line
-from niwaki.models.locate import locate_model
+from niwaki.models.locate import check_continues, locate_model
 from niwaki.models.tokens import check_known, check_tokens, encode, load_tokenizer
 from niwaki.options import Compute, check_count
 from niwaki.packed.load import load
@@ -65,7 +64,7 @@ def write(
     compute.only("generate", "device", "dtype")
     check(prompt, tokens, temperature, seed)
     path = locate_model(str(model))
-    read_json(path / "config.json")  # which is at fault where the tokenizer's library fails on it
+    check_continues(path, "generate")
     tokenizer = load_tokenizer(path)
     is_message = bool(tokenizer.chat_template) and not raw
     asked = _as_message(tokenizer, prompt) if is_message else prompt

@@ -54,6 +54,11 @@ class CompressedTensors(Form):
         if grid.bits not in (4, 8):  # which kernels of other programs take
             raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")
         self._grid, self._model = grid, StreamedModel(checkpoint, "cpu")
+        if self._model.model.base_model_prefix == "transformer" and self._model.pairs is not None:  # T5 and its kin
+            raise UnsupportedModelError(
+                f"{name}: transformers cannot load packed integers into {type(self._model.model).__name__}; use the "
+                "model as it is, or pack it"
+            )
         if blocks is not None:
             self._model.limit(range(*blocks))
             if not self._model.matrices():

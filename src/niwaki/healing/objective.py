@@ -12,7 +12,7 @@ sample of all others.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -216,11 +216,13 @@ def find_logits(model: StreamedModel) -> Logits | NoHead:
         return NoHead(model.config.hidden_size)
     seen: list[Tensor] = []
     output = model.model.get_output_embeddings()
-    if model.pairs is not None:  # T5 scales states between its decoder and its head
-        decoder = model.model.get_decoder()
-        hook = decoder.register_forward_hook(lambda _module, _inputs, made: seen.append(output(made.last_hidden_state)))
-    else:
-        hook = output.register_forward_hook(lambda _module, _inputs, product: seen.append(product))
+    decoder = model.decoder if model.pairs is None else model.pairs.decoder
+
+    def keep(_module: nn.Module, _inputs: Any, made: Any) -> None:
+        # Not what the head receives: some models scale states first (T5, MiniCPM), or transform them (BERT).
+        seen.append(output(made.last_hidden_state))
+
+    hook = decoder.register_forward_hook(keep)
     shape = (1, 4, *model.interface.streams, model.config.hidden_size)
     states = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     try:

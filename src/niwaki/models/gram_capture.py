@@ -97,7 +97,7 @@ class InputGrams:
         """
         used = {m.parameter for m in self.matrices if m.name in self._grams}
         for (parameter, _), matrices in self._by_expert.items():
-            if parameter not in used and not _experts(matrices[0], self.matrices):
+            if parameter not in used and self._grams.keys().isdisjoint(_experts(matrices[0], self.matrices)):
                 raise UnsupportedModelError(f"{parameter} is not used when its block runs; please report this model")
             if matrices[0].name not in self._grams:
                 self._new([m.name for m in matrices], matrices[0].shape[1], self.parameters[parameter].device)

@@ -4,7 +4,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from niwaki.checkpoints.foreign import of_file
-from niwaki.errors import CheckpointError, UsageError, raised_as
+from niwaki.checkpoints.tensors import read_json
+from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError, raised_as
 from niwaki.files import given_path, input_errors
 from niwaki.models.gguf_source import as_directory
 
@@ -32,10 +33,19 @@ def locate_model(model: str) -> Path:
         raise UsageError(f"there is no directory {model}")
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*"]
+    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.md", "LICENSE*"]
     # The hub's client raises errors of its own, of httpx and of the system.
     with raised_as(CheckpointError, f"{model} is not a directory here and not available from the hub"):
         return Path(snapshot_download(model, allow_patterns=patterns))
+
+
+def check_continues(path: Path, command: str) -> None:
+    """UnsupportedModelError where the model in directory ``path`` continues no text, which a ``command`` needs."""
+    if read_json(path / "config.json").get("is_encoder_decoder") is True:
+        raise UnsupportedModelError(
+            f"{path} is an encoder with a decoder, and niwaki {command} is for models that continue a text; "
+            "use transformers' own generate(), and niwaki eval to measure it"
+        )
 
 
 def _check_directory(path: Path) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from niwaki.errors import UnsupportedModelError, raised_as
+from niwaki.errors import UnsupportedModelError, UsageError, raised_as
 from niwaki.models.interface import BlocksEndError, Inputs
 from niwaki.models.pairs import SOURCES, parted, predicting
+from niwaki.models.tokens import check_known_tokens
 
 #: By the name of their inputs, what encoders read that do not read text.
 _SOURCES: dict[str, Literal["sound", "image"]] = {
@@ -30,19 +31,32 @@ class _EncoderOutput(BaseModelOutput):
     attention_mask: Tensor | None = None
 
 
+def _vocabulary(part: Any, config: Any) -> int:
+    """How many tokens an encoder or a decoder has embeddings for."""
+    with contextlib.suppress(NotImplementedError, AttributeError):
+        return int(part.get_input_embeddings().num_embeddings)
+    return int(getattr(config, "vocab_size", 0))
+
+
 class PairInputs:
-    """How ``model``, an encoder with a decoder of this ``config``, is run on rows of pairs.
+    """How ``model``, an encoder with a decoder of this ``config``, is run on pairs; the module ``last`` has its last blocks.
 
     Attributes:
         sources: What its encoder reads: text, or files of sound or images.
+        decoder: Whose outputs are the last states, without a head.
+        positions: The most tokens of a source; None where there is no limit.
     """
 
-    def __init__(self, model: PreTrainedModel, config: PreTrainedConfig, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, config: PreTrainedConfig, last: nn.Module, device: torch.device) -> None:
         self._model, self._device, self._blank = model, device, config.pad_token_id or 0
         self.sources: Literal["text", "sound", "image"] = _SOURCES.get(model.main_input_name, "text")
         self._has_global_attention = "global_attention_mask" in signature(model.forward).parameters
-        encoder = getattr(model.get_encoder(), "config", config)
-        self._width = getattr(encoder, "hidden_size", config.hidden_size)
+        encoder, decoder = model.get_encoder(), model.get_decoder()
+        of_source = getattr(encoder, "config", config)
+        self._width = getattr(of_source, "hidden_size", config.hidden_size)
+        self.decoder = last
+        self._sizes = _vocabulary(encoder, of_source), _vocabulary(decoder, config)
+        self.positions = getattr(of_source, "max_position_embeddings", None)
 
     def of(self, rows: Tensor) -> Inputs:
         """What the model receives for ``rows``: all tokens of the targets but the last go into the decoder.
@@ -65,9 +79,19 @@ class PairInputs:
             given["attention_mask"] = pad([torch.ones_like(source) for source in sources])
         return given
 
-    def behind_blocks(self, tokens: Tensor) -> dict[str, Any]:
+    def check(self, row: Tensor, longest: int | None) -> None:
+        """Raises UsageError unless ``row`` is a pair that the model takes, with targets up to the ``longest``."""
+        parts = parted(row)
+        limits = zip(("source", "target"), parts, self._sizes, (self.positions, longest), strict=True)
+        for what, tokens, size, positions in [*limits][self.sources != "text" :]:
+            check_known_tokens(tokens, size)
+            length = len(tokens) - (what == "target")  # the last token of a target is not read
+            if positions is not None and length > positions:
+                raise UsageError(f"a {what} of {length:,} tokens is more than the model's {positions:,} positions")
+
+    def behind_blocks(self, tokens: Tensor, dtype: torch.dtype) -> dict[str, Any]:
         """What the model receives where its blocks have run: what goes into the decoder, and nothing to attend to."""
-        nothing = torch.zeros(len(tokens), 1, self._width, device=self._device)
+        nothing = torch.zeros(len(tokens), 1, self._width, dtype=dtype, device=self._device)
         given = {"encoder_outputs": _EncoderOutput(last_hidden_state=nothing), "decoder_input_ids": tokens}
         return {**given, "input_ids": tokens[:, :1]} if self.sources == "text" else given  # some ask for these too
 
@@ -82,7 +106,7 @@ class PairInputs:
             seen.append(output.last_hidden_state)
             raise BlocksEndError  # the head is not needed
 
-        hook = self._model.get_decoder().register_forward_hook(keep)
+        hook = self.decoder.register_forward_hook(keep)
         try:
             with contextlib.suppress(BlocksEndError):
                 self._model(**given, use_cache=False)

@@ -33,7 +33,8 @@ class Sources:
     def __getitem__(self, number: int) -> Mapping[str, Tensor]:
         if not 0 <= number < len(self._readers):
             raise UsageError(f"{number} is not the number of a source, of which there are {len(self._readers)}")
-        return self._readers[number]()
+        with torch.autocast("cpu", enabled=False):  # as within a step of training
+            return self._readers[number]()
 
 
 SOURCES = Sources()
@@ -53,10 +54,9 @@ def padded(rows: Tensor, length: int) -> Tensor:
 def parted(row: Tensor) -> tuple[Tensor, Tensor]:
     """(source, target) of a row (length,); UsageError where it has none of one, or a target of one token."""
     (breaks,) = (row == NOTHING).nonzero(as_tuple=True)
-    start = int(breaks[0]) if len(breaks) else 0
-    source, rest = row[:start], row[start + 1 :]
-    target = rest[rest != NOTHING]
-    if not len(source) or len(target) < 2:
+    start, end = [*breaks[:2].tolist(), len(row), len(row)][:2]
+    source, target = row[:start], row[start + 1 : end]
+    if not len(source) or len(target) < 2 or bool((row[end:] != NOTHING).any()):
         raise UsageError(
             "tokens for an encoder with a decoder are pairs, each a source and a target of two tokens or more; see "
             "docs/encoder-decoders.md"

@@ -37,7 +37,6 @@ from niwaki.models.interface import (
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.left_dense import coverage, left_dense
 from niwaki.models.pair_inputs import PairInputs
-from niwaki.models.pairs import parted
 from niwaki.models.processes import World
 from niwaki.models.sharing import by_first_use, only_in
 from niwaki.models.spill import MemoryBudget, SpillList
@@ -87,7 +86,10 @@ class StreamedModel:
         self._parts = find_parts(self.model, kind)
         self.blocks, self.places, self.decoder = self._parts.blocks, self._parts.places, self._parts.decoder
         #: How it is run on pairs, where it is an encoder with a decoder, such as T5; None of other models.
-        self.pairs = PairInputs(self.model, self.config, self.device) if self._parts.encoded else None
+        self.pairs: PairInputs | None = None
+        if self._parts.encoded:
+            last = self.model.get_submodule(self._parts.stacks[-1].path.rpartition(".")[0])
+            self.pairs = PairInputs(self.model, self.config, last, self.device)
         #: The first block of each list of blocks: of the decoder, or of the encoder and the decoder.
         self.starts: tuple[int, ...] = (0,) if self.pairs is None else (0, self._parts.encoded)
         #: Whether it makes predictions: an encoder may have none.
@@ -156,12 +158,8 @@ class StreamedModel:
             check_tokens(tokens, self.config)
             self.window_length(tokens.shape[1])
             return
-        for source, target in map(parted, tokens):
-            check_tokens(target, self.config)
-            self.window_length(len(target) - 1)
-            if self.pairs.sources == "text":
-                check_tokens(source, self.config)
-                self.window_length(len(source))
+        for row in tokens:
+            self.pairs.check(row, self.positions)
 
     def matrices(self, block: int | None = None) -> list[Matrix]:
         """The matrices that can be pruned, of one block or of all; one of several blocks is the first one's."""
@@ -260,7 +258,8 @@ class StreamedModel:
             refused = raised_as(UnsupportedModelError, what, reason=one_line)
             with refused, holding(self.blocks[first], self._weights.of_block(first)):
                 if self.pairs is not None:
-                    inputs = self.pairs.behind_blocks(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+                    token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+                    inputs = self.pairs.behind_blocks(token, self.dtype)
                     run = functools.partial(self.model, **inputs, use_cache=False)
                     self._found = Interface(count_answers(run, self.blocks[first:], constant=True), (), [])
                 else:
@@ -355,7 +354,7 @@ class StreamedModel:
         def run(hidden: Tensor, tokens: Tensor) -> Any:
             answer = interface.answer(streams_first(hidden, interface.leading))
             tokens = tokens.to(self.device)
-            given = {"input_ids": tokens} if self.pairs is None else self.pairs.behind_blocks(tokens)
+            given = {"input_ids": tokens} if self.pairs is None else self.pairs.behind_blocks(tokens, hidden.dtype)
             with replaced_blocks(self.blocks, lambda _: lambda *_, **__: answer):
                 return module(**given, use_cache=False)
 

@@ -14,6 +14,8 @@ from niwaki.errors import CalibrationError, UsageError, first_line, panics_as_er
 _AT_ONCE, _OVERLAP = 1 << 18, 1 << 12
 #: Where this many tokens of both are the same, in the middle of the overlap, one part ends and the next begins.
 _SAME = 32
+#: Of a tokenizer whose files are missing.
+_MISSING = "neither tokenizer.json nor files that one can be made from are there; is the download complete?"
 #: What shows which tokens a tokenizer puts around a text.
 _SAMPLE = "A text of 7 words, and no more."
 
@@ -23,12 +25,17 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     try:
         # Texts are longer than any context; without this each one would be warned about.
         with panics_as_errors():
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=sys.maxsize)
+            made = AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=sys.maxsize)
+        names = set(made.vocab_files_names.values())  # without any of which some are made that know nothing
+        if not names or any(file.name in names or file.suffix == ".model" for file in path.iterdir()):
+            return made
+        reason = _MISSING
     except Exception as error:  # a broken tokenizer.json surfaces as nearly anything
         reason = first_line(error).rstrip()
         if reason.endswith(":"):  # a list of what there could be instead follows
-            reason = "neither tokenizer.json nor files that one can be made from are there; is the download complete?"
+            reason = _MISSING
         raise CalibrationError(f"{path} has no tokenizer that can be loaded: {reason}") from error
+    raise CalibrationError(f"{path} has no tokenizer that can be loaded: {reason}")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
@@ -97,7 +104,11 @@ def check_known(ids: list[int], tokenizer: PreTrainedTokenizerBase, text: str) -
 
 def check_tokens(tokens: Tensor, config: PreTrainedConfig) -> None:
     """Raises UsageError where a model with this configuration has no embedding for one of the tokens."""
-    known = config.get_text_config().vocab_size
+    check_known_tokens(tokens, config.get_text_config().vocab_size)
+
+
+def check_known_tokens(tokens: Tensor, known: int) -> None:
+    """Raises UsageError where there are embeddings for so many tokens, and none for one of these."""
     if tokens.numel() and (tokens.min() < 0 or tokens.max() >= known):
         those = f"tokens go from 0 to {known - 1:,} here, and these from {int(tokens.min()):,} to {int(tokens.max()):,}"
         raise UsageError(f"{those}; is it the model's own tokenizer?")

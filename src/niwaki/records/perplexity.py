@@ -130,6 +130,11 @@ class Perplexity:
     @property
     def protocol(self) -> str:
         """All that another program needs to measure the same, in words."""
+        if self.counts:
+            return (
+                f"{self.origin or self.text}; {self.tokens:,} predicted tokens in {self.windows:,} windows or pairs; "
+                "exp of the mean loss"
+            )
         return (
             f"{self.origin or self.text}; {counted(self.windows, 'non-overlapping window')} of {self.context:,} "
             f"tokens, the first token of each given and {self.context - 1:,} predicted; exp of the mean loss"

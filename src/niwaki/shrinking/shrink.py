@@ -112,6 +112,21 @@ class Shrink:
         return ", ".join([*numbers, *(f"{name} {value}" for name, value in others.items() if value is not None)])
 
 
+def _check_pairs(model: StreamedModel, stage: Shrink) -> None:
+    """UnsupportedModelError for what is not removed of encoders with decoders."""
+    if model.pairs is None:
+        return
+    if model.config is not model.model.config:
+        what = "parts"
+    else:
+        what = next((kind for kind in ("heads", "experts", "expert_neurons") if stage.shares[kind]), "")
+    if what:
+        raise UnsupportedModelError(
+            f"{model.checkpoint.path}: {what.replace('_', ' ')} of this kind of encoder with a decoder cannot be "
+            "removed; prune it, or quantize it"
+        )
+
+
 class Shrinking:
     """:class:`Shrink`, opened for a run: the model, what is removed from each of its blocks, and the texts."""
 
@@ -120,6 +135,7 @@ class Shrinking:
         check_one_matrix(checkpoint, "shrinking")
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
         depth, self._blocks = len(model.blocks), stage.blocks
+        _check_pairs(model, stage)
         self._left_out = [stage.left_out] if stage.left_out else []
         self._effort = stage.effort_for(model.has_head and not model.sees_ahead, writes=model.pairs is None)
         if any(matrix.blocks for matrix in model.matrices()):

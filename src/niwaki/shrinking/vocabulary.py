@@ -108,6 +108,10 @@ class ShrinkingVocabulary:
         checkpoint, compute = Checkpoint(run.reading), run.compute
         self.format = format_of(checkpoint)
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
+        if model.pairs is not None:
+            raise UnsupportedModelError(
+                f"{checkpoint.path} is an encoder with a decoder, of which no tokens are removed"
+            )
         model.check_head()
         self._rows = model.config.vocab_size
         self._keys = _keys_of_rows(model)

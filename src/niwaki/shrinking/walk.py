@@ -168,7 +168,7 @@ class Removing:
             is_bridge = following[block.index] > block.index + 1
             block = self._changed(block, smaller[block.index], states, dense, tensors, is_bridge)
             if shards:
-                tensors.write(number - kept.index(start), _shard(1 + number, kept), shards)
+                tensors.write(sum(start <= each < block.index for each in kept), _shard(1 + number, kept), shards)
                 self.counts += tensors.counts
             run.clock.lap("write")
             run.progress.stage(block.index, "advance", len(states.hidden))

@@ -67,7 +67,8 @@ def read_pairs(
             model.checkpoint.path, of, [(pair.where, folder / given_path(pair.source)) for pair in pairs]
         )
     else:
-        sources, too_long = _tokens(model, [pair.source for pair in pairs], length)
+        longest = min(length, model.pairs.positions or length)
+        sources, too_long = _tokens(model, [pair.source for pair in pairs], longest)
         cut += too_long
     for pair, target in zip(pairs, targets, strict=True):
         if len(target) < 2:
@@ -87,7 +88,8 @@ def _rows(name: str) -> tuple[Rows, Path]:
     if (path and kind(path) in ROWS) or (path is None and name not in (*DATASETS, *EXCERPTS)):
         return (rows(path, name), path.parent) if path else (data_set_rows(name), Path())
     raise CalibrationError(
-        f"{name} is running text, and this model is an encoder with a decoder, which needs pairs: give {_HOW}"
+        f"{name} is running text, and this model is an encoder with a decoder, which needs pairs: give {_HOW} (to "
+        "calibrate on, --calibration; to measure on, --text)"
     )
 
 

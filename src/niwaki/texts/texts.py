@@ -268,6 +268,9 @@ def _read(
 ) -> Windows:
     """Windows of a text that ``model`` takes, ``needed`` ones and up to ``spare`` more, as of :func:`.read_windows`."""
     if model.pairs is not None:
+        if options.field is not None or not options.bos:
+            option = "--no-bos" if options.field is None else "--field"
+            raise UsageError(f"{option} is for running text; {name} has pairs, with the columns source and target")
         windows = read_pairs(model, name, length, needed, spare, order, seed)
         model.check(windows.tokens)
         return windows
