@@ -307,17 +307,6 @@ def test_an_encoder_without_a_head(tmp_path: Path, kind: str) -> None:
     assert record.healing.of_states
 
 
-BART = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-}
-
-
 @pytest.mark.parametrize(
     ("kind", "auto", "others", "said"),
     [],

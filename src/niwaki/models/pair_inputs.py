@@ -39,7 +39,7 @@ def _vocabulary(part: Any, config: Any) -> int:
 
 
 class PairInputs:
-    """How ``model``, an encoder with a decoder of this ``config``, is run on pairs; the module ``last`` has its last blocks.
+    """How ``model``, an encoder with a decoder of this ``config``, is run on pairs; ``last`` has the last blocks.
 
     Attributes:
         sources: What its encoder reads: text, or files of sound or images.
