@@ -248,13 +248,14 @@ class _Ways:
         group = _GROUPS[self.runtime]
         grid = f"int{bits:g}:{group}" if bits in (4, 8) else f"int{bits:.2f}:{group}"
         words = f"{bits:g} bits a weight, embeddings and head of {ends}"
-        stages: tuple[Stage, ...] = (Quantize(grid), *self.heal, *self._ends(ends))
+        stages: tuple[Stage, ...] = (Quantize(grid), *self.heal, *self._ends(ends, bits == 8))
         return Way(words, self._bytes(bits, ends, self.parts.matrices), stages)
 
-    def _ends(self, bits: int) -> tuple[Stage, ...]:
-        """Embeddings and head, and the format."""
+    def _ends(self, bits: int, eight: bool = False) -> tuple[Stage, ...]:
+        """Embeddings and head, and the format, for matrices of ``eight`` bits or of fewer and mixed ones."""
         grid = f"int{bits}:{_GROUPS[self.runtime]}"
-        return QuantizeEmbeddings(grid), Pack() if self.runtime == "niwaki" else Export("gguf-q4_0")
+        file = Export("gguf-q8_0") if eight else Export("gguf-q4_0")
+        return QuantizeEmbeddings(grid), Pack() if self.runtime == "niwaki" else file
 
     def _least(self) -> tuple[Way, Callable[[int], Way]]:
         """The way to the smallest size, and what makes one to a size below 4 bits a weight."""
