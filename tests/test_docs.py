@@ -69,7 +69,7 @@ def _rows() -> list[tuple[list[str], list[str], list[str]]]:
 
 
 def test_the_table_of_names_has_all_arguments() -> None:
-    functions = ("prune", "quantize", "shrink", "heal", "run", "compare", "evaluate", "evaluate_tasks")
+    functions = ("compress", "prune", "quantize", "shrink", "heal", "run", "compare", "evaluate", "evaluate_tasks")
     there = {name for each in functions for name in inspect.signature(getattr(niwaki, each)).parameters}
     for group in (niwaki.Calibration, niwaki.Measurement, niwaki.Compute):
         there |= {f"{group.__name__}.{name}" for name in inspect.signature(group).parameters}
@@ -80,7 +80,7 @@ def test_the_table_of_names_has_all_arguments() -> None:
 def test_the_table_of_names_has_all_options() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     there: set[str] = set()
-    for name in ("prune", "quantize", "shrink", "heal", "run", "compare", "eval"):
+    for name in ("compress", "prune", "quantize", "shrink", "heal", "run", "compare", "eval"):
         for option in commands[name].params:
             names = (*option.opts, *option.secondary_opts)
             there |= {each for each in names if each.startswith("--")} or {option.metavar}
@@ -103,9 +103,9 @@ def test_the_table_of_names_has_what_is_in_the_record() -> None:
 
 
 def test_names_are_the_same_in_python_and_on_the_command_line() -> None:
-    """But for those of a group's first field, of several things at once, and of what is measured."""
+    """But for those of a group's first field, of several things at once, of what is measured, and words of Python."""
     others = {"patterns", "stages", "measurement", "Measurement.samples", "compute", "Record.save", "progress"}
-    others |= {"Calibration.text", "Measurement.before"}
+    others |= {"Calibration.text", "Measurement.before", "runtime"}
     for names, options, _ in _rows():
         for name in set(names) - others:
             last = name.rpartition(".")[2]

@@ -40,7 +40,7 @@ class HandedOn:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class OfEncoder:
     """Stands for what a decoder attends to of its encoder: of so many positions, which it may have padded."""
 
     length: int
@@ -120,7 +120,7 @@ class BlockArguments:
 
         def stand_in(place: Place, value: Any) -> Any:
             if place in encoded:
-                return Encoded(value.shape[1])
+                return OfEncoder(value.shape[1])
             if isinstance(value, Tensor) and value.numel() > 1:
                 self._keep(block, place, value)
                 return PerToken()
@@ -161,7 +161,7 @@ class BlockArguments:
         def value(place: Place, stand_in: Any) -> Any:
             if isinstance(stand_in, PerToken):
                 return self._kept.samples(self._where[block, i, place], chosen)
-            if isinstance(stand_in, Encoded):
+            if isinstance(stand_in, OfEncoder):
                 return handed[ENCODED][0][:, : stand_in.length]
             return handed if isinstance(stand_in, HandedOn) else stand_in
 
@@ -279,5 +279,5 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    simple = isinstance(a, bool | int | float | str | PerToken | HandedOn | Encoded | None)
+    simple = isinstance(a, bool | int | float | str | PerToken | HandedOn | OfEncoder | None)
     return type(a) is type(b) and (a is b or (simple and a == b))
