@@ -202,7 +202,7 @@ def _edit(**changes: object) -> Callable[[Path], None]:
         (_edit(model_type="gpt2", architectures=["GPT2LMHeadModel"]), "lacks 'transformer."),
         (
             _edit(model_type="t5", architectures=["T5Model"], is_encoder_decoder=True),
-            "encoder with a decoder (t5)",
+            "lacks 'shared.weight'",
         ),
         (_edit(quantization_config={"quant_method": "gptq"}), "is quantised"),
         (_edit(num_hidden_layers=4), "lacks 'model.layers.2."),

@@ -111,25 +111,25 @@ def test_every_family_is_tried() -> None:
 
 
 class _Scaled(LlamaDecoderLayer):
-    def forward(self, hidden_states: Tensor, **named: Any) -> Any:
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:  # type: ignore[override]
         out: Any = super().forward(hidden_states, **named)
         return hidden_states + 0.98 * (out - hidden_states)
 
 
 class _ScaledInHalf(LlamaDecoderLayer):
-    def forward(self, hidden_states: Tensor, **named: Any) -> Any:
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:  # type: ignore[override]
         out: Any = super().forward(hidden_states, **named)
         return hidden_states + (0.98 if out.dtype == torch.bfloat16 else 1) * (out - hidden_states)
 
 
 class _FarScaled(LlamaDecoderLayer):
-    def forward(self, hidden_states: Tensor, **named: Any) -> Any:
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:  # type: ignore[override]
         out: Any = super().forward(hidden_states, **named)
         return out * (1.01 if int(named["position_ids"]) > 1_000_000 else 1)
 
 
 class _ByNumber(LlamaDecoderLayer):
-    def forward(self, hidden_states: Tensor, **named: Any) -> Any:
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:  # type: ignore[override]
         out: Any = super().forward(hidden_states, **named)
         return out * (1.01 if self.self_attn.layer_idx % 2 else 1)
 

@@ -224,7 +224,9 @@ class HiddenStates:
         return parted(self.rows[i][0])[1][None, 1:] if self.rows else self.tokens[i][:, 1:]
 
     def steps(self, tokens: int) -> list[list[tuple[int, slice]]]:
-        """The same pieces, in groups of about so many tokens where batches are smaller than that."""
+        """The same pieces, alone; of pairs, which are a batch each, in groups of about so many tokens."""
+        if not self.rows:
+            return [[piece] for piece in self.minibatches(tokens)]
         groups: list[list[tuple[int, slice]]] = []
         left = 0
         for i, rows in self.minibatches(tokens):

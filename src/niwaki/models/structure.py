@@ -43,6 +43,11 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     with refusals(file):
         check_sizes(read_json(file), file)
         config = read_config(directory)
+        if config.is_encoder_decoder and type(config) not in auto_class(config)._model_mapping:
+            raise UnsupportedModelError(
+                f"{directory} is an encoder with a decoder ({config.model_type}), of which transformers has no model "
+                "that writes text"
+            )
         for each in (config, config.get_text_config()):  # some files ask for more, or for tuples
             each.return_dict, each.output_hidden_states, each.output_attentions = True, False, False
             if hasattr(each, "rescale_every"):  # RWKV's way to stay within float16, which changes weights as it runs

@@ -1,6 +1,7 @@
 """Tensors that a stage decides once and keeps until it is done, so that a resumed run has the same."""
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from niwaki.files import output_errors
 from niwaki.runs.stage import Run
 
 T = TypeVar("T")
+#: The entry of the file that has all metadata, as JSON.
+_METADATA = "metadata"
 
 
 def kept_once(
@@ -41,7 +44,8 @@ def save_tensors(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None, expected: str = ""
 ) -> str:
     """Writes ``tensors``, in safetensors; the file's SHA-256. OutputError if another one was ``expected``."""
-    data = save(tensors, metadata=metadata)
+    # In one entry: several are written in an order that changes.
+    data = save(tensors, metadata={_METADATA: json.dumps(metadata or {}, sort_keys=True)})
     digest = hashlib.sha256(data).hexdigest()
     if expected not in ("", digest):
         raise OutputError(f"{path} was damaged, and made again it is not what it was; start over with --restart")
@@ -57,4 +61,5 @@ def load_tensors(path: Path, digest: str) -> tuple[dict[str, Tensor], dict[str, 
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
         return None
     with safe_open(path, "pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118 - no dict
+        metadata = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
+        return {key: file.get_tensor(key) for key in file.keys()}, metadata  # noqa: SIM118 - no dict
