@@ -191,7 +191,17 @@ def test_rows_are_pairs() -> None:
     assert [parted(row)[1].tolist() for row in longer] == [[1, 8], [1, 8, 9, 10]]
 
 
-@pytest.mark.parametrize("row", [[5, 6, 7], [NOTHING, 1, 5], [5, NOTHING, 1], [5, 6, NOTHING]])
+@pytest.mark.parametrize(
+    "row",
+    [
+        [5, 6, 7],
+        [NOTHING, 1, 5],
+        [5, NOTHING, 1],
+        [5, 6, NOTHING],
+        [5, NOTHING, NOTHING, 1, 5],
+        [5, NOTHING, 1, 5, NOTHING, 6],
+    ],
+)
 def test_what_is_no_pair_is_refused(row: list[int], tmp_path: Path) -> None:
     model = stream_of(save_pair_model(tmp_path / "t5", "t5"))
     with pytest.raises(UsageError, match="pairs"):

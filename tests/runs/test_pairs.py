@@ -9,12 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+    ViTImageProcessor,
+)
 
 import niwaki
 from niwaki import Compute, Measurement, NiwakiError
 from niwaki.choices import HealingMethod
 from niwaki.models.pairs import count_tokens
 from support.command import Command
+from support.models import add_tokenizer
 from support.pairs import KINDS, class_of, inputs_of, pairs_of, reference_of, rows, save_pair_model, write_pairs
 from support.runs import StopAt, files, tensors, zeros
 
@@ -240,3 +249,103 @@ def test_long_pairs_are_cut_with_a_note(niwaki_: Command, tmp_path: Path) -> Non
     assert result.code == 0, result.err
     assert "1 source or target of" in result.out + result.err
     assert "cut to 64 tokens" in result.out + result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("generate", "MODEL", "a text"), "continue a text"),
+        (("bench", "MODEL"), "continue a text"),
+        (("shrink", "MODEL", "OUT", "--heads", "0.5", "--calibration", "PAIRS"), "heads of this kind"),
+        (("shrink", "MODEL", "OUT", "--vocabulary", "used", "--calibration", "PAIRS"), "no tokens are removed"),
+        (("prune", "MODEL", "OUT", "--pattern", "0.5", "--calibration", "PAIRS", "--field", "source"), "--field"),
+        (("prune", "MODEL", "OUT", "--pattern", "0.5", "--calibration", "PAIRS", "--no-bos"), "--no-bos"),
+        (("export", "MODEL", "OUT", "--format", "gguf-q8_0"), "t5"),
+        (("compress", "MODEL", "OUT", "--size", "0.5"), "transformers"),
+        (("eval", "MODEL"), "--text"),
+    ],
+)
+def test_what_is_not_for_them_is_said_in_a_line(
+    niwaki_: Command, arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    model = save_pair_model(tmp_path / "model", "t5", with_words=True)
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 12)
+    places = {"MODEL": model, "OUT": tmp_path / "out", "PAIRS": pairs}
+    result = niwaki_(*(places.get(each, each) for each in arguments))
+    assert result.code not in (0, 70)
+    assert said in result.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_packed_integers_of_t5_are_refused(tmp_path: Path) -> None:
+    dense = save_pair_model(tmp_path / "model", "t5")
+    niwaki.quantize(dense, tmp_path / "out", "int4:16", effort="fast", **text("t5"))
+    with pytest.raises(NiwakiError, match="transformers cannot load"):
+        niwaki.export(tmp_path / "out", tmp_path / "exported")
+
+
+def test_a_model_without_the_files_of_its_tokenizer(niwaki_: Command, tmp_path: Path) -> None:
+    # transformers makes a tokenizer of the model's type that knows no words.
+    model, pairs = save_pair_model(tmp_path / "model", "t5"), write_pairs(tmp_path / "pairs.jsonl", 12)
+    result = niwaki_("prune", model, tmp_path / "out", "--pattern", "0.5", "--calibration", pairs, "--samples", 8)
+    assert result.code not in (0, 70)
+    assert "no tokenizer that can be loaded" in result.err
+
+
+def test_sound_is_read_as_it_is_within_a_step_in_half_precision(tmp_path: Path) -> None:
+    model = save_pair_model(tmp_path / "model", "whisper", with_words=True)
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 16, sounds=True)
+    half, some = Compute("cpu", "bfloat16"), niwaki.Calibration(str(pairs), samples=12)
+    niwaki.prune(model, tmp_path / "pruned", 0.5, effort="fast", calibration=some, compute=half, measurement=None)
+    niwaki.heal(
+        tmp_path / "pruned",
+        tmp_path / "healed",
+        teacher=model,
+        tokens=300,
+        calibration=str(pairs),
+        compute=half,
+        measurement=None,
+    )
+
+
+def test_images_and_two_models_put_together(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    encoder = ViTConfig(image_size=16, patch_size=8, **sizes)
+    ends: dict[str, Any] = {"add_cross_attention": True, "is_decoder": True}
+    decoder = GPT2Config(vocab_size=4096, n_embd=32, n_layer=2, n_head=4, **ends)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    torch.manual_seed(0)
+    VisionEncoderDecoderModel(config).save_pretrained(tmp_path / "model")
+    model = add_tokenizer(tmp_path / "model")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(model)
+    lines = []
+    for i in range(16):
+        image.new("RGB", (20 + i, 24), (16 * i, 100, 255 - 16 * i)).save(tmp_path / f"{i}.png")
+        lines.append(json.dumps({"source": f"{i}.png", "target": f"number {i} and {i * i}"}))
+    pairs = tmp_path / "pairs.jsonl"
+    measured = tmp_path / "measured.jsonl"
+    for file in (pairs, measured):
+        file.write_text("\n".join(lines))
+    given: dict[str, Any] = {"calibration": niwaki.Calibration(str(pairs), samples=12), "compute": CPU}
+    record = niwaki.prune(model, tmp_path / "out", 0.5, **given, measurement=str(measured))
+    whole = VisionEncoderDecoderModel.from_pretrained(tmp_path / "out").eval()
+    tokenizer, processor = AutoTokenizer.from_pretrained(model), ViTImageProcessor.from_pretrained(model)
+    losses = []
+    for line in map(json.loads, lines):
+        pixels = processor(image.open(tmp_path / line["source"]), return_tensors="pt")["pixel_values"]
+        ids = torch.tensor([[1, *tokenizer(line["target"])["input_ids"]]])
+        with torch.no_grad():
+            said = whole(pixel_values=pixels, decoder_input_ids=ids[:, :-1]).logits
+        losses.append(torch.nn.functional.cross_entropy(said[0], ids[0, 1:], reduction="sum"))
+    after = record.perplexity["after"]
+    assert after.windows == 16
+    assert after.nats == pytest.approx(float(sum(losses)) / after.tokens, rel=1e-4)
+    niwaki.heal(tmp_path / "out", tmp_path / "healed", teacher=model, tokens=300, calibration=str(pairs), compute=CPU)
+    with pytest.raises(NiwakiError, match="parts of this kind"):
+        niwaki.shrink(model, tmp_path / "smaller", blocks=1, **given)
+    (tmp_path / "3.png").write_text("no image")
+    with pytest.raises(NiwakiError, match=r"line 4.*cannot be read as an image"):
+        niwaki.prune(model, tmp_path / "none", 0.5, **given)
