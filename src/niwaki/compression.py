@@ -26,7 +26,7 @@ from niwaki.quantities import fraction, parse_parameters, parse_size
 from niwaki.recipes import run
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
-from niwaki.records.wording import number, size as in_bytes
+from niwaki.records.wording import size as in_bytes
 from niwaki.runs.stage import Stage
 from niwaki.shrinking.shrink import Shrink
 
@@ -157,8 +157,9 @@ def plan_compression(
     before = sum(entry.size for entry in checkpoint.entries.values())
     heal = () if max_time is None else (Heal(max_time=max_time),)
     if parameters is not None:
-        left = parse_parameters(parameters)
-        way = Way(f"{number(left)} of the parameters", int(before * min(left, 1.0)), (Shrink(parameters=left), *heal))
+        left, there = parse_parameters(parameters), sum(math.prod(each.shape) for each in checkpoint.entries.values())
+        words, part = (f"{left:g} of the", left) if left < 1 else (f"{left:,.0f} of {there:,}", left / there)
+        way = Way(f"{words} parameters", int(before * min(part, 1.0)), (Shrink(parameters=parameters), *heal))
         return Compression(str(model), runtime, before, way.size, way, ())
     assert size is not None
     share = fraction(size)
