@@ -29,6 +29,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/structured.md", "structured", tables.structured, ("structured",)),
     ("docs/quantization.md", "grids", model_tables.grids, ("grids",)),
     ("docs/quantization.md", "embeddings", model_tables.grids, ("embeddings",)),
+    ("docs/quantization.md", "mixed", model_tables.grids, ("mixed_bits",)),
     ("docs/structured.md", "removals", model_tables.removals, ("removals",)),
     ("docs/structured.md", "combinations", model_tables.combinations, ("combinations",)),
     ("docs/structured.md", "combinations_qwen3", model_tables.combinations, ("combinations_qwen3",)),
