@@ -6,7 +6,6 @@ removed, and niwaki's own format by zeros.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +34,10 @@ _GROUPS = {"niwaki": 64, "llama.cpp": 32}
 _SCALE = 2
 #: Headers of files, relative and in bytes: what a foreseen size may be too small by.
 _HEADERS, _HEADER = 0.002, 1 << 16
+#: In percent, the fewest zeros that are smaller than 4 bits a weight, whose mask has a bit for each.
+_LEAST_ZEROS = 26
 #: The most zeros, and what stays at least of the parameters: beyond it another, smaller model is better.
-_MOST_ZEROS, _LEAST_LEFT = 0.7, 0.6
+_MOST_ZEROS, _LEAST_LEFT = 70, 60
 
 
 @dataclass(frozen=True)
@@ -183,12 +184,12 @@ class _Parts:
     @classmethod
     def of(cls, model: StreamedModel, before: int, runtime: Runtime) -> "_Parts":
         """UnsupportedModelError where the program's formats cannot have the model."""
-        if model.pairs is not None and runtime != "transformers":
+        if model.pairs is not None:
             raise UnsupportedModelError(
                 f"{model.checkpoint.path} is an encoder with a decoder, which is only compressed for transformers"
             )
-        group = _GROUPS[runtime]
-        if odd := [matrix for matrix in model.matrices() if matrix.shape[1] % group]:
+        group, matrices = _GROUPS[runtime], model.matrices()
+        if odd := [matrix for matrix in matrices if matrix.shape[1] % group]:
             raise UnsupportedModelError(
                 f"{odd[0].key!r} of {model.checkpoint.path} has rows of {odd[0].shape[1]}, which do not divide into "
                 f"groups of {group}, as {runtime} has them"
@@ -196,10 +197,10 @@ class _Parts:
         entries = model.checkpoint.entries
         keys = {*embedding_keys(model)}
         embeddings = sum(math.prod(entries[key].shape) for key in keys)
-        of_blocks = {matrix.key for matrix in model.matrices()}
+        of_blocks = {matrix.key for matrix in matrices}
         others = sum(entry.size for key, entry in entries.items() if key not in keys | of_blocks)
         wider = 2 if runtime == "llama.cpp" else 1  # which has them in float32
-        return cls(sum(matrix.size for matrix in model.matrices()), embeddings, wider * others)
+        return cls(sum(matrix.size for matrix in matrices), embeddings, wider * others)
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,9 @@ class _Ways:
         """The way to a size, and others."""
         few, more = self._sizes
         eight, four = self._bits(8.0, few), self._bits(4.0, few)
-        least, kind = self._least()
-        known = sorted({eight.size: eight, four.size: four, least.size: least}.items())
+        beyond = self._beyond()
+        least = beyond[-1]
+        known = {way.size: way for way in (eight, four, least)}
         if asked < least.size:
             raise UsageError(
                 f"{in_bytes(asked)} cannot be reached for {self.runtime}: {least.words} have {in_bytes(least.size)}; "
@@ -225,10 +227,10 @@ class _Ways:
             way = self._bits(self._average(asked, few), few)
         elif more != few and asked >= (small := self._bits(4.0, more)).size:
             way = self._bits(self._average(asked, more), more)
-            known = sorted({**dict(known), small.size: small}.items())
+            known[small.size] = small
         else:
-            way = kind(asked)
-        return way, tuple(each for _, each in known if each.words != way.words)
+            way = next(each for each in beyond if each.size <= asked)
+        return way, tuple(each for _, each in sorted(known.items()) if each.words != way.words)
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -258,11 +260,11 @@ class _Ways:
         file = Export("gguf-q8_0") if eight else Export("gguf-q4_0")
         return QuantizeEmbeddings(grid), Pack() if self.runtime == "niwaki" else file
 
-    def _least(self) -> tuple[Way, Callable[[int], Way]]:
-        """The way to the smallest size, and what makes one to a size below 4 bits a weight."""
+    def _beyond(self) -> list[Way]:
+        """The ways to sizes below 4 bits a weight, in descending order."""
         if self.runtime == "niwaki":
-            return self._zeros(_MOST_ZEROS), lambda asked: self._zeros(self._share_of_zeros(asked))
-        return self._smaller(_LEAST_LEFT), lambda asked: self._smaller(self._share_left(asked))
+            return [self._zeros(percent / 100) for percent in range(_LEAST_ZEROS, _MOST_ZEROS + 1)]
+        return [self._smaller(percent / 100) for percent in range(99, _LEAST_LEFT - 1, -1)]
 
     def _zeros(self, share: float) -> Way:
         bits = 1 + 4 * (1 - share)  # of a mask, and of what is not zero
@@ -270,17 +272,9 @@ class _Ways:
         words = f"{100 * share:.3g} % zeros, 4 bits for each other weight, embeddings and head of 4"
         return Way(words, self._bytes(bits, 4, self.parts.matrices), stages)
 
-    def _share_of_zeros(self, asked: int) -> float:
-        shares = (step / 100 for step in range(26, int(100 * _MOST_ZEROS) + 1))
-        return next(share for share in shares if self._zeros(share).size <= asked)
-
     def _smaller(self, left: float) -> Way:
         parts = self.parts
         everything = parts.matrices + parts.embeddings
         matrices = parts.matrices - (1 - left) * everything
         stages: tuple[Stage, ...] = (Shrink(parameters=left), Quantize("int4:32"), *self.heal, *self._ends(8))
         return Way(f"{left:g} of the parameters, 4 bits for each", self._bytes(4, 8, matrices), stages)
-
-    def _share_left(self, asked: int) -> float:
-        shares = (step / 100 for step in range(99, int(100 * _LEAST_LEFT) - 1, -1))
-        return next(left for left in shares if self._smaller(left).size <= asked)

@@ -21,7 +21,7 @@ from niwaki.models.sensitivity import sensitivities
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.windows import Windows
-from support.pairs import KINDS, inputs_of, pairs_of, reference_of, rows, save_pair_model
+from support.pairs import KINDS, logits_of, pairs_of, reference_of, rows, save_pair_model
 from support.streams import assert_clean, stream_of
 
 COUNT = 6
@@ -40,13 +40,6 @@ def directory(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(directory: Path, kind: str) -> PreTrainedModel:
     return reference_of(directory, kind)
-
-
-def logits_of(model: PreTrainedModel, kind: str, pair: tuple[list[int], list[int]]) -> Tensor:
-    """(predictions, vocabulary), of the tokens of a target after the first."""
-    source, target = pair
-    logits: Tensor = model(**inputs_of(kind, source), decoder_input_ids=torch.tensor([target[:-1]])).logits
-    return logits[0]
 
 
 def losses_of(model: PreTrainedModel, kind: str, pair: tuple[list[int], list[int]]) -> Tensor:

@@ -24,7 +24,7 @@ from niwaki.choices import HealingMethod
 from niwaki.models.pairs import count_tokens
 from support.command import Command
 from support.models import add_tokenizer
-from support.pairs import KINDS, class_of, inputs_of, pairs_of, reference_of, rows, save_pair_model, write_pairs
+from support.pairs import KINDS, class_of, logits_of, pairs_of, reference_of, rows, save_pair_model, write_pairs
 from support.runs import StopAt, files, tensors, zeros
 
 CPU = Compute("cpu", "float32")
@@ -49,10 +49,7 @@ def text(kind: str) -> dict[str, Any]:
 def logits(directory: Path, kind: str) -> list[Tensor]:
     model = reference_of(directory, kind)
     with torch.no_grad():
-        return [
-            model(**inputs_of(kind, source), decoder_input_ids=torch.tensor([target[:-1]])).logits[0]
-            for source, target in pairs_of(kind, PAIRS)
-        ]
+        return [logits_of(model, kind, pair) for pair in pairs_of(kind, PAIRS)]
 
 
 def divergence(dense: list[Tensor], other: list[Tensor]) -> float:

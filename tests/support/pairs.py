@@ -89,6 +89,13 @@ def inputs_of(kind: str, source: list[int]) -> dict[str, Tensor]:
     return dict(SOURCES[source[0]]) if kind == "whisper" else {"input_ids": torch.tensor([source])}
 
 
+def logits_of(model: PreTrainedModel, kind: str, pair: tuple[list[int], list[int]]) -> Tensor:
+    """(predictions, vocabulary), of the tokens of a target after the first."""
+    source, target = pair
+    logits: Tensor = model(**inputs_of(kind, source), decoder_input_ids=torch.tensor([target[:-1]])).logits
+    return logits[0]
+
+
 def pairs_of(kind: str, count: int = 24, seed: int = 0) -> list[tuple[list[int], list[int]]]:
     """Pairs of several lengths, of tokens or of the numbers of sounds."""
     drawing = torch.Generator().manual_seed(seed)

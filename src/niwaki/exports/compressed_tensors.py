@@ -49,7 +49,7 @@ class CompressedTensors(Form):
                 f"{name} has no weights on a grid; prune the dense model onto a grid such as int4:128, or add the "
                 "stage 'quantize int4:128'"
             )
-        if grid.average is not None:
+        if grid.is_mixed:
             raise UsageError(f"{name} has matrices of 4 and of 8 bits ({grid}), and this export has one number of bits")
         if grid.bits not in (4, 8):  # which kernels of other programs take
             raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")

@@ -100,7 +100,7 @@ class Gguf(Form):
     def _keep_more_bits(self) -> None:
         """Of matrices of mixed bits, those of 8 stay so in a file of fewer."""
         grid = grid_of(self.checkpoint)
-        if grid is None or grid.average is None:
+        if grid is None or not grid.is_mixed:
             return
         wide = {key for key, on in self._on_grids.items() if on.bits > BITS["Q4_0"]}
         more = [tensor for tensor in self._tensors if tensor.kind == "Q4_0" and not wide.isdisjoint(tensor.keys)]

@@ -40,9 +40,14 @@ class Grid:
         return f"int{bits}" + ("" if self.group is None else f":{self.group}")
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether matrices have different numbers of bits."""
+        return self.average is not None
+
+    @property
     def choices(self) -> tuple[int, ...]:
         """The bits that a matrix may have."""
-        return (self.bits,) if self.average is None else (4, 8)
+        return (4, 8) if self.is_mixed else (self.bits,)
 
     def of(self, bits: int) -> "Grid":
         """The grid of a matrix with so many ``bits``."""

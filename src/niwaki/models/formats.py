@@ -18,4 +18,4 @@ def format_of(checkpoint: Checkpoint) -> WeightFormat:
         return Factored(grid, checkpoint.pruning.blocks)
     if grid is None:
         return WeightFormat()
-    return OnGrid(grid) if grid.average is None else OnGrid(grid, cache(partial(bits_in, checkpoint, grid=grid)))
+    return OnGrid(grid, cache(partial(bits_in, checkpoint, grid=grid))) if grid.is_mixed else OnGrid(grid)

@@ -5,7 +5,7 @@ experts in three-dimensional parameters, one at a time or all in one call.
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,19 +40,18 @@ class InputGram:
         return Gram(self.H, shared, self.mean, trusted=True, tokens=self.tokens + self.borrowed)
 
 
-def _experts(matrix: Matrix, matrices: Iterable[Matrix]) -> list[str]:
-    """The names of ``matrix`` and of the same one of all experts of its mixture; none where it is no expert's.
+def _mixtures(matrices: Iterable[Matrix]) -> list[list[str]]:
+    """The names of the same matrix of all experts, for each one that experts have.
 
     Experts may be in one parameter, or modules of a list or dictionary of that name.
     """
-    if matrix.expert is not None:
-        return [each.name for each in matrices if each.parameter == matrix.parameter]
-    kind = _kind(matrix)
-    return [each.name for each in matrices if _kind(each) == kind] if ".experts." in matrix.name else []
-
-
-def _kind(matrix: Matrix) -> str:
-    return re.sub(r"\d+", "*", matrix.name)
+    found = defaultdict[str, list[str]](list)
+    for matrix in matrices:
+        if matrix.expert is not None:
+            found[matrix.parameter].append(matrix.name)
+        elif ".experts." in matrix.name:
+            found[re.sub(r"\d+", "*", matrix.name)].append(matrix.name)
+    return list(found.values())
 
 
 @dataclass
@@ -96,14 +95,16 @@ class InputGrams:
         for full rank. NumericalError for NaN or infinite activations, UnsupportedModelError for unused matrices.
         """
         used = {m.parameter for m in self.matrices if m.name in self._grams}
+        mixtures = _mixtures(self.matrices)
+        of_expert = {name: names for names in mixtures for name in names}
         for (parameter, _), matrices in self._by_expert.items():
-            if parameter not in used and self._grams.keys().isdisjoint(_experts(matrices[0], self.matrices)):
+            if parameter not in used and self._grams.keys().isdisjoint(of_expert.get(matrices[0].name, ())):
                 raise UnsupportedModelError(f"{parameter} is not used when its block runs; please report this model")
             if matrices[0].name not in self._grams:
                 self._new([m.name for m in matrices], matrices[0].shape[1], self.parameters[parameter].device)
         grams = self._summed(world)
-        for group in {tuple(_experts(m, self.matrices)): None for m in self.matrices}:
-            self._lend(group)
+        for names in mixtures:
+            self._lend(names)
         for gram in grams:
             for start in range(0, len(gram.H), _STRIP):
                 stop = start + _STRIP

@@ -52,7 +52,7 @@ def stored_as_usual(grid: Grid, matrices: Iterable[Matrix]) -> str:
 def _small_forms(grid: Grid) -> list[str]:
     """The commands that make a small model of weights on ``grid``."""
     ways = ["'niwaki pack'"] if grid.group is None or grid.group % _PACKED_GROUP == 0 else []
-    if grid.average is not None:
+    if grid.is_mixed:
         return ways
     return [*ways, "'niwaki export'"] if grid.bits in _EXPORTED_BITS else ways
 
@@ -85,7 +85,7 @@ def read_scales(checkpoint: Checkpoint, matrix: Matrix, grid: Grid) -> Tensor:
 
 def bits_in(checkpoint: Checkpoint, matrix: Matrix, grid: Grid) -> int:
     """How many bits ``matrix`` has on a ``grid``: of mixed ones, by its whole numbers."""
-    if grid.average is None:
+    if not grid.is_mixed:
         return grid.bits
     return grid.fewest(grid.codes(matrix.read(checkpoint).float(), read_scales(checkpoint, matrix, grid).float()))
 

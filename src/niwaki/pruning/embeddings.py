@@ -72,7 +72,7 @@ class QuantizeEmbeddings:
         return rounds_to_nearest(self.wanted, self.effort)
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
-        if self.wanted.average is not None:
+        if self.wanted.is_mixed:
             raise UsageError(f"embeddings and head have one number of bits each; got {self.wanted}")
         if isinstance(self.effort, str) and self.effort != NO_EFFORT:
             make_effort(self.effort)  # or it has no such name

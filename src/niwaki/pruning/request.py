@@ -56,7 +56,7 @@ class Request:
             raise UsageError(f"owl wants sparsities that {self.wanted} has not; take the allocation loss, or error")
         if self.keep_format and self.grid:
             raise UsageError(f"weights are on the grid {self.grid} or keep their format, not both; leave one out")
-        if self.grid and self.grid.average is not None and (self.makes_factors or self.rounds_to_nearest):
+        if self.grid and self.grid.is_mixed and (self.makes_factors or self.rounds_to_nearest):
             what = "of two factors" if self.makes_factors else "without a text"
             raise UsageError(f"mixed bits ({self.grid}) are not for weights {what}; take a whole number of bits")
         if self.makes_factors:
@@ -184,7 +184,7 @@ def rounds_to_nearest(grid: Grid, effort: str | Effort | None) -> bool:
 
     By default that is so for grids of 8 bits.
     """
-    return effort == NO_EFFORT or (effort is None and grid.bits >= _FINE and grid.average is None)
+    return effort == NO_EFFORT or (effort is None and grid.bits >= _FINE and not grid.is_mixed)
 
 
 def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | None]:

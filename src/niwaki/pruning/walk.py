@@ -121,7 +121,7 @@ class Walk:
     def _mixed(self) -> Grid | None:
         """The grid of mixed bits that weights are put on, if it is one."""
         grid = self.request.grid
-        return grid if grid and grid.average is not None else None
+        return grid if grid and grid.is_mixed else None
 
     def _planned(self, samples: Samples, texts: Texts) -> Plan:
         """The plan for all processes; a resumed run has the one it began with."""
