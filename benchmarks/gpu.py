@@ -11,6 +11,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from niwaki.texts.reading import read_windows
 PERPLEXITIES, LOGITS = 0.02, 0.03
 RUNS = ("wanda", "continuation", "admm-grad", "int8", "balanced", "heal", "shrink")
 ALL_RUNS = ",".join(RUNS)
+SPARSE = ("packed", "2:4")
 #: To a turn of the kernel's loop, for each lane.
 POSITIONS = 64
 
@@ -50,17 +52,30 @@ class Clock:
         self._filler = torch.empty(max(4 * size, 1 << 29), dtype=torch.uint8, device="cuda")
 
     def seconds(self, run: Callable[[], Tensor]) -> float:
-        """The median."""
+        """The median, without what Python and torch need to launch it."""
         for _ in range(10):  # compiles, and lets the clock rate rise
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             run()
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.rounds)]
         for before, after in marks:
             self._filler.zero_()
             before.record()
-            run()
+            graph.replay()
             after.record()
         torch.cuda.synchronize()
         return statistics.median(float(before.elapsed_time(after)) for before, after in marks) / 1e3
+
+    def launched(self, run: Callable[[], Tensor]) -> float:
+        """Seconds of one of many runs from Python, one after the other: what is felt where tokens are generated."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(self.rounds):
+            run()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / self.rounds
 
     def bandwidth(self) -> float:
         """Bytes a second, read and written, of copying a large tensor."""
@@ -77,17 +92,19 @@ def _pruned(rows: int, columns: int, sparsity: float, dtype: torch.dtype) -> Ten
 
 
 def _kinds(
-    rows: int, columns: int, sparsities: list[float], dtype: torch.dtype
+    kinds: list[str], rows: int, columns: int, sparsities: list[float], dtype: torch.dtype
 ) -> Iterator[tuple[str, float, int, Callable[[Tensor], Tensor], Tensor]]:
     """(name, sparsity, its bytes, product, the dense matrix) of each kind, one after the other."""
     from niwaki.packed.gpu import multiply
 
     W = _pruned(rows, columns, 0, dtype).cuda()
     yield "dense", 0.0, W.nbytes, lambda x: linear(x, W), W
-    for sparsity in sparsities:
+    for sparsity in sparsities if "packed" in kinds else []:
         zeros = _pruned(rows, columns, sparsity, dtype)
         packed = pack(zeros).to(torch.device("cuda", 0))
         yield "packed", sparsity, packed.nbytes, partial(multiply, packed), zeros.cuda()
+    if "2:4" not in kinds:
+        return
     # The first and the last of every four.
     fours = (W.unflatten(1, (-1, 4)) * torch.tensor([1, 0, 0, 1], device=W.device, dtype=W.dtype)).flatten(1)
     sparse = torch.sparse.to_sparse_semi_structured(fours)
@@ -99,45 +116,48 @@ def decode(
     sizes: Sizes = "4096x11008,11008x4096,8192x28672",
     sparsities: Sparsities = "0.5,0.7,0.8",
     batches: Annotated[str, Option(help="Numbers of vectors.")] = "1,4,16",
+    kinds: Annotated[str, Option(help="Beside dense matrices.")] = ",".join(SPARSE),
     dtype: Annotated[Literal["float16", "bfloat16"], Option(help="Of weights and vectors.")] = "float16",
     rounds: Rounds = 101,
     record: common.Record = None,
 ) -> None:
     """Products of a few vectors with pruned matrices on a GPU: dense, packed, and 2:4.
 
-    Times are medians between CUDA events around one product, with the second-level cache emptied before each; the
-    filling that empties it takes longer than launching the product, so that what Python needs is not in them. "dense"
-    is F.linear. GB/s counts the bytes that a product has to read and write once, and the share is that of the rate of
+    Times are medians between CUDA events around one product, replayed from a CUDA graph, with the second-level cache
+    emptied before each; "launched" is one of many from Python, with what Python and torch need for it. "dense" is
+    F.linear. GB/s counts the bytes that a product has to read and write once, and the share is that of the rate of
     copying a large tensor, measured in the same run. 2:4 is a matrix of its own at 50 % zeros; torch pads few vectors
     to 8 for it.
     """
     if not torch.cuda.is_available():
         sys.exit("decode needs a GPU with CUDA, and torch finds none here")
-    clock, kind_of_number = Clock(rounds), getattr(torch, dtype)
+    compared, clock, kind_of_number = common.chosen(kinds, SPARSE), Clock(rounds), getattr(torch, dtype)
     bandwidth, gpu = clock.bandwidth(), torch.cuda.get_device_name()
     print(f"{gpu}, copies at {bandwidth / 1e9:,.0f} GB/s, {dtype}\n")
-    print(f"{'':>14} {'zeros':>6} {'vectors':>8} {'us':>8} {'GB/s':>7} {'share':>6} {'dense/this':>11} {'error':>8}")
+    heads = f"{'':>14} {'zeros':>6} {'vectors':>8} {'us':>8} {'launched':>9} {'GB/s':>7} {'share':>6}"
+    print(f"{heads} {'dense/this':>11} {'error':>8}")
     results = []
     for size in names(sizes):
         rows, columns = common.shape_of(size)
         dense: dict[int, float] = {}
         print(f"{rows} x {columns}")
-        for kind, sparsity, moved, product, W in _kinds(rows, columns, fractions(sparsities), kind_of_number):
+        for kind, sparsity, moved, product, W in _kinds(compared, rows, columns, fractions(sparsities), kind_of_number):
             for batch in integers(batches):
                 x = torch.randn(batch, columns, device="cuda").to(kind_of_number)
                 right = x.double() @ W.double().T
                 error = float((product(x).double() - right).norm() / right.norm())
-                took = clock.seconds(partial(product, x))
+                took, launched = clock.seconds(partial(product, x)), clock.launched(partial(product, x))
                 if kind == "dense":
                     dense[batch] = took
                 rate = (moved + x.nbytes + batch * rows * x.itemsize) / took
                 print(
-                    f"{kind:>14} {sparsity:6.0%} {batch:8} {1e6 * took:8.1f} {rate / 1e9:7.0f} "
-                    f"{rate / bandwidth:6.0%} {dense[batch] / took:11.2f} {error:8.1e}",
+                    f"{kind:>14} {sparsity:6.0%} {batch:8} {1e6 * took:8.1f} {1e6 * launched:9.1f} "
+                    f"{rate / 1e9:7.0f} {rate / bandwidth:6.0%} {dense[batch] / took:11.2f} {error:8.1e}",
                     flush=True,
                 )
                 case = {"shape": size, "kind": kind, "sparsity": sparsity, "batch": batch}
-                case |= {"seconds": took, "bytes": moved, "bytes_per_second": rate, "share": rate / bandwidth}
+                case |= {"seconds": took, "launched": launched}
+                case |= {"bytes": moved, "bytes_per_second": rate, "share": rate / bandwidth}
                 results.append(case | {"dense_over_this": dense[batch] / took, "error": error})
     common.save(record, gpu=gpu, bandwidth=bandwidth, dtype=dtype, results=results)
 
@@ -191,13 +211,13 @@ def _run(name: str, directory: Path, device: str, calibration: Calibration, toke
             return prune("2:4", solver="admm-grad")
         case "int8":
             return prune(0.5, solver="sparsegpt", quantize="int8")
-        case "balanced":  # without text of the model's own, for which devices draw other numbers
+        case "balanced":  # without text of the model's own, for which devices draw other numbers; so is shrink
             return prune(0.5, effort="balanced:synthetic=0")
         case "heal":
             texts = Calibration("demo", length=calibration.length)
             return niwaki.heal(directory / "wanda", out, "demo", tokens=tokens, calibration=texts, **usual)
         case "shrink":
-            return niwaki.shrink("demo", out, neurons=0.25, calibration=calibration, **usual)
+            return niwaki.shrink("demo", out, neurons=0.25, effort="balanced:synthetic=0", calibration=calibration, **usual)
         case _:
             return prune(0.5, solver=name)
 

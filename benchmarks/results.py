@@ -61,6 +61,8 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/packed.md", "llama_cpp", model_tables.llama_cpp, ("llama_cpp",)),
     ("docs/packed.md", "llama_cpp_whole", model_tables.llama_cpp, ("llama_cpp_whole",)),
     ("docs/packed.md", "llama_cpp_avx2", model_tables.llama_cpp, ("llama_cpp_avx2",)),
+    ("docs/packed.md", "gpu_decode", tables.gpu_decode, ("gpu_decode",)),
+    ("docs/performance.md", "gpu_blocks", tables.gpu_blocks, ("gpu_blocks",)),
     ("docs/packed.md", "gpu_instructions", tables.gpu_instructions, ("gpu_instructions",)),
     ("docs/two-factors.md", "two_factors", model_tables.two_factors, ("two_factors",)),
     ("docs/two-factors.md", "two_factors_answers", model_tables.two_factors, ("two_factors_answers",)),

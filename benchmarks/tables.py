@@ -325,3 +325,31 @@ def gpu_instructions(made: Any) -> Lines:
             shown = "any" if sizes == list(by_rows) else ", ".join(f"{rows:,}" for rows in sizes)
             lines.append([kind, str(vectors), shown, *figures])
     return markdown(["values", "vectors", "rows", *(f"sm_{name}" for name in names), "waits", "registers"], lines)
+
+
+def gpu_decode(made: Any) -> Lines:
+    """For each size and number of vectors: the time of the dense product over those of packed and 2:4 matrices."""
+    cases: dict[tuple[str, int], dict[str, Cell]] = defaultdict(dict)
+    for e in made["results"]:
+        name = f"packed, {100 * e['sparsity']:.0f} %" if e["kind"] == "packed" else e["kind"]
+        cases[e["shape"], e["batch"]][name] = e
+    packed = [name for name in next(iter(cases.values())) if name.startswith("packed")]
+    rows = []
+    for (size, vectors), found in cases.items():
+        ratios = [f"{found[name]['dense_over_this']:.2f}" if name in found else "" for name in [*packed, "2:4"]]
+        launched = found["dense"]["launched"] / found["2:4"]["launched"]
+        microseconds = f"{1e6 * found['dense']['seconds']:.0f}"
+        rows.append([f"{times(size)}, {vectors:,}", microseconds, *ratios, f"{launched:.2f}"])
+    return markdown(["size, vectors", "dense, us", *packed, "2:4", "2:4, launched from Python"], rows)
+
+
+def gpu_blocks(made: Any) -> Lines:
+    """For each method: seconds of a block by stage, of all blocks, and memory."""
+    stages = ["plan", "capture", "solve", "advance", "fit"]
+    rows = []
+    for e in made["results"]:
+        solver, _, effort = e["solver"].partition("@")
+        spent = [f"{e['block'][stage]:.1f}" if stage in e["block"] else "" for stage in stages]
+        memory = f"{e['record']['device'] / 2**30:.1f} GiB"
+        rows.append([f"`{solver}`, {effort or 'fast'}", *spent, f"{e['whole']:.0f}", memory])
+    return markdown(["method, effort", *stages, f"all {made['blocks']} blocks", "GPU memory"], rows)

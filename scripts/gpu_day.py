@@ -82,16 +82,19 @@ PARTS = [
     Part(
         "blocks",
         "seconds for a block of a 7B model, method by method, and for all 32",
-        150,
+        200,
         "{python} scripts/random_checkpoint.py {out}/model {blocks}\n"
-        "{python} benchmarks/large.py {out}/model --device {device} {windows} --of 32 --record {out}/blocks.json",
+        "{python} benchmarks/large.py {out}/model --device {device} {windows} --of 32 --record {out}/blocks.json "
+        "--solvers continuation,continuation@balanced,wanda,sparsegpt",
     ),
     Part(
         "decode",
-        "products of a few vectors: packed and 2:4 against dense",
+        "products of a few vectors, packed and 2:4 against dense, and of many, 2:4 against dense",
         120,
         "{python} benchmarks/gpu.py decode --sizes 4096x14336,14336x4096,4096x4096 --dtype bfloat16 "
-        "--record {out}/decode.json",
+        "--record {out}/decode.json\n"
+        "{python} benchmarks/gpu.py decode --sizes 4096x14336,14336x4096,4096x4096 --dtype bfloat16 --kinds 2:4 "
+        "--batches 256,4096 --record {out}/prompts.json",
         needs=("triton",),
         gpu=True,
     ),
@@ -104,7 +107,7 @@ PARTS = [
     Part(
         "generate",
         "tokens a second of a model of a billion weights, packed against dense, and healing it",
-        150,
+        200,
         "{python} scripts/random_checkpoint.py {out}/dense {whole}\n"
         'niwaki() {{ {python} -m niwaki "$@" --device {device}; }}\n'
         "niwaki prune {out}/dense {out}/pruned --solver wanda --sparsity 0.5 --calibration demo --samples 16 "
@@ -115,11 +118,11 @@ PARTS = [
     ),
     Part(
         "efforts",
-        "seconds for a block of a 7B model with --effort balanced and best",
+        "seconds for a block of a 7B model with ADMM-Grad, and with --effort best",
         150,
         "{python} scripts/random_checkpoint.py {out}/model {blocks}\n"
         "{python} benchmarks/large.py {out}/model --device {device} {windows} --of 32 --record {out}/efforts.json "
-        "--solvers continuation@balanced,continuation@best",
+        "--solvers admm-grad,continuation@best",
     ),
     Part(
         "train",

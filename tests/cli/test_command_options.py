@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -43,6 +44,19 @@ def test_every_option_has_help() -> None:
             assert option.help or name == "export", (name, option.name)
             assert "{" not in (option.help or "")
             assert "Options:" not in (command.help or "")
+
+
+def test_options_do_not_leave_their_names_to_typer() -> None:
+    """Versions 0.27 and 0.28 call an option as its value where the two are the same but for the case: --DEVICE."""
+
+    @options()
+    def command(model: Annotated[str, "MODEL"], device: Annotated[str, "DEVICE"] = "cpu", least: int = 1) -> None:
+        """For the test."""
+
+    made = {each.name: each.annotation.__metadata__[0] for each in inspect.signature(command).parameters.values()}
+    assert made["device"].param_decls == ("--device",)
+    assert made["least"].param_decls == ("--least",)
+    assert not made["model"].param_decls
 
 
 def test_old_spellings_are_understood(niwaki_: Command) -> None:

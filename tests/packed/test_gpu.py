@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -26,6 +27,10 @@ pytestmark = pytest.mark.skipif(
 )
 if importlib.util.find_spec("triton") is not None:
     from niwaki.packed import gpu
+
+    TRITON = tuple(map(int, importlib.metadata.version("triton").split(".")[:2]))
+else:
+    TRITON = (0, 0)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 #: Largest relative error of a number rounded to the dtype; the interpreter cuts bfloat16 off.
@@ -192,11 +197,13 @@ def test_a_layer_on_a_gpu() -> None:
     layer = linear.SparseLinear(pack(W)).to(DEVICE)
     for vectors in (1, 2, 7, 16, 40):
         x = torch.randn(vectors, 700, generator=torch.Generator().manual_seed(0)).to(HALF)
-        y = layer(x.to(DEVICE)).cpu().double()
-        assert torch.allclose(y, x.double() @ W.double().T, rtol=2**-10, atol=1e-2)
+        y, right = layer(x.to(DEVICE)).cpu().double(), x.double() @ W.double().T
+        # torch, which multiplies more than 16, may add parts of a sum in half precision.
+        assert torch.linalg.norm(y - right) < 1e-3 * torch.linalg.norm(right)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(TRITON < (3, 7), reason="versions of Triton before make more instructions of it")
 def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
     """What the interpreter lets pass, the compiler may not; and it can make much more of them than is in the source."""
     record = tmp_path / "record.json"

@@ -214,12 +214,17 @@ def _option(name: str, hint: Any, default: Any, about: str | None) -> Parameter:
         return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
     flags = [word for word in words if word.startswith("-")]
     metavar = next((word for word in words if word not in flags), None)
+    dashed = f"--{name.replace('_', '-')}"
+    is_argument = default is Parameter.empty and not flags
     if kind is bool:
-        metavar, dashed = "", f"--{name.replace('_', '-')}"
+        metavar = ""
         flags = flags or [f"{dashed}/--no-{dashed[2:]}" if default else dashed]
     elif get_origin(kind) is list and isinstance(default, str):
         default = [default]
-    make: Any = Argument if default is Parameter.empty and not flags else Option
+    if not is_argument:
+        # Left to itself, typer 0.27 and 0.28 would call --device --DEVICE, after its value in the help.
+        flags = flags or [dashed]
+    make: Any = Argument if is_argument else Option
     info = make(*flags, metavar=metavar, help=about and about.replace("[", r"\["))  # no markup
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
