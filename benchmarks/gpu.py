@@ -217,7 +217,8 @@ def _run(name: str, directory: Path, device: str, calibration: Calibration, toke
             texts = Calibration("demo", length=calibration.length)
             return niwaki.heal(directory / "wanda", out, "demo", tokens=tokens, calibration=texts, **usual)
         case "shrink":
-            return niwaki.shrink("demo", out, neurons=0.25, effort="balanced:synthetic=0", calibration=calibration, **usual)
+            usual["effort"] = "balanced:synthetic=0"
+            return niwaki.shrink("demo", out, neurons=0.25, calibration=calibration, **usual)
         case _:
             return prune(0.5, solver=name)
 
