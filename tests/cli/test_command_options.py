@@ -54,7 +54,9 @@ def test_options_do_not_leave_their_names_to_typer() -> None:
         """For the test."""
 
     made = {each.name: each.annotation.__metadata__[0] for each in inspect.signature(command).parameters.values()}
-    names = {name: (info.default, *info.param_decls) for name, info in made.items()}  # typer takes the first for both
+    names = {
+        name: (info.default, *(info.param_decls or ())) for name, info in made.items()
+    }  # typer takes the first for both
     assert "--device" in names["device"]
     assert "--least" in names["least"]
     assert "--model" not in names["model"]
