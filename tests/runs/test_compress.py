@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 import niwaki
-from niwaki import Compute, Measurement, NiwakiError
+from niwaki import Calibration, Compute, Measurement, NiwakiError
 from niwaki.compression import Compression, plan_compression
-from niwaki.errors import UnsupportedModelError
+from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.records.progress import Progress
+from niwaki.trials import last_that_holds
 from support.command import Command
 from support.models import FEW_TOKENS, add_small_tokenizer, random_model, random_tokens
 from support.pairs import save_pair_model
+from support.runs import StopAt, files
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -95,8 +101,6 @@ def test_fewer_parameters_for_transformers(model: Path, tmp_path: Path) -> None:
 
 
 def test_the_same_call_resumes(model: Path, tmp_path: Path) -> None:
-    from support.runs import StopAt, files
-
     niwaki.compress(model, tmp_path / "whole", 0.45, **GIVEN)
     with pytest.raises(KeyboardInterrupt):
         niwaki.compress(model, tmp_path / "out", 0.45, **GIVEN, progress=StopAt(9))
@@ -115,12 +119,135 @@ def test_the_same_call_resumes(model: Path, tmp_path: Path) -> None:
         ({"size": 0.4, "runtime": "transformers"}, "parameters"),
         ({"parameters": 0.5, "runtime": "niwaki"}, "transformers takes parameters"),
         ({"size": "much"}, "much"),
+        ({"size": 0.4, "loss": 0.1}, "one of them"),
+        ({"loss": 0.1, "speed": 2}, "one of them"),
+        ({"loss": "little"}, "loss is a number"),
+        ({"loss": 0}, "loss is a number"),
+        ({"speed": "50%"}, "speed is a number"),
+        ({"speed": 2.0, "runtime": "llama.cpp"}, "not there to be measured"),
+        ({"size": 0.4, "runtime": "2:4"}, "one form"),
+        ({"loss": 0.4, "runtime": "2:4"}, "one form"),
     ],
 )
 def test_refusals(model: Path, arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(NiwakiError, match=said):
         niwaki.compress(model, tmp_path / "out", **arguments, **GIVEN)
     assert not (tmp_path / "out").exists()
+
+
+# A loss, a speed
+
+
+@given(st.integers(1, 40).flatmap(lambda count: st.tuples(st.just(count), st.integers(-1, count - 1))), st.randoms())
+def test_the_last_that_holds_is_found(asked: tuple[int, int], drawing: Random) -> None:
+    """Whatever is guessed; and where too few can be tried, what is found holds."""
+    count, right = asked
+    tried: list[int] = []
+
+    def holds(number: int) -> bool:
+        tried.append(number)
+        return number <= right
+
+    found, certain = last_that_holds(count, holds, lambda: drawing.randrange(count))
+    assert found <= right
+    assert found == right or not certain
+    assert len(tried) == len(set(tried)) <= 7
+    assert found == -1 or found in tried
+
+
+def test_good_guesses_need_few_trials() -> None:
+    tried: list[int] = []
+
+    def holds(number: int) -> bool:
+        tried.append(number)
+        return number <= 12
+
+    assert last_that_holds(30, holds, lambda: 12) == (12, True)
+    assert tried == [12, 13]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    """With a name, by which a run that is repeated knows it."""
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("The cat sat on the mat, and the dog lay down beside it. " * 80)
+    return Calibration(str(file), samples=8, length=24)
+
+
+def test_the_smallest_within_a_loss(model: Path, text: Calibration, tmp_path: Path) -> None:
+    """It is what the same way makes by itself, and the one after it was tried and is not within."""
+    loss = 0.003
+    record = niwaki.compress(model, tmp_path / "out", loss=loss, calibration=text, compute=CPU)
+    lost = record.perplexity["after"].above(record.perplexity["before"])
+    assert lost.standard_error is not None
+    assert lost.nats + 1.96 * lost.standard_error <= loss
+    assert any(note.startswith("tried") for note in record.notes)
+    assert record.notes[-1].startswith("the smallest within the bound is")
+    assert json.loads((tmp_path / "out" / "niwaki.json").read_text())["notes"] == record.notes
+    assert not (tmp_path / "out.trials").exists()
+    stages = niwaki.Recipe.read(tmp_path / "out").stages
+    niwaki.run(model, tmp_path / "same", niwaki.Recipe(stages), calibration=text, compute=CPU)
+    assert files(tmp_path / "same", "recipe.toml", "README.md") == files(tmp_path / "out", "recipe.toml", "README.md")
+
+
+def test_trials_that_are_there_are_not_repeated(model: Path, text: Calibration, tmp_path: Path) -> None:
+    class StopAtTrial(Progress):
+        def __init__(self, last: int) -> None:
+            self.last, self.seen = last, set[str]()
+
+        def status(self, what: str, done: int = 0, count: int = 0) -> None:
+            if "quantize" in what and "allocation" in what:
+                self.seen.add(what.partition(",")[0])
+            if what.startswith(f"trial {self.last},") and done:
+                raise KeyboardInterrupt
+
+    given: dict[str, Any] = {"loss": 0.003, "calibration": text, "compute": CPU}
+    niwaki.compress(model, tmp_path / "whole", **given)
+    with pytest.raises(KeyboardInterrupt):
+        niwaki.compress(model, tmp_path / "out", **given, progress=StopAtTrial(2))
+    assert len([*(tmp_path / "out.trials").glob("*-bytes")]) == 1
+    again = StopAtTrial(99)
+    niwaki.compress(model, tmp_path / "out", **given, progress=again)
+    assert "trial 1" not in again.seen
+    assert files(tmp_path / "out", "recipe.toml") == files(tmp_path / "whole", "recipe.toml")
+
+
+def test_losses_that_cannot_be_kept(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"a loss of 1e-07 cannot be kept: the largest form has .* nats a token"):
+        niwaki.compress(model, tmp_path / "out", loss=1e-7, **GIVEN)
+    with pytest.raises(UsageError, match="text to measure it on"):
+        niwaki.compress(model, tmp_path / "out", loss=0.1, calibration=TEXT, measurement=None, restart=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_largest_that_is_fast_enough(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what bench says: here time in proportion to bytes."""
+    dense = weights(model)
+
+    def bench(directory: Path, **_: Any) -> Any:
+        ratio = dense / weights(directory)
+        forms = {"dense": 1.0, "packed": ratio}
+        return SimpleNamespace(speeds=[SimpleNamespace(weights=k, tokens_per_second=v) for k, v in forms.items()])
+
+    monkeypatch.setattr("niwaki.trials.bench", bench)
+    record = niwaki.compress(model, tmp_path / "out", speed=2.5, **GIVEN)
+    assert 2.5 <= dense / weights(tmp_path / "out") <= 2.5 * 1.06
+    assert "times the tokens a second" in record.notes[-1]
+    with pytest.raises(UsageError, match="30 times the speed cannot be reached here: the smallest form has"):
+        niwaki.compress(model, tmp_path / "out2", speed=30, **GIVEN)
+
+
+def test_two_in_four(model: Path, tmp_path: Path) -> None:
+    record = niwaki.compress(model, tmp_path / "out", runtime="2:4", **GIVEN)
+    assert record.pattern == "2:4"
+    assert all(matrix.sparsity == 0.5 for matrix in record.matrices)
+
+
+def test_healing_gets_what_is_left_of_the_time(model: Path, tmp_path: Path) -> None:
+    record = niwaki.compress(model, tmp_path / "out", 0.45, max_time="10s", **GIVEN)
+    assert record.healing
+    assert record.healing.limit == pytest.approx(9.5 - record.stages[0].seconds, abs=0.01)
+    assert sum(stage.seconds for stage in record.stages) < 12
 
 
 def test_models_that_a_format_has_not(tmp_path: Path) -> None:
@@ -147,3 +274,5 @@ def test_the_command(niwaki_: Command, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "recipe.toml").is_file()
     wrong = niwaki_("compress", "demo", tmp_path / "out2", "--size", "tiny")
     assert wrong.code == 2
+    wrong = niwaki_("compress", "demo", tmp_path / "out2", "--loss", "0.1", "--plan")
+    assert "--plan is for sizes" in wrong.err

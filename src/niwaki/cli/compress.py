@@ -6,6 +6,7 @@ from niwaki.choices import Runtime
 from niwaki.cli.common import out
 from niwaki.cli.options import Model, Output, options
 from niwaki.cli.work import Work
+from niwaki.errors import UsageError
 
 
 @options()
@@ -13,25 +14,33 @@ def compress(
     model: Model,
     output: Output,
     size: Annotated[str | None, "SIZE"] = None,
+    loss: Annotated[str | None, "NATS"] = None,
+    speed: Annotated[str | None, "TIMES"] = None,
     parameters: Annotated[str | None, "SIZE"] = None,
     runtime: Annotated[Runtime | None, "--for"] = None,
     max_time: Annotated[str | None, "TIME"] = None,
     plan: bool = False,
     work: Work = Work(),
 ) -> None:
-    """Bring MODEL to a size, for the program that runs it, and write it to OUT; all else is decided by the model.
+    """Make MODEL as small or as fast as you ask for, and write it to OUT; all else is decided by the model.
 
-    For example 'niwaki compress MODEL OUT --size 0.4'. An interrupted run resumes when the command is repeated.
+    For example 'niwaki compress MODEL OUT --size 0.4', or '--loss 0.05' for the smallest model that loses no more than
+    that. An interrupted run resumes when the command is repeated.
 
     Options:
         size: What the weights may take in files: a share of what they take now, such as 0.4, or 80MB. Never exceeded.
+        loss: Or the loss that may be added, in nats a token of --text; 0.05 is a perplexity 5 % higher. Some sizes are
+            tried, and the smallest of which the upper end of the 95 % interval is within it is written.
+        speed: Or tokens a second, as a multiple of the dense model's on this machine, such as 2.0.
         parameters: For transformers: how many of the parameters stay, such as 0.75 or 110M.
-        runtime: What runs the result: niwaki (packed), llama.cpp (GGUF) or transformers (a smaller dense model).
-            [default: niwaki, or transformers with --parameters]
-        max_time: Heal for so long, such as 30m. [default: no healing]
-        plan: Only say what would be done, and what else there is.
+        runtime: What runs the result: niwaki (packed), llama.cpp (GGUF), transformers (a smaller dense model) or 2:4
+            (two zeros in every four weights). [default: niwaki, or transformers with --parameters]
+        max_time: What the run may take, such as 1h: healing gets what is left of it. [default: no healing]
+        plan: Only say what would be done for a size, and what else there is.
     """
     asked: dict[str, Any] = {"parameters": parameters, "runtime": runtime, "max_time": max_time}
+    if plan and (loss is not None or speed is not None):
+        raise UsageError("--plan is for sizes: what a loss or a speed takes is found by trying")
     if plan:
         from niwaki.compression import plan_compression
 
@@ -40,4 +49,4 @@ def compress(
     with work.begun(f"compressing {model}", output) as common:
         from niwaki.compression import compress as run
 
-        run(model, output, size, **asked, **common)
+        run(model, output, size, loss=loss, speed=speed, **asked, **common)

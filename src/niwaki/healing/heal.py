@@ -73,6 +73,8 @@ class Heal:
     batch: int | str = HEALING_BATCH
     own_text: float | str = OWN_TEXT
     teacher: str | Path | None = None
+    #: Whether ``max_time`` is that of the run so far, so that healing takes what is left of it.
+    whole: bool = False
     #: Instead of ``tokens``: for each token that a stage before was calibrated on.
     times: float | None = field(default=None, metadata=INTERNAL)
 
@@ -128,7 +130,8 @@ class Heal:
 
     def __str__(self) -> str:
         tokens = f"tokens {self.tokens}" if self.times is None else f"{self.times:g} times the tokens calibrated on"
-        given = {"max_time": self.max_time, "method": None if self.method == "auto" else self.method, "rate": self.rate}
+        time = self.max_time if not self.whole else f"what is left of {self.max_time}"
+        given = {"max_time": time, "method": None if self.method == "auto" else self.method, "rate": self.rate}
         return ", ".join([tokens, *(f"{name} {value}" for name, value in given.items() if value is not None)])
 
 
@@ -260,6 +263,13 @@ class Healing:
         same = None if self.translation else self.texts.only
         return (self._dense_heldout or same) if run.measurement.before else None
 
+    def _limit(self, run: Run) -> float | None:
+        """Seconds that it may take, of which stages before may have used some; a twentieth is for those after it."""
+        if self.stage.limit is None or not self.stage.whole:
+            return self.stage.limit
+        spent = math.fsum(stage.seconds for stage in run.earlier.stages) if run.earlier else 0.0
+        return max(1.0, 0.95 * self.stage.limit - spent)
+
     def _record(self, run: Run) -> Record:
         """The record, as far as it is known before the work."""
         base, length, made = self.base, self.texts.windows.tokens.shape[1], self.student.checkpoint.pruning
@@ -280,7 +290,7 @@ class Healing:
                 self.teacher,
                 **settings,
                 tokens=self.tokens,
-                limit=self.stage.limit,
+                limit=self._limit(run),
                 held=self.held * length,
                 of_states=not self.dense.has_head,
             ),

@@ -1,0 +1,253 @@
+"""The smallest model within a loss, or the largest that is fast enough: found by trying a few, each as a run."""
+
+import contextlib
+import itertools
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from niwaki.errors import UsageError
+from niwaki.evaluation.bench import bench
+from niwaki.files import output_errors
+from niwaki.models.locate import locate_model
+from niwaki.options import Calibration, Compute, Measurement, Text
+from niwaki.recipes import run
+from niwaki.records.progress import Progress
+from niwaki.records.recipe import RECIPE, Recipe
+from niwaki.records.record import Record
+from niwaki.records.wording import size as in_bytes
+from niwaki.runs.recipe import begin_recipe, with_texts, with_weights
+from niwaki.runs.session import current_session
+from niwaki.runs.workplace import check_output
+from niwaki.stages import table_of
+from niwaki.ways import Way
+
+#: Standard errors between a loss and the upper end of its interval of 95 %.
+_ERRORS = 1.96
+#: The most ways that are tried.
+_MOST = 7
+#: What a model of 135 million weights lost, in nats a token, at shares of its largest size (docs/when-to-prune.md): a
+#: first guess for where to begin. What other models lose is a multiple of it, which the first trial tells.
+_CURVE = ((1.0, 0.002), (0.72, 0.045), (0.61, 0.09), (0.54, 0.13), (0.47, 0.22), (0.4, 0.5), (0.32, 1.4), (0.1, 6.0))
+_NAME = "niwaki.json"
+
+
+class _Within(Progress):
+    """How a trial goes, in a line of the whole."""
+
+    def __init__(self, outer: Progress, number: int) -> None:
+        self._outer, self._number, self._stage, self._blocks = outer, number, "", 0
+
+    def turn(self, number: int, count: int, stage: str) -> None:
+        self._stage = f"trial {self._number}, {stage}"
+        self._outer.status(self._stage)
+
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        self._blocks = blocks
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self._outer.status(f"{self._stage}: {name}", block, self._blocks)
+
+    def stopped(self, done: int, blocks: int, where: str = "") -> None:
+        self._outer.stopped(done, blocks, ", ".join(filter(None, (f"trial {self._number}", where))))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A way that was tried: what came of it, and where it is."""
+
+    way: Way
+    record: Record
+    directory: Path
+
+
+@dataclass(frozen=True)
+class LossBound:
+    """At most so many ``nats`` a token above the model, at the upper end of the 95 % interval of what is measured."""
+
+    nats: float
+    #: Ways are tried from large to small: if one is within the bound, so are those before it.
+    from_large: bool = True
+
+    def check(self, trial: Trial) -> tuple[bool, float, str]:
+        """Whether it is kept, the most that it may lose, and words for it; UsageError where nothing was measured."""
+        measured = trial.record.perplexity
+        if not {"before", "after"} <= measured.keys():
+            raise UsageError("a bound on the loss needs text to measure it on, and there is none left; give more text")
+        lost = measured["after"].above(measured["before"])
+        most = lost.nats + _ERRORS * (lost.standard_error or math.inf)
+        return self.within(most), max(most, 1e-4), f"{lost.words}, at most {most:.4f}"
+
+    def within(self, value: float) -> bool:
+        """Whether a way of which ``check`` says that value is kept."""
+        return value <= self.nats
+
+    def usual(self, share: float) -> float:
+        """That value of one model, for a way of that share of the largest size."""
+        return _usual_loss(share)
+
+    def refusal(self, told: str) -> str:
+        """What to say where no way is within the bound."""
+        return f"a loss of {self.nats:g} cannot be kept: the largest form has {told}; give more, or longer --text"
+
+
+@dataclass(frozen=True)
+class SpeedBound:
+    """At least ``times`` as many tokens a second as the dense model, measured on this machine."""
+
+    times: float
+    dense: Path
+    compute: Compute
+    from_large: bool = False
+
+    def check(self, trial: Trial) -> tuple[bool, float, str]:
+        """Whether it is kept, the ratio, and words for it."""
+        speeds = {each.weights: each.tokens_per_second for each in bench(trial.directory, compute=self.compute).speeds}
+        if "packed" in speeds:
+            ratio = speeds["packed"] / speeds["dense"]
+        else:
+            (dense,) = (s for s in bench(self.dense, compute=self.compute).speeds if s.weights == "dense")
+            ratio = speeds["dense"] / dense.tokens_per_second
+        return self.within(ratio), ratio, f"{ratio:.2f} times the tokens a second of the dense model"
+
+    def within(self, value: float) -> bool:
+        """Whether a way of that ratio is kept."""
+        return value >= self.times
+
+    def usual(self, share: float) -> float:
+        """The ratio, if time were proportional to bytes."""
+        return 2 / share
+
+    def refusal(self, told: str) -> str:
+        """What to say where no way is fast enough."""
+        return f"{self.times:g} times the speed cannot be reached here: the smallest form has {told}"
+
+
+def _usual_loss(share: float) -> float:
+    for (above, less), (below, more) in itertools.pairwise(_CURVE):
+        if share >= below:
+            part = min(1.0, (above - share) / (above - below))
+            return float(less ** (1 - part) * more**part)
+    return _CURVE[-1][1]
+
+
+def _foreseen(ways: Sequence[Way], known: Mapping[int, float], number: int, usual: Callable[[float], float]) -> float:
+    """The value of a way from what is ``known`` of others: between two of them, or else in proportion to the usual."""
+    largest = max(way.size for way in ways)
+    below, above = (
+        max((i for i in known if i <= number), default=None),
+        min((i for i in known if i >= number), default=None),
+    )
+    if below is not None and above is not None and below != above:
+        first, last, here = (math.log(ways[i].size) for i in (below, above, number))
+        part = (here - first) / (last - first)
+        return float(known[below] ** (1 - part) * known[above] ** part)
+    nearest = below if below is not None else above
+    factor = 1.0 if nearest is None else known[nearest] / usual(ways[nearest].size / largest)
+    return factor * usual(ways[number].size / largest)
+
+
+def last_that_holds(count: int, holds: Callable[[int], bool], guess: Callable[[], int]) -> tuple[int, bool]:
+    """The last of ``count`` that ``holds``, where each before one that does holds too, and whether it is certain.
+
+    -1 where none does. ``guess`` says which to try next; every third time it is the one in the middle.
+    """
+    last, first_not, tried = -1, count, 0
+    while first_not - last > 1 and tried < _MOST:
+        wished = (last + first_not) // 2 if tried % 3 == 2 else guess()
+        number = min(max(wished, last + 1), first_not - 1)
+        if holds(number):
+            last = number
+        else:
+            first_not = number
+        tried += 1
+    return last, first_not - last == 1
+
+
+@dataclass
+class Trials:
+    """Tries ways, as runs whose outputs are in a directory beside ``out`` until one of them becomes that.
+
+    The same call goes on with those that are there, where its texts have names.
+    """
+
+    model: str | Path
+    out: str | Path
+    calibration: Calibration | Text
+    measurement: Measurement | Text | None
+    compute: Compute | str
+    restart: bool
+    progress: Progress
+
+    def best(self, ways: Sequence[Way], bound: LossBound | SpeedBound) -> Record:
+        """Writes the smallest within the bound, or of those that are fast enough the largest."""
+        world = current_session().world
+        source = locate_model(str(self.model))
+        out = world.received(check_output(source, self.out) if world.first else Path())
+        folder = out.with_name(f"{out.name}.trials")
+        if self.restart and world.first:
+            shutil.rmtree(folder, ignore_errors=True)
+        ordered = list(ways) if bound.from_large else list(ways)[::-1]
+        tried: dict[int, tuple[Trial, float, str]] = {}
+
+        def holds(number: int) -> bool:
+            way = ordered[number]
+            directory = folder / f"{way.size}-bytes"
+            trial = Trial(way, self._done(way, directory, source, len(tried) + 1), directory)
+            kept, value, words = world.received(bound.check(trial) if world.first else (False, 0.0, ""))
+            tried[number] = trial, value, words
+            said = f"{in_bytes(way.size)}, {way.words}: {words}: {'within' if kept else 'beyond'}"
+            self.progress.note(f"trial {len(tried)}: {said}")
+            return kept
+
+        def guess() -> int:
+            known = {number: value for number, (_, value, _) in tried.items()}
+            fit = [i for i in range(len(ordered)) if bound.within(_foreseen(ordered, known, i, bound.usual))]
+            return fit[-1] if fit else 0
+
+        chosen, certain = last_that_holds(len(ordered), holds, guess)
+        if chosen < 0:
+            raise UsageError(bound.refusal(tried[min(tried)][2]))
+        trial, _, words = tried[chosen]
+        told = [f"tried: {each.way.words}: {said}" for _, (each, _, said) in sorted(tried.items())]
+        note = f"the {'smallest' if bound.from_large else 'largest'} within the bound is {trial.way.words}: {words}"
+        trial.record.notes += [*told, note if certain else f"{note}; there may be a better one, {_MOST} were tried"]
+        if world.first:
+            with output_errors(out):
+                trial.record.save(trial.directory / _NAME)
+                with contextlib.suppress(FileNotFoundError):
+                    out.rmdir()
+                trial.directory.replace(out)
+                shutil.rmtree(folder)
+        self.progress.note(trial.record.notes[-1])
+        self.progress.end(trial.record)
+        return trial.record
+
+    def _done(self, way: Way, directory: Path, source: Path, number: int) -> Record:
+        """The record of that way, which may be there already."""
+        world = current_session().world
+        there = world.received(self._earlier(way, directory, source) if world.first else None)
+        if there:
+            return there
+        if world.first:
+            directory.parent.mkdir(exist_ok=True)
+        texts = {"calibration": self.calibration, "measurement": self.measurement, "compute": self.compute}
+        return run(self.model, directory, way.stages, **texts, progress=_Within(self.progress, number))  # type: ignore[arg-type]
+
+    def _earlier(self, way: Way, directory: Path, source: Path) -> Record | None:
+        """What an earlier run of the same has left; what is of another one goes."""
+        if not (directory / RECIPE).exists():
+            return None
+        calibration = Calibration.of(self.calibration)
+        options = calibration, Measurement.of(self.measurement), Compute.of(self.compute)
+        wanted = begin_recipe([table_of(stage) for stage in way.stages], str(self.model), *options)
+        wanted = with_weights(with_texts(wanted, calibration), source)
+        found = Recipe.read(directory / RECIPE)
+        names = ("stages", "calibration", "measurement", "compute", "weights", "texts")
+        has_names = all(isinstance(text, str) for text in (*calibration.texts, options[1].text or ""))
+        if has_names and all(getattr(found, name) == getattr(wanted, name) for name in names):
+            return Record.load(directory / _NAME)
+        shutil.rmtree(directory)
+        return None
