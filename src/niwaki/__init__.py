@@ -9,7 +9,7 @@ _PUBLIC = {
     "niwaki.options": ("Calibration", "Compute", "Measurement"),
     "niwaki.errors": ("NiwakiError",),
     "niwaki.effort": ("EFFORTS", "Effort", "Fitting", "Planning"),
-    "niwaki.compression": ("Compression", "compress", "plan_compression"),
+    "niwaki.compression.compress": ("Compression", "compress", "plan_compression"),
     "niwaki.recipes": ("heal", "prune", "quantize", "run", "shrink"),
     "niwaki.healing.heal": ("Heal",),
     "niwaki.pruning.embeddings": ("QuantizeEmbeddings",),
@@ -50,7 +50,7 @@ _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
-    from niwaki.compression import (
+    from niwaki.compression.compress import (
         Compression as Compression,
         compress as compress,
         plan_compression as plan_compression,

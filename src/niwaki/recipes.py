@@ -32,6 +32,7 @@ from niwaki.shrinking.shrink import SHARES, Shrink
 from niwaki.shrinking.vocabulary import ShrinkVocabulary
 from niwaki.stages import make_stages, stages_of, table_of
 from niwaki.texts.conversations import has_images
+from niwaki.texts.sources import usual_calibration
 from niwaki.windows import Windows
 
 
@@ -357,6 +358,10 @@ def _execute(
     """
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text(caller)
+    if not any(isinstance(stage, Heal) for stage in stages):  # which needs more text than there is
+        calibration, instead = usual_calibration(calibration)
+        if instead and progress and current_session().world.first:
+            progress.note(instead)
     given = [label(number, len(stages), stage.name) for number, stage in enumerate(stages)]
     check_order(stages, given)
     whole, labels, reads = list[Stage](), list[str](), list[Path]()

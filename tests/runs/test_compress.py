@@ -14,10 +14,10 @@ from hypothesis import given, strategies as st
 
 import niwaki
 from niwaki import Calibration, Compute, Measurement, NiwakiError
-from niwaki.compression import Compression, plan_compression
+from niwaki.compression.compress import Compression, plan_compression
+from niwaki.compression.trials import last_that_holds
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.records.progress import Progress
-from niwaki.trials import last_that_holds
 from support.command import Command
 from support.models import FEW_TOKENS, add_small_tokenizer, random_model, random_tokens
 from support.pairs import save_pair_model
@@ -229,7 +229,7 @@ def test_the_largest_that_is_fast_enough(model: Path, tmp_path: Path, monkeypatc
         forms = {"dense": 1.0, "packed": ratio}
         return SimpleNamespace(speeds=[SimpleNamespace(weights=k, tokens_per_second=v) for k, v in forms.items()])
 
-    monkeypatch.setattr("niwaki.trials.bench", bench)
+    monkeypatch.setattr("niwaki.compression.trials.bench", bench)
     record = niwaki.compress(model, tmp_path / "out", speed=2.5, **GIVEN)
     assert 2.5 <= dense / weights(tmp_path / "out") <= 2.5 * 1.06
     assert "times the tokens a second" in record.notes[-1]

@@ -42,11 +42,11 @@ def compress(
     if plan and (loss is not None or speed is not None):
         raise UsageError("--plan is for sizes: what a loss or a speed takes is found by trying")
     if plan:
-        from niwaki.compression import plan_compression
+        from niwaki.compression.compress import plan_compression
 
         out.print(str(plan_compression(model, size, **asked)), markup=False, highlight=False, soft_wrap=True)
         return
     with work.begun(f"compressing {model}", output) as common:
-        from niwaki.compression import compress as run
+        from niwaki.compression.compress import compress as run
 
         run(model, output, size, loss=loss, speed=speed, **asked, **common)

@@ -1,5 +1,7 @@
 """Sources of text: files, data sets, excerpts that ship with niwaki; see :mod:`niwaki.texts.reading`."""
 
+import dataclasses
+import importlib.util
 import itertools
 import os
 import re
@@ -13,7 +15,7 @@ import msgspec
 
 from niwaki.errors import CalibrationError, UnknownNameError, UsageError, first_line, raised_as
 from niwaki.files import given_path
-from niwaki.options import OWN_ANSWERS, USUAL_CALIBRATION, USUAL_TEXT
+from niwaki.options import OWN_ANSWERS, USUAL_CALIBRATION, USUAL_TEXT, Calibration
 from niwaki.texts.files import EXTRA, JSON, ROWS, SUFFIXES, kind, pieces, rows
 from niwaki.texts.rows import JOINT, TEXT, ChatTemplate, Column, Form, Rows, as_texts
 
@@ -76,6 +78,8 @@ _USUAL = {
 
 #: Excerpts that ship with niwaki: of the embedded model's training text, and of books that it never saw.
 EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
+#: Windows of the excerpt where it takes the place of the usual text: half of it, so that some is left to measure on.
+_FEW_SAMPLES = 24
 #: Prompts of many kinds that ship with niwaki, for a model to answer.
 PROMPTS = {OWN_ANSWERS: "prompts.jsonl"}
 
@@ -112,6 +116,21 @@ def read_text(source: str, field: str | None = None, template: ChatTemplate | No
         return OpenText(source, pieces(path, source))
     form, texts = as_texts(rows(path, source), field, template)
     return OpenText(f"{source}, {form}", _joined(texts, form.joint), _notes(source, form))
+
+
+def usual_calibration(given: Calibration) -> tuple[Calibration, str]:
+    """``given``, or where it is the usual text, and the package that reads that is missing, one that ships with niwaki.
+
+    That has fewer windows, as many as there are where nobody says how many. The second value says so, "" if not.
+    """
+    if given.text != USUAL_CALIBRATION or importlib.util.find_spec("datasets") is not None:
+        return given, ""
+    fewer = given.over({"samples": _FEW_SAMPLES})
+    said = (
+        f"calibrating on {fewer.samples} windows of books that ship with niwaki, because reading {USUAL_CALIBRATION} "
+        f"needs an extra ({EXTRA}); give --calibration a file with text like what the model is for"
+    )
+    return dataclasses.replace(fewer, text="demo"), said
 
 
 def check_field(field: str | None, sources: Iterable[object]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from niwaki.compression.ways import Way
 from niwaki.errors import UsageError
 from niwaki.evaluation.bench import bench
 from niwaki.files import output_errors
@@ -22,7 +23,6 @@ from niwaki.runs.recipe import begin_recipe, with_texts, with_weights
 from niwaki.runs.session import current_session
 from niwaki.runs.workplace import check_output
 from niwaki.stages import table_of
-from niwaki.ways import Way
 
 #: Standard errors between a loss and the upper end of its interval of 95 %.
 _ERRORS = 1.96

@@ -7,6 +7,8 @@ from pathlib import Path
 from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import Runtime
+from niwaki.compression.trials import LossBound, SpeedBound, Trials
+from niwaki.compression.ways import Parts, Way, Ways, ladder_of_smaller, smaller
 from niwaki.errors import UsageError
 from niwaki.healing.heal import Heal
 from niwaki.models.locate import locate_model
@@ -19,8 +21,6 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.stage import Stage
-from niwaki.trials import LossBound, SpeedBound, Trials
-from niwaki.ways import Parts, Way, Ways, ladder_of_smaller, smaller
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,114 @@
+"""`niwaki compress` beside other recipes of the same size.
+
+    python benchmarks/compress.py MODEL CORPUS WORK --record benchmarks/results/compress.json
+
+Each is a list of stages whose files are at most as large as the size says: what compress decides on, and everything
+else that niwaki has for its packed format at that size. All are calibrated on books and measured on texts of several
+kinds, see corpus.py.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import common  # first: it sets what OpenMP reads when torch is loaded
+from common import Corpus, Length, Model, Samples, TextSamples, Work, measured
+from corpus import ALL_MEASURED, MEASURED, Texts
+from typer import Option
+
+import niwaki
+from niwaki import Calibration, Pack, Prune, Quantize, QuantizeEmbeddings, Shrink
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.compression.compress import plan_compression
+from niwaki.compression.ways import Parts
+from niwaki.models.streamed import StreamedModel
+from niwaki.runs.stage import Stage
+
+#: Bits a weight that scales take, one of 2 bytes for 64 weights, and the mask of a matrix with zeros.
+SCALE, MASK = 0.25, 1.0
+#: Zeros and parameters that stay, between which a recipe is one that somebody would try.
+ZEROS, LEFT = (0.1, 0.6), (0.65, 0.99)
+#: For headers, a share of the size.
+HEADERS = 0.995
+
+
+def recipes(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage]]]:
+    """Recipes of that size in bytes besides compress's own, by their names."""
+    before = sum(entry.size for entry in model.checkpoint.entries.values())
+    parts = Parts.of(model, before, "niwaki")
+    room = 8 * (HEADERS * asked - parts.others)  # bits for matrices and embeddings
+    for ends in (8, 4):
+        last: list[Stage] = [QuantizeEmbeddings(f"int{ends}:64"), Pack()]
+        bits = (room - parts.embeddings * (ends + SCALE)) / parts.matrices
+        mixed = bits - SCALE
+        if 4 <= mixed < 8:
+            yield f"{mixed:.2f} bits, embeddings of {ends}", [Quantize(f"int{mixed:.2f}:64"), *last]
+        for values in (16, 8, 4):
+            scale = SCALE if values < 16 else 0.0
+            zeros = 1 - (bits - MASK - scale) / values
+            if ZEROS[0] <= zeros <= ZEROS[1]:
+                grid = None if values == 16 else f"int{values}:64"
+                name = f"{zeros:.0%} zeros, {values} bits, embeddings of {ends}"
+                yield name, [Prune(round(zeros, 3), quantize=grid), *last]
+        for values in (8, 6, 4):
+            matrices = (room - parts.embeddings * (ends + SCALE)) / (values + SCALE)
+            left = (matrices + parts.embeddings) / (parts.matrices + parts.embeddings)
+            if LEFT[0] <= left <= LEFT[1]:
+                grid = f"int{values}:64" if values != 6 else "int6.0:64"
+                name = f"{left:.0%} of the parameters, {values} bits, embeddings of {ends}"
+                yield name, [Shrink(parameters=round(left - 0.005, 3)), Quantize(grid), *last]
+
+
+def compress(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    record: Annotated[Path, Option(help="Write JSON there after each model, and resume from it.")],
+    sizes: Annotated[str, Option(help="Shares of the model's bytes.")] = "0.45,0.35,0.31,0.27",
+    texts: common.Measured = ALL_MEASURED,
+    samples: Samples = 16,
+    text_samples: TextSamples = 16,
+    length: Length = 512,
+) -> None:
+    """What the recipe of compress and others of the same size lose, and how large they are."""
+    settings = {"samples": samples, "text_samples": text_samples, "length": length, "model": model.name}
+    sheet = common.Sheet(record, settings)
+    made = Texts(model, corpus, work, samples, length)
+    held = {name: made.to_measure(name, text_samples) for name in common.chosen(texts, MEASURED)}
+    books = Calibration(made.to_calibrate("books")[0], samples=samples, length=length)
+    dense = StreamedModel(Checkpoint(model), "cpu")
+    before = sum(entry.size for entry in dense.checkpoint.entries.values())
+
+    def add(directory: Path, **cell: object) -> None:
+        losses = {name: list(each.losses) for name, each in measured(directory, held, text_samples, length).items()}
+        print(f"{cell}: {common.means(losses)}", flush=True)
+        sheet.add(**cell, losses=losses)
+
+    if not sheet.has(recipe="dense"):
+        add(model, size=1.0, recipe="dense", bytes=before, seconds=0.0)
+    for size in common.fractions(sizes):
+        plan = plan_compression(model, size)
+        ends = plan.way.stages[1]
+        others = recipes(dense, plan.asked)
+        # Its own kind again, but for the last hundredths of a bit.
+        own = f"embeddings of {str(ends)[3] if str(ends) else 8}"
+        is_own = isinstance(plan.way.stages[0], Quantize)
+        asked = [("compress", list(plan.way.stages))]
+        asked += [each for each in others if not (is_own and each[0].endswith(f" bits, {own}") and "%" not in each[0])]
+        if not sheet.has(size=size, recipe="compress"):
+            print(plan, flush=True)
+        for name, stages in asked:
+            if sheet.has(size=size, recipe=name):
+                continue
+            with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+                out = Path(scratch) / "out"
+                done = niwaki.run(model, out, stages, calibration=books, measurement=None)
+                weights = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+                seconds = sum(stage.seconds for stage in done.stages)
+                words = [f"{stage.name} {stage}".strip() for stage in stages]
+                add(out, size=size, recipe=name, stages=words, bytes=weights, seconds=seconds)
+
+
+if __name__ == "__main__":
+    common.main(compress, about=__doc__)

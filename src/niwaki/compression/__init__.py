@@ -1,0 +1,1 @@
+"""One number instead of many commands: how small, how fast or at what loss."""
