@@ -244,14 +244,15 @@ void avx2_panels(const Product& p, std::int64_t first, std::int64_t last) {
 
 Panels panels_of([[maybe_unused]] int path, const Product& product) {
     if (!product.rounded || product.batch < LEAST) return nullptr;
-    [[maybe_unused]] const bool halves = product.matrix.dtype == INT4;
+    return with_dtype(product.matrix.dtype, [&](auto dtype) -> Panels {
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
-    if (path >= AVX512) return halves ? avx512_panels<INT4> : avx512_panels<INT8>;
+        if (path >= AVX512) return avx512_panels<dtype>;
 #endif
 #if defined(NIWAKI_X86)
-    if (path >= AVX2) return halves ? avx2_panels<INT4> : avx2_panels<INT8>;
+        if (path >= AVX2) return avx2_panels<dtype>;
 #endif
-    return nullptr;
+        return nullptr;
+    });
 }
 
 }  // namespace niwaki

@@ -25,19 +25,19 @@
 
 namespace niwaki {
 
-enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3, INT4 = 4 };
+enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3, INT4 = 4, INT5 = 5, INT6 = 6 };
 enum Path : int { PORTABLE = 0, AVX2 = 1, AVX512BW = 2, AVX512 = 3, AVX512_BF16 = 4 };
 
 // Where values begin, and where the next ones: of INT4 two share a byte, the first of which is the lower half, and
-// those of a word of the mask begin with one; `starts` counts bytes then. Without a mask, of INT8 and INT4 only, all
-// numbers are there (whole.cpp), and no `starts`.
+// those of a word of the mask begin with one; `starts` counts bytes then. Without a mask all whole numbers are there
+// (words.h), and no `starts`; INT5 and INT6 are never with one.
 struct Matrix {
     int dtype;
     std::int64_t rows, stride;
     const std::uint8_t* mask;  // may be null
     const void* values;
     const std::int64_t* starts;
-    const float* scales;  // (rows, groups), of INT8 and INT4
+    const float* scales;  // (rows, groups), of whole numbers
     std::int64_t groups;
 };
 

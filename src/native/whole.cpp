@@ -82,10 +82,10 @@ inline void avx2_word(const Product& p, std::int64_t at, std::int64_t words, con
         for (auto& those : parts)
             for (auto& sum : those) sum = _mm256_setzero_ps();
         const std::uint8_t* bytes[rows];
-        alignas(32) std::uint8_t unpacked[dtype == INT4 ? rows : 1][WORD];
+        alignas(32) std::uint8_t unpacked[dtype == INT8 ? 1 : rows][WORD];
         for (int r = 0; r < rows; ++r) {
             bytes[r] = place + r * apart;
-            if constexpr (dtype == INT4) {
+            if constexpr (dtype != INT8) {
                 __m256i numbers[2];
                 unpack<dtype>(bytes[r], numbers);
                 for (int half = 0; half < 2; ++half)
@@ -161,7 +161,21 @@ inline __m512i unpack(const std::uint8_t* word) {
     } else {
         const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(word)));
         const __m512i apart = _mm512_sllv_epi64(twice, _mm512_set_epi64(0, 0, 0, 0, 4, 4, 4, 4));
-        return _mm512_and_si512(apart, _mm512_set1_epi32(static_cast<int>(0xf0f0f0f0u)));
+        constexpr int ends = BITS<dtype> - 4;  // how far they are from where they belong
+        const __m512i moved = ends ? _mm512_srli_epi32(apart, ends) : apart;
+        const __m512i lower =
+            _mm512_and_si512(moved, _mm512_set1_epi32(static_cast<int>((0xf0u >> ends) * 0x01010101u)));
+        if constexpr (dtype == INT4) {
+            return lower;
+        } else if constexpr (dtype == INT5) {
+            const auto bits = load<std::uint64_t>(word + WORD / 2);
+            return _mm512_or_si512(lower, _mm512_maskz_set1_epi8(bits, -128));
+        } else {
+            const __m128i once = _mm_loadu_si128(reinterpret_cast<const __m128i*>(word + WORD / 2));
+            const __m512i fields =
+                _mm512_sllv_epi64(_mm512_broadcast_i32x4(once), _mm512_set_epi64(0, 0, 2, 2, 4, 4, 6, 6));
+            return _mm512_or_si512(lower, _mm512_and_si512(fields, _mm512_set1_epi32(static_cast<int>(0xc0c0c0c0u))));
+        }
     }
 }
 
@@ -196,15 +210,21 @@ inline void avx512_word(const Product& p, std::int64_t at, std::int64_t words, c
         alignas(64) static constexpr float HALVES[16] = {0,    16,   32,  48,  64,  80,  96,  112,
                                                          -128, -112, -96, -80, -64, -48, -32, -16};
         const __m512 halves = _mm512_loadu_ps(HALVES);
+        constexpr bool narrow = dtype == INT5 || dtype == INT6;
+        alignas(64) std::int8_t unpacked[narrow ? rows : 1][WORD];
+        if constexpr (narrow)
+            for (int r = 0; r < rows; ++r) niwaki::unpack<dtype>(place + r * apart, unpacked[r]);
 #pragma GCC unroll 4
-        for (int i = 0; i < SIZE<dtype>; i += 16) {
+        for (int i = 0; i < (dtype == INT4 ? WORD / 2 : WORD); i += 16) {
             __m512 x[vectors][2];
             for (int v = 0; v < vectors; ++v)
                 for (int half = 0; half < 1 + (dtype == INT4); ++half)
                     x[v][half] = _mm512_loadu_ps(p.x + (at + v * words) * WORD + i + half * WORD / 2);
 #pragma GCC unroll 4
             for (int r = 0; r < rows; ++r) {
-                const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(place + r * apart + i));
+                const void* from = place + r * apart + i;
+                if constexpr (narrow) from = unpacked[r] + i;
+                const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
                 if constexpr (dtype == INT4) {
                     const __m512i both = _mm512_cvtepu8_epi32(bytes);
                     const __m512 lower = _mm512_permutexvar_ps(both, halves);
@@ -353,14 +373,16 @@ Rounded::Rounded([[maybe_unused]] int path, const float* x, std::int64_t count, 
 
 Rows whole_rows_of(int path, const Product& product) {
     const bool rounded = product.rounded != nullptr;
-    return product.matrix.dtype == INT8 ? rows_of_dtype<INT8>(path, rounded) : rows_of_dtype<INT4>(path, rounded);
+    return with_dtype(product.matrix.dtype, [&](auto dtype) { return rows_of_dtype<dtype>(path, rounded); });
 }
 
 void expand_whole([[maybe_unused]] int path, const Matrix& m, std::int64_t row, std::int64_t columns, float* out) {
+    with_dtype(m.dtype, [&](auto dtype) {
 #if defined(NIWAKI_X86)
-    if (path >= AVX2) return (m.dtype == INT8 ? avx2_expand<INT8> : avx2_expand<INT4>)(m, row, columns, out);
+        if (path >= AVX2) return avx2_expand<dtype>(m, row, columns, out);
 #endif
-    (m.dtype == INT8 ? portable_expand<INT8> : portable_expand<INT4>)(m, row, columns, out);
+        portable_expand<dtype>(m, row, columns, out);
+    });
 }
 
 }  // namespace niwaki

@@ -46,7 +46,7 @@ def check_grid(bits: int, group: int | None, average: float | None = None) -> No
     if not 2 <= bits <= 8:
         raise UsageError(f"a grid has 2 to 8 bits; got {bits}")
     if average is not None and not (4 <= average <= 8 and bits == 8):
-        raise UsageError(f"matrices of 4 and of 8 bits have 4 to 8 in the mean; got {average:g}")
+        raise UsageError(f"matrices of mixed bits have 4 to 8 in the mean; got {average:g}")
     if group is not None and group < 1:
         raise UsageError(f"a scale is for 1 input or more; got groups of {group}")
 

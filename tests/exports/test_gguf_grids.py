@@ -50,7 +50,7 @@ def order(width: int) -> list[int]:
     return [half * (width // 2) + i for i in range(width // 2) for half in (0, 1)]
 
 
-@pytest.mark.parametrize(("kind", "lowest", "highest"), [("Q8_0", -128, 127), ("Q4_0", -8, 7)])
+@pytest.mark.parametrize(("kind", "lowest", "highest"), [("Q8_0", -128, 127), ("Q5_0", -16, 15), ("Q4_0", -8, 7)])
 @pytest.mark.parametrize("groups", [1, 3, 6])
 def test_the_package_reads_the_same_numbers(kind: str, lowest: int, highest: int, groups: int) -> None:
     generator = torch.Generator().manual_seed(groups)
@@ -89,11 +89,13 @@ def test_matrices_of_mixed_bits_have_theirs(tmp_path: Path) -> None:
     options: dict[str, Any] = {"calibration": TOKENS, "effort": "fast", "measurement": None, "compute": "cpu"}
     source = tmp_path / "on-grid"
     niwaki.quantize(saved(tmp_path / "dense"), source, "int5.5:32", embeddings="int8:32", **options)
-    (note,) = niwaki.export(source, tmp_path / "model.gguf", format_of("Q4_0"))
+    notes = niwaki.export(source, tmp_path / "model.gguf", format_of("Q4_0"))
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     in_blocks = [kind for name, kind in kinds.items() if "attn_" in name or "ffn_" in name if kind != "F32"]
-    assert {*in_blocks} == {"Q4_0", "Q8_0"}
-    assert note == f"{in_blocks.count('Q8_0')} matrices of 8 bits are in Q8_0"
+    assert {*in_blocks} == {"Q4_0", "Q5_0", "Q8_0"}
+    counts = {kind: in_blocks.count(kind) for kind in ("Q5_0", "Q8_0")}
+    words = {kind: "matrix" if count == 1 else "matrices" for kind, count in counts.items()}
+    assert sorted(notes) == [f"{count} {words[kind]} of more bits are in {kind}" for kind, count in counts.items()]
     read, weights = values(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
     for block in range(2):
         for name, key in {"ffn_down": "mlp.down_proj", "ffn_up": "mlp.up_proj", "attn_v": "self_attn.v_proj"}.items():

@@ -45,7 +45,7 @@ def whole(rows: int, columns: int, groups: int, bits: int) -> tuple[PackedMatrix
     return pack(W, codes, scales, bits, whole=True), W, dense_of(codes, scales)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_the_form_of_fewer_bytes_is_chosen(bits: int) -> None:
     chosen = []
     for zeros in (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5):
@@ -78,13 +78,24 @@ def test_layout() -> None:
     expected = torch.zeros(2 * 64 + PADDING, dtype=torch.uint8)
     expected[[0, 1, 32, 37, 64 + 31]] = torch.tensor([0x71, 0x0F, 0x08, 0x03, 0xE0], dtype=torch.uint8)
     assert torch.equal(four.values, expected)
+    five, six = (pack(codes.float(), codes, scales, bits, whole=True) for bits in (5, 6))
+    assert (five.values.shape, six.values.shape) == ((2 * 80 + PADDING,), (2 * 96 + PADDING,))
+    for packed, size in ((five, 40), (six, 48)):
+        words = packed.values[: 4 * size].view(4, size)
+        assert torch.equal(words[:, :32], four.values[:128].view(4, 32))
+    # The sign of columns 1 and 64 + 0 in the first row, and of 63 in the second, is all that is left.
+    upper = five.values[:160].view(4, 40)[:, 32:]
+    assert {(i, j): int(upper[i, j]) for i, j in upper.nonzero().tolist()} == {(0, 0): 2, (1, 0): 1, (2, 7): 0x80}
+    upper = six.values[:192].view(4, 48)[:, 32:]
+    assert {(i, j): int(upper[i, j]) for i, j in upper.nonzero().tolist()} == {(0, 1): 3, (1, 0): 3, (2, 15): 0xC0}
+    assert [each.bits for each in (four, five, six, eight)] == [4, 5, 6, 8]
     assert four.shape == (2, 70)
     assert four.nbytes == 128 + PADDING + 8
     assert (four.count, four.kept) == (128, 140)
 
 
 @pytest.mark.parametrize(("columns", "groups"), SHAPES)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_comes_back_bit_for_bit(columns: int, groups: int, bits: int) -> None:
     packed, W, _ = whole(20, columns, groups, bits)
     _, codes, scales = on_grid(20, columns, groups, bits, zeros=0.1)
@@ -107,7 +118,7 @@ def test_small_scales_lose_no_digits() -> None:
     codes = torch.tensor([[-8, -1, 3, 7] * 16], dtype=torch.int8)
     for scale in (1e-44, 3e-39, 1e-30, 4e37):
         scales = torch.full((1, 1), scale)
-        for bits in (4, 8):
+        for bits in (4, 5, 6, 8):
             packed = pack(codes * scales, codes, scales, bits, whole=True)
             for path in PATHS:
                 assert torch.equal(kernels.expand(packed, path=path), codes * scales)
@@ -116,7 +127,7 @@ def test_small_scales_lose_no_digits() -> None:
 @covered
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", [*SHAPES, (1216, 19)])  # of the last one a panel has two parts
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 @pytest.mark.parametrize("rows", [1, 4, 37])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_product(path: Instructions, shape: tuple[int, int], bits: int, rows: int, rounded: bool) -> None:
@@ -134,7 +145,7 @@ def test_product(path: Instructions, shape: tuple[int, int], bits: int, rows: in
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_the_largest_sums(path: Instructions, bits: int) -> None:
     """Of the largest numbers of both, of either sign."""
     most = 1 << (bits - 1)
@@ -147,7 +158,7 @@ def test_the_largest_sums(path: Instructions, bits: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_odd_vectors(path: Instructions, bits: int) -> None:
     """Zeros and what is next to zero give zeros, and what is not finite nothing that is."""
     packed, _, W = whole(9, 192, 3, bits)
@@ -167,7 +178,7 @@ def test_odd_vectors(path: Instructions, bits: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_threads_give_the_same_bytes(path: Instructions, bits: int, rounded: bool) -> None:
     packed, W, _ = whole(1_501, 256, 4, bits)
@@ -201,14 +212,14 @@ class TestParts:
         values[at] = value
         return values
 
-    @pytest.mark.parametrize("bits", [4, 8])
+    @pytest.mark.parametrize("bits", [4, 5, 6, 8])
     @pytest.mark.parametrize("more", [-64, -1, 1, 64])
     def test_size(self, bits: int, more: int) -> None:
         values = whole(5, 70, 1, bits)[0].values
         changed = values[-more:] if more < 0 else torch.cat([values, values.new_zeros(more)])
         assert "bytes of numbers and 64 zeros" in self.refused(bits, values=changed)
 
-    @pytest.mark.parametrize("bits", [4, 8])
+    @pytest.mark.parametrize("bits", [4, 5, 6, 8])
     def test_padding_that_is_not_zero(self, bits: int) -> None:
         for at in (-1, -64):
             assert "64 zeros" in self.refused(bits, values=self.values(bits, at, 1))
@@ -254,7 +265,7 @@ class TestLayer:
         packed, W, _ = whole(40, 100, 1, bits)
         return W, SparseLinear(packed)
 
-    @pytest.mark.parametrize("bits", [4, 8])
+    @pytest.mark.parametrize("bits", [4, 5, 6, 8])
     @pytest.mark.parametrize("count", [1, 5, kernels.FEW + 1])
     def test_as_the_dense_layer(self, bits: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """In float32 as ever; in bfloat16 few vectors are rounded."""
@@ -397,17 +408,18 @@ def model_on_a_grid(path: Path, bits: int, dtype: torch.dtype, zeros: float = 0.
     return path
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.slow
 def test_there_and_back(bits: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    """As docs/format.md has it, in its fifth version."""
+    """As docs/format.md has it, in its fifth version, or with 5 and 6 bits in the sixth."""
     dense = model_on_a_grid(tmp_path / "dense", bits, dtype)
     sizes = niwaki.pack(dense, tmp_path / "packed")
     assert sizes.negative_zeros == 0
     index = json.loads((tmp_path / "packed" / "packed.json").read_text())
-    assert index["version"] == 5
-    mark = {"quant_method": "niwaki-packed", "version": 5}
+    version = 6 if bits in (5, 6) else 5
+    assert index["version"] == version
+    mark = {"quant_method": "niwaki-packed", "version": version}
     assert json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"] == mark
     assert {stored["whole"] for stored in index["tensors"].values() if stored["packed"]} == {True}
     assert not any("mask" in name for file in (tmp_path / "packed").glob("*.safetensors") for name in read_file(file))
@@ -429,7 +441,7 @@ def test_older_versions_where_nothing_is_new(tmp_path: Path) -> None:
     assert not any(stored.whole for stored in Index.read(tmp_path / "packed").tensors.values())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.slow
 def test_decoding(bits: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,9 +485,9 @@ def test_decoding(bits: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: py
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     place = tmp_path_factory.mktemp("whole")
-    for bits in (4, 8):
+    for bits in (4, 5, 6, 8):
         niwaki.pack(model_on_a_grid(place / f"dense{bits}", bits, torch.float32), place / f"packed{bits}")
-    return {bits: place / f"packed{bits}" for bits in (4, 8)}
+    return {bits: place / f"packed{bits}" for bits in (4, 5, 6, 8)}
 
 
 class TestForged:
@@ -497,10 +509,10 @@ class TestForged:
             said = message(read, CheckpointError)
         return said
 
-    @pytest.mark.parametrize("bits", [4, 8])
-    @pytest.mark.parametrize("at", [-1, -64, 120])
+    @pytest.mark.parametrize("bits", [4, 5, 6, 8])
+    @pytest.mark.parametrize("at", [-1, -64, 120, 121])
     def test_numbers_that_no_column_has(self, bits: int, at: int, packed: dict[int, Path], tmp_path: Path) -> None:
-        """In the padding, and behind column 120 of 128."""
+        """In the padding, and behind column 120 of 128; the highest bit of a number too."""
 
         def change(_: dict[str, Any], tensors: dict[str, Raw], key: str) -> None:
             dtype, shape, data = tensors[f"{key}.values"]
@@ -509,14 +521,16 @@ class TestForged:
                 changed[at] = 1
             elif bits == 8:
                 changed[120] = 1
+            elif at == 120 or bits == 4:
+                changed[8 * bits + 24] |= 0x10  # the upper half of byte 24 is column 56 of the second word
             else:
-                changed[32 + 24] |= 0x10  # the upper half of byte 24 is column 56 of the second word
+                changed[8 * bits + 32 + (7 if bits == 5 else 9)] |= 0x02 if bits == 5 else 0x80  # of column 57
             tensors[f"{key}.values"] = dtype, shape, bytes(changed)
 
         said = self.refused(packed[bits], tmp_path, change, "down_proj")
         assert ("64 zeros" if at < 0 else "after column 120") in said
 
-    @pytest.mark.parametrize("bits", [4, 8])
+    @pytest.mark.parametrize("bits", [4, 5, 6, 8])
     @pytest.mark.parametrize("more", [-64, -1, 1, 64])
     @pytest.mark.parametrize("honest", [False, True])
     def test_size(self, bits: int, more: int, honest: bool, packed: dict[int, Path], tmp_path: Path) -> None:
@@ -539,6 +553,8 @@ class TestForged:
             ({"whole": False}, "is damaged"),
             ({"whole": 1}, "bool"),
             ({"bits": 12}, "number of bytes"),
+            ({"bits": 6}, "number of bytes"),
+            ({"bits": 7, "count": 14336}, "."),
         ],
     )
     def test_index(self, changes: dict[str, Any], words: str, packed: dict[int, Path], tmp_path: Path) -> None:

@@ -124,6 +124,10 @@ inline __m512i of_bytes(Function&& byte) {
     return all;
 }
 
+inline __m512i _mm512_maskz_set1_epi8(std::uint64_t mask, char value) {
+    return of_bytes([&](int i) { return mask >> i & 1 ? static_cast<std::uint8_t>(value) : std::uint8_t{}; });
+}
+
 inline std::uint8_t byte_of(const __m512i& from, int i) {
     return static_cast<std::uint8_t>(from.lane[i / 2] >> i % 2 * 8);
 }

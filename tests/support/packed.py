@@ -70,8 +70,9 @@ def _dense(stored: dict[str, Any], parts: list[Raw]) -> Raw:
     lines = math.prod(experts) * rows
     kind = {"F32": "<u4", "F16": "<u2", "BF16": "<u2"}[dtype]
     assert bool(stored["bits"]) == bool(groups)
-    assert parts[-1][0] == {0: dtype, 4: "U8", 8: "I8"}[stored["bits"]]
-    values = np.frombuffer(parts[-1][2], {0: kind, 4: "u1", 8: "i1"}[stored["bits"]])
+    assert stored["bits"] in ((4, 5, 6, 8) if stored.get("whole") else (0, 4, 8))
+    assert parts[-1][0] == {0: dtype, 8: "I8"}.get(stored["bits"], "U8")
+    values = np.frombuffer(parts[-1][2], {0: kind, 8: "i1"}.get(stored["bits"], "u1"))
     assert len(values) == stored["count"] + 64
     assert not values[-64:].any()
     values = values[:-64]
@@ -102,12 +103,22 @@ def _dense(stored: dict[str, Any], parts: list[Raw]) -> Raw:
 
 
 def _all_numbers(values: np.ndarray, bits: int) -> np.ndarray:
-    """The numbers of rows without a mask: of 4 bits byte i of 32 has columns i and i + 32 of 64."""
+    """The numbers of rows without a mask: of 4 bits byte i of 32 has columns i and i + 32 of 64.
+
+    Behind them are, of 5 bits, 8 bytes with a bit for each column, and of 6 bits 16 bytes with the last two of columns
+    i, i + 16, i + 32 and i + 48 in byte i.
+    """
     if bits == 8:
         return values
-    words = values.reshape(len(values), -1, 32)
-    halves = np.concatenate([words & 15, words >> 4], axis=2).reshape(len(values), -1).astype("i1")
-    return np.where(halves > 7, halves - 16, halves)
+    words = values.reshape(len(values), -1, 8 * bits).astype(int)
+    found = np.zeros((*words.shape[:2], 64), int)
+    for column in range(64):
+        found[..., column] = words[..., column % 32] >> 4 * (column // 32) & 15
+        if bits == 5:
+            found[..., column] += 16 * (words[..., 32 + column // 8] >> column % 8 & 1)
+        if bits == 6:
+            found[..., column] += 16 * (words[..., 32 + column % 16] >> 2 * (column // 16) & 3)
+    return np.where(found >= 2 ** (bits - 1), found - 2**bits, found).reshape(len(values), -1).astype("i1")
 
 
 def _from_halves(values: np.ndarray, bits: np.ndarray) -> np.ndarray:

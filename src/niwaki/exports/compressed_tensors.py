@@ -50,7 +50,7 @@ class CompressedTensors(Form):
                 "stage 'quantize int4:128'"
             )
         if grid.is_mixed:
-            raise UsageError(f"{name} has matrices of 4 and of 8 bits ({grid}), and this export has one number of bits")
+            raise UsageError(f"{name} has matrices of mixed bits ({grid}), and this export has one number of bits")
         if grid.bits not in (4, 8):  # which kernels of other programs take
             raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")
         self._grid, self._model = grid, StreamedModel(checkpoint, "cpu")

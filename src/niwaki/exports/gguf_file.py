@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from niwaki.runs.model_card import write_card_of_form
 KINDS: dict[ExportFormat, Kind] = {"gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
 
 #: By what the largest weight of a group is divided, which gives the scale.
-_STEPS = {"Q8_0": 127, "Q4_0": 8}
+_STEPS = {"Q8_0": 127, "Q5_0": 16, "Q4_0": 8}
 _LARGEST = 65504.0  # in float16
 #: How far all of a tensor may be from itself in float16, relative to its norm: that is 0.0005 at most where numbers
 #: are not too small for it.
@@ -98,16 +99,19 @@ class Gguf(Form):
         self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
 
     def _keep_more_bits(self) -> None:
-        """Of matrices of mixed bits, those of 8 stay so in a file of fewer."""
+        """Of matrices of mixed bits, those that have more stay so in a file of fewer."""
         grid = grid_of(self.checkpoint)
         if grid is None or not grid.is_mixed:
             return
-        wide = {key for key, on in self._on_grids.items() if on.bits > BITS["Q4_0"]}
-        more = [tensor for tensor in self._tensors if tensor.kind == "Q4_0" and not wide.isdisjoint(tensor.keys)]
-        for tensor in more:
-            tensor.kind = "Q8_0"
-        if more:
-            self._notes.append(f"{counted(len(more), 'matrix', 'matrices')} of 8 bits are in Q8_0")
+        counts = Counter[str]()
+        for tensor in self._tensors:
+            bits = [self._on_grids[key].bits for key in tensor.keys if key in self._on_grids]
+            if tensor.kind == "Q4_0" and bits:
+                tensor.kind = next(kind for kind, each in BITS.items() if each >= max(bits))
+                counts[tensor.kind] += 1
+        del counts["Q4_0"]
+        for kind, count in counts.items():
+            self._notes.append(f"{counted(count, 'matrix', 'matrices')} of more bits are in {kind}")
 
     @functools.cached_property
     def _streamed(self) -> StreamedModel:

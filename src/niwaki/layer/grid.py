@@ -23,8 +23,8 @@ class Grid:
     Given s, q is the whole number next to q s / s. ``bits`` are 2 to 8, and ``group`` consecutive inputs share a scale,
     or all of a row if it is None; UsageError if out of range.
 
-    With an ``average`` of bits some matrices of a model have 4 and the others 8, see :mod:`niwaki.pruning.mixed_bits`;
-    ``bits`` are the 8, which have the numbers of both.
+    With an ``average`` of bits matrices of a model have different ones, the :attr:`choices`, see
+    :mod:`niwaki.pruning.mixed_bits`; ``bits`` are the most, which have the numbers of all.
     """
 
     bits: int
@@ -46,8 +46,13 @@ class Grid:
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """The bits that a matrix may have."""
-        return (4, 8) if self.is_mixed else (self.bits,)
+        """The bits that a matrix may have: what the formats have that take such groups.
+
+        Packed models have 6 bits too, in groups of a multiple of 64; GGUF files, in groups of 32, have not.
+        """
+        if not self.is_mixed:
+            return (self.bits,)
+        return (4, 5, 8) if self.group and self.group % 64 else (4, 5, 6, 8)
 
     def of(self, bits: int) -> "Grid":
         """The grid of a matrix with so many ``bits``."""

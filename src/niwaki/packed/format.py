@@ -20,12 +20,22 @@ from niwaki.checkpoints.reading import INDEX_NAME, PACKED_INDEX, Checkpoint, sha
 from niwaki.checkpoints.tensors import DTYPES, Entry, raw_bytes, read_header, read_json, read_tensor
 from niwaki.errors import CheckpointError, shown
 from niwaki.packed.kernels import expand
-from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, size_of_whole, stride, unpacked
+from niwaki.packed.matrix import (
+    DTYPES as PACKABLE,
+    PADDING,
+    WHOLE_BITS,
+    PackedMatrix,
+    groups_fit,
+    size_of_whole,
+    stride,
+    unpacked,
+)
 
 INDEX = PACKED_INDEX
 #: The second version is for models without two factors, the third for those whose factors are on no grid, the fourth
-#: for those all of whose matrices have masks: readers of these versions can read them.
-FORMAT, VERSIONS = "niwaki-packed", (2, 3, 4, 5)
+#: for those all of whose matrices have masks, the fifth for those without numbers of 5 and 6 bits: readers of these
+#: versions can read them.
+FORMAT, VERSIONS = "niwaki-packed", (2, 3, 4, 5, 6)
 #: The first version that has them.
 _SINCE = {"inner": 3, "count_right": 3, "groups_right": 4, "whole": 5}
 
@@ -41,8 +51,8 @@ class PackedTensor:
     shape: tuple[Number, ...]
     packed: bool  # as a mask and values, or all of its whole numbers, or else as it is
     transposed: bool  # packed rows run along its last dimension but one, and not the last
-    count: Number  # of values, if it is packed; with 4 bits, of their bytes
-    bits: Number  # of its values, if these are whole numbers with scales: 4 or 8, or else 0
+    count: Number  # of values, if it is packed; with fewer bits than 8, of their bytes
+    bits: Number  # of its values, if these are whole numbers with scales: 4 or 8, if it is whole 5 and 6 too, or else 0
     groups: Number  # scales for each row, if its values are whole numbers; of the left one of two factors
     sha256: str  # of its bytes in the file: of mask, scales and values in this order, or of those of both factors
     inner: Number = 0  # the columns of the left one of the two factors whose product it is; 0 if it is no product
@@ -66,7 +76,7 @@ class PackedTensor:
     ) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The same of one matrix with so many values, and scales for each row."""
         mask = {} if self.whole else {f"{key}.mask": ("U8", (rows, stride(columns)))}
-        values = {0: self.dtype, 4: "U8", 8: "I8"}[self.bits]
+        values = {0: self.dtype, 8: "I8"}.get(self.bits, "U8")
         scales = {f"{key}.scales": (self.dtype, (rows, groups))} if self.bits else {}
         return mask | scales | {f"{key}.values": (values, (count + PADDING,))}
 
@@ -78,7 +88,8 @@ class PackedTensor:
     @property
     def version(self) -> int:
         """The first one of the format that has such a tensor."""
-        return max([VERSIONS[0], *(since for name, since in _SINCE.items() if getattr(self, name))])
+        narrow = [VERSIONS[-1]] if self.bits in (5, 6) else []
+        return max([VERSIONS[0], *narrow, *(since for name, since in _SINCE.items() if getattr(self, name))])
 
     @property
     def size(self) -> int:
@@ -106,7 +117,7 @@ class PackedTensor:
         if self.whole and self.count != size_of_whole(math.prod(outer), columns, self.bits):
             raise ValueError(f"{self.count} is not the number of bytes of {self.shape} in {self.bits} bits")
         for width, groups in [(self.inner or columns, self.groups), *right]:
-            if self.bits not in (0, 4, 8) or (self.bits > 0) != (groups > 0):
+            if self.bits not in (WHOLE_BITS if self.whole else (0, 4, 8)) or (self.bits > 0) != (groups > 0):
                 raise ValueError(f"values of {self.bits} bits cannot have {groups} scales for a row")
             if groups and not groups_fit(width, groups):
                 raise ValueError(f"rows of {width} columns cannot have {groups} scales")

@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from niwaki.errors import UsageError, shown
-from niwaki.packed.matrix import DTYPES, PackedMatrix, all_numbers, groups_fit, in_bytes, size_of_whole, stride
+from niwaki.packed.matrix import (
+    DTYPES,
+    WHOLE_BITS,
+    PackedMatrix,
+    all_numbers,
+    groups_fit,
+    in_bytes,
+    size_of_whole,
+    stride,
+)
 
 #: Weights that are unpacked at a time where products cannot read a matrix as it is: a tile stays in the cache.
 TILE = 1 << 20
@@ -22,7 +31,7 @@ TILE = 1 << 20
 #: units for bfloat16, which torch uses.
 FEW, MANY = 32, 128
 
-#: As the native library numbers them; uint8 are two numbers of 4 bits.
+#: As the native library numbers them; uint8 are numbers of 4 bits, or in a matrix without a mask of as many as it has.
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3, torch.uint8: 4}
 
 
@@ -217,16 +226,18 @@ def native_matrix(W: PackedMatrix) -> NativeMatrix:
     mask, starts = (None if part is None else part.data_ptr() for part in (W.mask, W.starts))
     pointers = (mask, W.values.data_ptr(), starts)
     scales, groups = (None, 1) if W.scales is None else (W.scales.data_ptr(), W.scales.shape[1])
-    return NativeMatrix(_DTYPES[W.values.dtype], W.shape[0], stride(W.columns), *pointers, scales, groups)
+    dtype = W.bits if W.mask is None and W.bits < 8 else _DTYPES[W.values.dtype]
+    return NativeMatrix(dtype, W.shape[0], stride(W.columns), *pointers, scales, groups)
 
 
 def _fits(W: PackedMatrix) -> bool:
     """Whether a matrix has the mask or, without one, the numbers and scales that its columns need."""
     if W.mask is not None:
         return W.mask.shape[1] == stride(W.columns)
-    bits = 4 if W.values.dtype == torch.uint8 else 8
-    fit = W.scales is not None and groups_fit(W.columns, W.scales.shape[1])
-    return fit and W.count == size_of_whole(*W.shape, bits)
+    if W.scales is None or not groups_fit(W.columns, W.scales.shape[1]):
+        return False
+    possible = (8,) if W.values.dtype == torch.int8 else WHOLE_BITS[:-1]
+    return any(W.count == size_of_whole(*W.shape, bits) for bits in possible)
 
 
 def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:

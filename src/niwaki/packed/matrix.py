@@ -16,6 +16,9 @@ PADDING = 64  # zeros after the last value, so that whole registers can be read 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that a matrix can have
 COMPONENTS = ("mask", "values", "starts", "scales")  # the tensors that a packed matrix consists of
 
+#: Of whole numbers in a matrix without a mask; with one there are 4 and 8.
+WHOLE_BITS = (4, 5, 6, 8)
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -32,7 +35,9 @@ class PackedMatrix:
         values: (count + PADDING,) row by row, then zeros; of W's dtype, or with ``scales`` int8, or uint8 with two
             numbers of 4 bits in each, the first one in the lower half; those of a word of the mask begin with a byte.
             Without a mask rows are whole words too, filled up with 0, and of 4 bits byte i of the 32 of a word has its
-            column i in the lower half and column i + 32 in the other one.
+            column i in the lower half and column i + 32 in the other one. Of 5 and 6 bits, which only such matrices
+            have, a word has the lower four like that, and then the others: of 5 bits bit i of 64 for column i, of 6
+            bits byte i of 16 for the columns i, i + 16, i + 32 and i + 48.
         dtype: That of W.
         starts: (rows + 1,) int64: where each row's values begin, and where the last one's end. None without a mask.
         scales: (rows, groups) float32: W is a whole number times that of its row and group of columns, rounded to
@@ -58,6 +63,15 @@ class PackedMatrix:
         return len(self.values) - PADDING
 
     @property
+    def bits(self) -> int:
+        """Of each of its whole numbers; 0 where it has others."""
+        if self.scales is None:
+            return 0
+        if self.mask is not None:
+            return 4 if self.values.dtype == torch.uint8 else 8
+        return self.count // (self.shape[0] * stride(self.columns))
+
+    @property
     def kept(self) -> int:
         """The weights that are stored."""
         return math.prod(self.shape) if self.mask is None else int(_counts(self.mask.cpu()).sum())
@@ -80,16 +94,16 @@ def pack(
 ) -> PackedMatrix:
     """``W`` (rows, columns), a float tensor on the CPU, packed.
 
-    ``codes`` int8, 0 only where W is 0, and ``scales`` replace its values; they have to give W to the bit. Of 4
-    ``bits`` they are from -8 to 7. ``whole`` says whether all of them are kept, without a mask; None: if that takes
-    fewer bytes.
+    ``codes`` int8, 0 only where W is 0, and ``scales`` replace its values; they have to give W to the bit. Of fewer
+    ``bits`` than 8 they are from -2^(bits-1) to 2^(bits-1) - 1; with a mask 5 and 6 are stored as 8. ``whole`` says
+    whether all of them are kept, without a mask; None: if that takes fewer bytes.
     """
     if codes is not None and whole:
         return _whole(codes, W.dtype, scales, bits)
     nonzero = W.contiguous().view(_BITS[W.dtype.itemsize]) != 0
     if codes is None:
         return _masked(nonzero, W, W.dtype)
-    masked = _masked(nonzero, codes, W.dtype, scales, bits)
+    masked = _masked(nonzero, codes, W.dtype, scales, 4 if bits == 4 else 8)
     assert masked.mask is not None
     if whole is None:
         whole = size_of_whole(*masked.shape, bits) < masked.mask.nbytes + masked.count
@@ -100,9 +114,17 @@ def _whole(codes: Tensor, dtype: torch.dtype, scales: Tensor | None, bits: int) 
     """A matrix with all of the ``codes``."""
     columns = codes.shape[1]
     values = functional.pad(codes, (0, -columns % WORD))
-    if bits == 4:
-        lower, upper = (values.view(torch.uint8) & 15).unflatten(1, (-1, 2, WORD // 2)).unbind(2)
-        values = lower | upper << 4
+    if bits < 8:
+        words = values.view(torch.uint8).unflatten(1, (-1, WORD))
+        lower, upper = (words & 15).unflatten(2, (2, -1)).unbind(2)
+        parts = [lower | upper << 4]
+        if bits > 4:
+            # Eight or four numbers share a byte: next to each other of 5 bits, 16 apart of 6.
+            others = words >> 4 & (1 << (bits - 4)) - 1
+            shared = others.unflatten(2, (-1, 8)) if bits == 5 else others.unflatten(2, (4, -1)).transpose(2, 3)
+            shifts = torch.arange(0, 8, bits - 4, dtype=torch.uint8)
+            parts.append((shared << shifts).sum(dim=3, dtype=torch.uint8))
+        values = torch.cat(parts, dim=2).flatten(1)
     return PackedMatrix(None, functional.pad(values.flatten(), (0, PADDING)), columns, dtype, None, scales)
 
 
@@ -149,10 +171,11 @@ def _checked_whole(W: PackedMatrix) -> PackedMatrix:
     """``W``, which has no mask; ValueError where it is not valid."""
     if W.scales is None or W.values.dtype not in (torch.int8, torch.uint8):
         raise ValueError("what has no mask needs whole numbers and scales")
-    count = size_of_whole(*W.shape, 8 if W.values.dtype == torch.int8 else 4)
+    possible = (8,) if W.values.dtype == torch.int8 else WHOLE_BITS[:-1]
+    count = size_of_whole(*W.shape, max((bits for bits in possible if bits <= W.bits), default=possible[0]))
     if W.count != count or bool(W.values[count:].any()):
         raise ValueError(f"a matrix without a mask needs {count:,} bytes of numbers and {PADDING} zeros")
-    last = _numbers(_rows(W)[:, -WORD * W.count // (W.shape[0] * 8 * stride(W.columns)) :])
+    last = _numbers(_rows(W)[:, -WORD // 8 * W.bits :], W.bits)
     if W.columns % WORD and last[:, W.columns % WORD :].any():
         raise ValueError(f"a matrix has numbers after column {W.columns}")
     return W
@@ -160,12 +183,12 @@ def _checked_whole(W: PackedMatrix) -> PackedMatrix:
 
 def all_numbers(W: PackedMatrix, first: int = 0, last: int | None = None) -> Tensor:
     """Those of rows ``first`` to ``last`` of a matrix without a mask, (last - first, columns) int8."""
-    return _numbers(_rows(W)[first:last])[:, : W.columns]
+    return _numbers(_rows(W)[first:last], W.bits)[:, : W.columns]
 
 
 def numbers_of(W: PackedMatrix, rows: Tensor) -> Tensor:
     """Those of some ``rows`` (n,) int64 of a matrix without a mask, (n, columns) int8."""
-    return _numbers(_rows(W)[rows])[:, : W.columns]
+    return _numbers(_rows(W)[rows], W.bits)[:, : W.columns]
 
 
 def _rows(W: PackedMatrix) -> Tensor:
@@ -173,19 +196,24 @@ def _rows(W: PackedMatrix) -> Tensor:
     return W.values[: W.count].view(W.shape[0], -1)
 
 
-def _numbers(values: Tensor) -> Tensor:
+def _numbers(values: Tensor, bits: int) -> Tensor:
     """Rows of whole words as int8."""
-    if values.dtype == torch.int8:
+    if bits == 8:
         return values
-    return _signed(
-        torch.stack([values & 15, values >> 4], dim=1).unflatten(2, (-1, WORD // 2)).transpose(1, 2).flatten(1)
-    )
+    words = values.unflatten(1, (-1, WORD // 8 * bits))
+    halves, others = words[..., : WORD // 2], words[..., WORD // 2 :]
+    found = torch.cat([halves & 15, halves >> 4], dim=2)
+    if bits > 4:
+        shifts = torch.arange(0, 8, bits - 4, dtype=torch.uint8, device=values.device)
+        shared = others.unsqueeze(3) >> shifts & (1 << (bits - 4)) - 1
+        found |= (shared if bits == 5 else shared.transpose(2, 3)).flatten(2) << 4
+    return _signed(found.flatten(1), bits)
 
 
-def _signed(halves: Tensor) -> Tensor:
-    """From 0 to 15 as -8 to 7."""
-    found = halves.to(torch.int8)
-    return torch.where(found > 7, found - 16, found)
+def _signed(numbers: Tensor, bits: int = 4) -> Tensor:
+    """From 0 on as the numbers of so many bits that have a sign."""
+    found = numbers.to(torch.int8)
+    return torch.where(found >= 1 << (bits - 1), found - (1 << bits), found)
 
 
 def in_bytes(W: PackedMatrix, first: int = 0, last: int | None = None) -> Tensor:

@@ -37,7 +37,15 @@ from niwaki.models.scales import (
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, PackedTensor, Shard, dense, marked, sha256
-from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, WORD, PackedMatrix, groups_fit, pack as pack_matrix
+from niwaki.packed.matrix import (
+    DTYPES as PACKABLE,
+    PADDING,
+    WHOLE_BITS,
+    WORD,
+    PackedMatrix,
+    groups_fit,
+    pack as pack_matrix,
+)
 from niwaki.records.progress import Progress
 from niwaki.runs.conversion import Form, convert
 from niwaki.runs.model_card import check_card
@@ -93,7 +101,7 @@ class Sizes:
 def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -> Sizes:
     """Writes the pruned ``model``, a directory or hub id, without its zeros to ``out``, a new or empty directory.
 
-    Each matrix that gets smaller becomes a mask and its values, which are whole numbers of 4 or 8 bits with scales if
+    Each matrix that gets smaller becomes a mask and its values, which are whole numbers of a few bits with scales if
     ``prune(..., quantize=...)`` put it on a grid; if hardly any of these are 0, all of them, without a mask. All else
     stays. Every file is rebuilt in memory and compared. It is the same as :func:`niwaki.export` with
     ``format="packed"``, and says by how much the model got smaller.
@@ -227,9 +235,7 @@ class Packed(Form):
         value, matrices = read_tensor(self._path / shard, key, entry), self._matrices[key]
         W = self._factors(key, value) or self._packed(value, matrices) or self._embedding(key, value)
         tensors = [tensor for each in W for tensor in _written(each)] or [value]
-        transposed, bits = bool(W and matrices) and matrices[0].is_stored_transposed, 0
-        if W and W[0].scales is not None:
-            bits = 4 if W[0].values.dtype == torch.uint8 else 8
+        transposed, bits = bool(W and matrices) and matrices[0].is_stored_transposed, W[0].bits if W else 0
         counts = [each.count for each in W] or [0]
         groups = [0 if each.scales is None else each.scales.shape[1] for each in W] or [0]
         digest, inner = sha256(map(raw_bytes, tensors)), W[0].columns if len(W) > 1 else 0
@@ -318,7 +324,8 @@ def _on_grid(W: Tensor, scales: Tensor, grid: Grid, whole: bool | None = None) -
     values = grid.values(codes.float(), scales, W.dtype).to(W.dtype)
     if bytes(raw_bytes(values)) != bytes(raw_bytes(W)):
         return None
-    return pack_matrix(W, codes, scales, bits=4 if grid.fewest(codes) <= 4 else 8, whole=whole)
+    fewest = grid.fewest(codes)
+    return pack_matrix(W, codes, scales, next(bits for bits in WHOLE_BITS if bits >= fewest), whole)
 
 
 def _if_smaller(packed: tuple[PackedMatrix, ...], value: Tensor) -> tuple[PackedMatrix, ...]:

@@ -94,22 +94,34 @@ def _costs(block: DecoderBlock, matrix: Matrix, gram: Gram, grid: Grid, importan
 def choose_bits(costs: dict[Place, BitCosts], average: float) -> dict[Place, int]:
     """The bits of each matrix, ``average`` ones or a little fewer for each weight, at the least foreseen cost.
 
-    Matrices get more bits in the order of what a bit more of each weight gains.
+    Matrices get more bits in the order of what a bit more of each weight gains, a step at a time.
     """
-    few, many = (choose({bits for each in costs.values() for bits in each.nats}) for choose in (min, max))
-    left = (average - few) * sum(each.weights for each in costs.values())
-    chosen = dict.fromkeys(costs, few)
-
-    def gain(place: Place) -> float:
-        each = costs[place]
-        return (each.nats[few] - each.nats[many]) / each.weights
-
-    for place in sorted(costs, key=gain, reverse=True):
-        more = (many - few) * costs[place].weights
-        if more <= left:
-            chosen[place] = many
+    chosen = {place: min(each.nats) for place, each in costs.items()}
+    left = average * sum(each.weights for each in costs.values())
+    left -= math.fsum(chosen[place] * each.weights for place, each in costs.items())
+    steps = [(gain, place, before, after) for place, each in costs.items() for gain, before, after in _steps(each)]
+    for _, place, before, after in sorted(steps, key=lambda step: -step[0]):
+        more = (after - before) * costs[place].weights
+        if chosen[place] == before and more <= left:
+            chosen[place] = after
             left -= more
     return chosen
+
+
+def _steps(costs: BitCosts) -> Iterator[tuple[float, int, int]]:
+    """What each bit more of a weight gains, from some bits to others, in the order of ever smaller gains.
+
+    Bits that lie above a line between others are left out: a mixture of those others costs less.
+    """
+    bits, here = sorted(costs.nats), min(costs.nats)
+
+    def gain(more: int, fewer: int) -> float:
+        return (costs.nats[fewer] - costs.nats[more]) / ((more - fewer) * costs.weights)
+
+    while here < bits[-1]:
+        after = max((each for each in bits if each > here), key=lambda more: (gain(more, here), more))
+        yield gain(after, here), here, after
+        here = after
 
 
 def foreseen(costs: dict[Place, BitCosts], chosen: dict[Place, int]) -> float:
@@ -120,7 +132,7 @@ def foreseen(costs: dict[Place, BitCosts], chosen: dict[Place, int]) -> float:
 def in_words(costs: dict[Place, BitCosts], chosen: dict[Place, int], grid: Grid) -> str:
     """What a record is to say of the ``chosen`` bits."""
     counts = {bits: sum(each == bits for each in chosen.values()) for bits in sorted({*chosen.values()})}
-    which = " and ".join(f"{count:,} of {bits} bits" for bits, count in counts.items())
+    which = ", ".join(f"{count:,} of {bits} bits" for bits, count in counts.items())
     weights = sum(each.weights for each in costs.values())
     mean = sum(bits * costs[place].weights for place, bits in chosen.items()) / weights
     return f"{grid}: {which}, {mean:.3g} bits a weight, by what rounding each matrix is foreseen to cost the loss"
