@@ -1,18 +1,23 @@
 """`niwaki compress` beside other recipes of the same size.
 
-    python benchmarks/compress.py MODEL CORPUS WORK --record benchmarks/results/compress.json
+    python benchmarks/compress.py recipes MODEL CORPUS WORK --record benchmarks/results/compress.json
+    python benchmarks/compress.py speeds MODEL --record benchmarks/results/compress_speed.json
 
-Each is a list of stages whose files are at most as large as the size says: what compress decides on, and everything
-else that niwaki has for its packed format at that size. All are calibrated on books and measured on texts of several
-kinds, see corpus.py.
+Each recipe is a list of stages whose files are at most as large as the size says: what compress decides on, and what
+else niwaki has for its packed format at that size. All are calibrated on books and measured on texts of several kinds,
+see corpus.py.
 """
 
+import contextlib
+import platform
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import common  # first: it sets what OpenMP reads when torch is loaded
+import torch
 from common import Corpus, Length, Model, Samples, TextSamples, Work, measured
 from corpus import ALL_MEASURED, MEASURED, Texts
 from typer import Option
@@ -33,25 +38,25 @@ ZEROS, LEFT = (0.1, 0.6), (0.65, 0.99)
 HEADERS = 0.995
 
 
-def recipes(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage]]]:
+def _others(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage]]]:
     """Recipes of that size in bytes besides compress's own, by their names."""
     before = sum(entry.size for entry in model.checkpoint.entries.values())
     parts = Parts.of(model, before, "niwaki")
     room = 8 * (HEADERS * asked - parts.others)  # bits for matrices and embeddings
-    for ends in (8, 4):
+    for ends in (8, 6, 4):
         last: list[Stage] = [QuantizeEmbeddings(f"int{ends}:64"), Pack()]
         bits = (room - parts.embeddings * (ends + SCALE)) / parts.matrices
         mixed = bits - SCALE
         if 4 <= mixed < 8:
             yield f"{mixed:.2f} bits, embeddings of {ends}", [Quantize(f"int{mixed:.2f}:64"), *last]
-        for values in (16, 8, 4):
+        for values in (16, 8, 4) if ends != 6 else ():
             scale = SCALE if values < 16 else 0.0
             zeros = 1 - (bits - MASK - scale) / values
             if ZEROS[0] <= zeros <= ZEROS[1]:
                 grid = None if values == 16 else f"int{values}:64"
                 name = f"{zeros:.0%} zeros, {values} bits, embeddings of {ends}"
                 yield name, [Prune(round(zeros, 3), quantize=grid), *last]
-        for values in (8, 6, 4):
+        for values in (8, 6, 4) if ends == 8 else ():
             matrices = (room - parts.embeddings * (ends + SCALE)) / (values + SCALE)
             left = (matrices + parts.embeddings) / (parts.matrices + parts.embeddings)
             if LEFT[0] <= left <= LEFT[1]:
@@ -60,12 +65,12 @@ def recipes(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage]
                 yield name, [Shrink(parameters=round(left - 0.005, 3)), Quantize(grid), *last]
 
 
-def compress(
+def recipes(
     model: Model,
     corpus: Corpus,
     work: Work,
     record: Annotated[Path, Option(help="Write JSON there after each model, and resume from it.")],
-    sizes: Annotated[str, Option(help="Shares of the model's bytes.")] = "0.45,0.35,0.31,0.27",
+    sizes: Annotated[str, Option(help="Shares of the model's bytes.")] = "0.35,0.45,0.27,0.31",
     texts: common.Measured = ALL_MEASURED,
     samples: Samples = 16,
     text_samples: TextSamples = 16,
@@ -89,13 +94,7 @@ def compress(
         add(model, size=1.0, recipe="dense", bytes=before, seconds=0.0)
     for size in common.fractions(sizes):
         plan = plan_compression(model, size)
-        ends = plan.way.stages[1]
-        others = recipes(dense, plan.asked)
-        # Its own kind again, but for the last hundredths of a bit.
-        own = f"embeddings of {str(ends)[3] if str(ends) else 8}"
-        is_own = isinstance(plan.way.stages[0], Quantize)
-        asked = [("compress", list(plan.way.stages))]
-        asked += [each for each in others if not (is_own and each[0].endswith(f" bits, {own}") and "%" not in each[0])]
+        asked = [("compress", list(plan.way.stages)), *_others(dense, plan.asked)]
         if not sheet.has(size=size, recipe="compress"):
             print(plan, flush=True)
         for name, stages in asked:
@@ -110,5 +109,44 @@ def compress(
                 add(out, size=size, recipe=name, stages=words, bytes=weights, seconds=seconds)
 
 
+def speeds(
+    model: Model,
+    record: common.Record = None,
+    sizes: Annotated[str, Option(help="Shares of the model's bytes.")] = "0.45,0.35,0.27",
+    prompt: Annotated[int, Option(help="Tokens of the prompt.")] = 64,
+    tokens: Annotated[int, Option(help="Tokens that are written after it.")] = 64,
+    rounds: Annotated[int, Option(help="Of all models in turns.")] = 3,
+) -> None:
+    """Tokens a second of the model in transformers and of what compress makes of it, in turns.
+
+    How the numbers were found makes no difference to the time, so that little text is calibrated on.
+    """
+    found = {size: list[float]() for size in (1.0, *common.fractions(sizes))}
+    with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+        places: dict[float, Path] = {1.0: model}
+        for size in list(found)[1:]:
+            places[size] = Path(scratch) / str(size)
+            demo = Calibration("demo", samples=4, length=128)
+            niwaki.compress(model, places[size], size, calibration=demo, measurement=None)
+        for _ in range(rounds):
+            for size, place in places.items():
+                measured = niwaki.bench(place, prompt_tokens=prompt, tokens=tokens)
+                form = "dense" if size == 1 else "packed"
+                (speed,) = (each for each in measured.speeds if each.weights == form)
+                found[size].append(speed.tokens_per_second)
+                print(f"{size:g}: {speed.tokens_per_second:.1f} tokens a second", flush=True)
+    cells = [{"size": size, "tokens_per_second": median(rates), "rates": rates} for size, rates in found.items()]
+    machine = f"{torch.get_num_threads()} threads of {_processor()}"
+    common.save(record, model=model.name, machine=machine, prompt=prompt, tokens=tokens, cells=cells)
+
+
+def _processor() -> str:
+    """The name of this machine's processor, where the system tells it."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.processor()
+
+
 if __name__ == "__main__":
-    common.main(compress, about=__doc__)
+    common.main(recipes, speeds, about=__doc__)

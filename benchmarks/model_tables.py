@@ -40,17 +40,22 @@ def _default_solver(made: Any) -> str:
     )
 
 
-def real_at_half(made: Any) -> Lines:
-    """The part of it that README.md has."""
-    header, rows = _above_dense(made)
-    rows = [row[2:] for row in rows if row[:2] in (["", ""], ["books", "50 %"])]
+def small(made: Any, measured: Any) -> Lines:
+    """README's: what compress makes of a model, in words that people know."""
+    found = {cell["size"]: cell for cell in made["cells"] if cell["recipe"] in ("dense", "compress")}
+    speeds = {cell["size"]: cell["tokens_per_second"] for cell in measured["cells"]}
+    rows = []
+    for size in sorted(speeds, reverse=True):
+        cell, name = found[size], "the model, in transformers" if size == 1 else f"`--size {size:g}`"
+        perplexities = [f"{exp(fmean(cell['losses'][text])):.1f}" for text in ("wikitext2", "books")]
+        rows.append([name, f"{cell['bytes'] / 2**20:.0f} MiB", *perplexities, f"{speeds[size]:.0f}"])
     return [
-        *markdown(header[2:], rows),
+        *markdown(["SmolLM2-135M", "size", "perplexity, WikiText-2", "perplexity, books", "tokens a second"], rows),
         "",
-        f"SmolLM2-135M-Instruct at 50 %, calibrated on {made['samples']} x {made['length']} tokens of books. "
-        f"Perplexity on {made['text_samples']} x {made['length']} tokens each of WikiText-2, books by other authors, "
-        "Python's standard library, and the dense model's answers to prompts; in brackets nats a token above the dense "
-        "model; at the end their mean, relative to ADMM-Grad's.",
+        f"Calibrated on {made['samples']} x {made['length']} tokens of other books, measured on "
+        f"{made['text_samples']} x {made['length']} of each text (lower is better); {measured['machine']}. "
+        "`python benchmarks/compress.py recipes` and `speeds` measure it again ([beside other recipes of these "
+        "sizes](docs/compress.md#beside-other-recipes)).",
     ]
 
 

@@ -103,7 +103,7 @@ def pictures(protocol: Any, text: str, forms: list[Form], folder: Path) -> Itera
         folder: Where files go.
     """
     for name, theme in THEMES.items():
-        charts = {"readme": _zeros(protocol["cells"], text, theme), "sizes": _sizes(forms, theme)}
+        charts = {"zeros": _zeros(protocol["cells"], text, theme), "sizes": _sizes(forms, theme)}
         for file, chart in charts.items():
             yield folder / f"{file}-{name}.svg", vl_convert.vegalite_to_svg(chart.to_dict()) + "\n"
 

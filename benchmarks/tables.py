@@ -11,7 +11,6 @@ Cell = dict[str, Any]
 Lines = list[str]
 
 #: The rows of README.md's table.
-README_METHODS = ("wanda", "sparsegpt", "admm-grad", "continuation@balanced", "continuation@best")
 #: The rows of the table of efforts, with what each says of itself.
 EFFORTS = {
     "wanda": ("none: `--solver wanda`", "a mask from one score, weights unchanged"),
@@ -91,22 +90,6 @@ def _perplexities(values: dict[tuple[str, str], float], seconds: dict[str, float
             row.append(f"**{shown}**" if is_best else shown)
         rows.append(row + ([f"{seconds[method]:.1f}"] if seconds else []))
     return markdown(["method", *patterns, *last], rows)
-
-
-def readme(protocol: Any, timed: Any) -> Lines:
-    """The table of README.md, with what was measured."""
-    values = {key: value for key, value in _values(protocol, HELD).items() if key[0] in ("dense", *README_METHODS)}
-    measured = protocol["cells"][0]["perplexity"][HELD]
-    spread = 100 * measured["standard_error"] / measured["value"]
-    return [
-        *_perplexities(values, _seconds(timed)),
-        "",
-        f"Perplexity (lower is better) on {measured['tokens']:,} tokens of books that the model never saw, at context "
-        f"{measured['context']}; calibrated on {protocol['samples']} x {protocol['length']} tokens; seconds of a whole "
-        f"run at 60 %. ± {spread:.1f} % between texts of this size, much less between methods on the same text. "
-        "[All methods](docs/methods.md). "
-        "`python benchmarks/protocol.py compare --record benchmarks/results/protocol.json` measures it again.",
-    ]
 
 
 def efforts(protocol: Any, timed: Any) -> Lines:

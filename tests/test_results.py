@@ -23,9 +23,9 @@ def test_tables_and_picture_are_those_of_the_records() -> None:
 def test_the_picture_has_the_numbers_of_the_table(theme: str) -> None:
     """Whatever version of the library drew it; what marks say of themselves is in the file."""
     cells = json.loads((ROOT / "benchmarks" / "results" / "protocol.json").read_text())["cells"]
-    readme = (ROOT / "README.md").read_text()
-    picture = (ROOT / "docs" / "figures" / f"readme-{theme}.svg").read_text()
-    assert f"docs/figures/readme-{theme}.svg" in readme
+    page = (ROOT / "docs" / "methods.md").read_text()
+    picture = (ROOT / "docs" / "figures" / f"zeros-{theme}.svg").read_text()
+    assert f"figures/zeros-{theme}.svg" in page
     said = re.findall(r'aria-label="([^":]+), (\d+) % zeros: ([\d.]+)"', picture)
     shown = {(name, f"{percent} %"): value for name, percent, value in said}
     names = {"wanda": "Wanda", "admm-grad": "ADMM-Grad", "continuation@balanced": "niwaki"}
@@ -35,7 +35,7 @@ def test_the_picture_has_the_numbers_of_the_table(theme: str) -> None:
         if name and cell["pattern"].endswith("%"):
             value = f"{cell['perplexity']['demo-held']['value']:.2f}"
             assert shown[name, cell["pattern"]] == value
-            assert re.search(rf"\| {cell['method']} .*\b{value}\b", readme)
+            assert re.search(rf"\| {cell['method']} .*\b{value}\b", page)
     assert f'aria-label="dense: {cells[0]["perplexity"]["demo-held"]["value"]:.2f}"' in picture
 
 
@@ -82,14 +82,14 @@ def test_what_differs_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         results.main()
     assert left.value.code == 0
     monkeypatch.setattr(results, "record", changed)
-    (tmp_path / "docs" / "figures" / "readme-dark.svg").unlink()
+    (tmp_path / "docs" / "figures" / "zeros-dark.svg").unlink()
     with pytest.raises(SystemExit) as left:
         results.main()
-    for name in ("README.md", "methods.md", "readme-light.svg", "readme-dark.svg"):
+    for name in ("methods.md", "zeros-light.svg", "zeros-dark.svg"):
         assert name in str(left.value.code)
     assert "`make results`" in str(left.value.code)
     monkeypatch.setattr(sys, "argv", ["results.py"])
     results.main()
-    assert "| dense | 41.35 |" in (tmp_path / "README.md").read_text()
-    assert 'aria-label="dense: 41.35"' in (tmp_path / "docs" / "figures" / "readme-dark.svg").read_text()
+    assert "| dense | 41.35 |" in (tmp_path / "docs" / "methods.md").read_text()
+    assert 'aria-label="dense: 41.35"' in (tmp_path / "docs" / "figures" / "zeros-dark.svg").read_text()
     assert texts == {path: path.read_text() for path in texts}

@@ -34,7 +34,7 @@ def parse_bits(text: str) -> tuple[int, int | None, float | None]:
     """
     match = re.fullmatch(r"int([0-9]{1,9}(?:\.[0-9]{1,9})?)(?::([0-9]{1,9}))?", text.strip())
     if match is None:
-        raise UsageError(f"{text!r} is not a valid grid for weights; try int4:128, int8, or int5.5:64 for 4 and 8 bits")
+        raise UsageError(f"{text!r} is not a valid grid for weights; try int4:128, int8, or int5.5:64 for mixed bits")
     average = float(match[1]) if "." in match[1] else None
     bits, group = 8 if average else int(match[1]), int(match[2]) if match[2] else None
     check_grid(bits, group, average)
