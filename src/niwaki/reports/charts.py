@@ -180,6 +180,17 @@ def bars(width: int, values: Sequence[Row], names: Sequence[str], x: str) -> Any
     return chart.mark_bar(color=colour(0), cornerRadiusEnd=2)
 
 
+@_drawn_twice
+def waterfall(width: int, steps: Sequence[Row], names: Sequence[str], x: str) -> Any:
+    """Horizontal bars, each of which begins where the one before it ended: rows of "name", "from", "value", "label".
+
+    What lowers the sum has another colour.
+    """
+    chart = _horizontal(steps, names, x, width, 24 * len(names))
+    falls = alt.condition("datum.value < datum.from", alt.value("var(--h3)"), alt.value(colour(0)))
+    return chart.mark_bar(cornerRadius=2).encode(x2="from:Q", color=falls)
+
+
 def _horizontal(rows: Sequence[Row], names: Sequence[str], x: str, width: int, height: int) -> Any:
     """Values with their names beside them, shorter on phones; no name for a bar that is alone."""
     axis = alt.Axis(labelLimit=220 if width == _WIDE else 130, ticks=False)

@@ -52,7 +52,21 @@ def stages(material: Material) -> Section | None:
         rows.append([stage.name, stage.asked, duration(stage.seconds), measured, cost.words if cost else ""])
     table = Table.of(["stage", "asked for", "time", "perplexity after it", "cost"], rows)
     why = "What was done to the model, one after the other: by how much each stage raised the loss on the same text."
-    return Section("stages", "Stages", why, [Exhibit([], table, open=True)])
+    return Section("stages", "Stages", why, [Exhibit(_waterfall(material.record), table, open=True)])
+
+
+def _waterfall(record: Record) -> list[charts.Figure]:
+    """From the dense model's loss to that of the result, stage by stage; none where fewer than two were measured."""
+    steps, unit, total = list[dict[str, Any]](), "nats a token", 0.0
+    for number, (stage, cost) in enumerate(record.costs(), 1):
+        if cost:
+            label = f"{stage.name} {stage.asked}: {cost.words}, {total + cost.nats:.4f} in all"
+            name = f"{number} {stage.name}"
+            steps.append({"name": name, "from": total, "value": total + cost.nats, "label": label})
+            total, unit = total + cost.nats, cost.unit
+    if len(steps) < 2:
+        return []
+    return [charts.waterfall(steps, [step["name"] for step in steps], f"{unit} above the dense model")]
 
 
 def errors(material: Material) -> Section | None:
