@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from niwaki.cli.app import app
 from niwaki.records.healing import HealingRecord
 from niwaki.records.record import CalibrationRecord
 from niwaki.records.structure import StructureRecord
+from support.command import Command
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -110,3 +112,60 @@ def test_names_are_the_same_in_python_and_on_the_command_line() -> None:
         for name in set(names) - others:
             last = name.rpartition(".")[2]
             assert {f"--{last.replace('_', '-')}", last.upper()} & set(options), name
+
+
+# Commands that are shown
+
+
+def _table(page: Path) -> dict[str, str]:
+    """Of a table of which command when, what to do by what is wanted."""
+    rows = re.findall(r"^\| ([^|]+) \| (`niwaki [^|]+) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return dict(rows)
+
+
+def test_readme_has_rows_of_the_one_table() -> None:
+    all_of_them, some = _table(ROOT / "docs" / "commands.md"), _table(ROOT / "README.md")
+    assert len(some) == 8
+    for want, do in some.items():
+        assert all_of_them[want].startswith(do.split("`")[1].join("``")), want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
+def test_commands_for_the_embedded_model_run(
+    page: str, niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they stand, one after the other, on less text."""
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(r"^ {4}(?:\$ )?niwaki (.*)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    shown = [line.partition(" #")[0].split() for line in lines]
+    made = [words for words in shown if not {"MODEL", "path/to/model"} & set(words)]
+    assert len(made) > 1
+    for words in made:
+        text = shlex.join(words).replace("--samples 64 --length 256", "--samples 4 --length 64 --text-samples 2")
+        done = niwaki_(*shlex.split(text.replace("'\"", "").replace("\"'", "")))
+        assert done.code == 0, (words, done.err)
+    assert (tmp_path / "small" / "packed.json").exists()
+
+
+@pytest.mark.slow
+def test_readme_commands_run(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row of its table, of the embedded model and with little text."""
+    monkeypatch.chdir(tmp_path)
+    text = ["--calibration", "demo", "--samples", "2", "--length", "32"]
+    niwaki_("prune", "demo", "PRUNED", "--sparsity", "0.5", *text)
+    for number, do in enumerate(_table(ROOT / "README.md").values()):
+        for command in re.findall(r"`niwaki ([^`]+)`", do):
+            words = command.replace("MODEL", "demo").replace("OUT", f"out{number}").replace("2h", "5s").split()
+            if words[0] == "push":
+                words = ["push", "PRUNED", *words[2:], "--dry-run", "--base-model", "none"]
+            elif words[0] == "compare":
+                words += [*text, "--text", "demo-held", "--text-samples", "2", "--solvers", "wanda"]
+            elif words[0] == "heal":
+                words += ["--calibration", "demo", "--length", "32", "--tokens", "2k"]
+            elif words[0] != "report":
+                words += text
+            if "0.05" in words:
+                words[words.index("0.05")] = "5"
+            done = niwaki_(*words)
+            assert done.code == 0, (words, done.err)

@@ -379,6 +379,23 @@ def test_stages_have_colours_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_each_stage_costs_is_drawn(tmp_path: Path) -> None:
+    """From where the stage before it ended; a format, which is not measured, has no bar."""
+    values = {"shrink": 30.0, "prune": 45.0, "heal": 36.0}
+    done = [
+        {"name": name, "asked": "", "seconds": 1.0, "perplexity": perplexity(value)} for name, value in values.items()
+    ]
+    formats = [{"name": "pack", "asked": "", "seconds": 1.0, "perplexity": None}]
+    exhibit = only(sections.stages(load(model_directory(tmp_path / "m", stages=[*done, *formats]))))
+    (figure,) = exhibit.figures
+    for number, (name, value) in enumerate(values.items(), 1):
+        assert re.search(rf"{name} : .*, {math.log(value / 20.25):.4f} in all", figure.wide)
+        assert f"{number} {name}" in figure.wide
+    assert "pack" not in figure.wide
+    alone = only(sections.stages(load(model_directory(tmp_path / "alone", stages=[*done[:1], *formats]))))
+    assert not alone.figures
+
+
 def test_speed(tmp_path: Path) -> None:
     """Forms of the model are columns: three and their names have room on a phone."""
     forms = (("dense", "bfloat16", 40.0), ("dense", "float32", 30.5), ("packed", "float32", 45.25))
