@@ -94,7 +94,7 @@ def _check(out: Path, keep: bool, foreign: set[str], changed: str) -> None:
     assert (out / "compare.md").read_text().count("\n| ") == 9 + 2 * (len(rows) > len(expected))
     strays = r"compare\.(json|csv|md)\.?\w{8,11}"  # what a kill leaves of a file that is being written
     names = {path.name for path in out.iterdir() if not re.fullmatch(strays, path.name)} - (foreign - {"records"})
-    assert names - {"models"} == {"compare.json", "compare.csv", "compare.md", "records"}, names
+    assert names - {"models"} == {"compare.json", "compare.csv", "compare.md", "compare.tex", "records"}, names
     if "models" in names:
         assert keep or not any(path.is_dir() for path in (out / "models").iterdir()), "a model is left"
         assert not list((out / "models").glob(".*")), "an unfinished model is left"

@@ -36,6 +36,7 @@ from niwaki.records.comparison import Cell
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
+from niwaki.records.wording import latex
 from support.arguments import arguments
 from support.forks import forked
 from support.models import edit_json, message, save_model_with_tokenizer
@@ -333,6 +334,7 @@ def test_stopped(
         "compare.csv",
         "compare.json",
         "compare.md",
+        "compare.tex",
         "records",
     ]
 
@@ -663,6 +665,7 @@ def test_a_table_with_holes() -> None:
     best = {(row[0].text, name) for row in rows for name, entry in zip(header, row, strict=True) if entry.best}
     assert best == {("wanda", "80 %"), ("wanda", "2:4"), ("admm1", "5 %"), ("x", "80 %")}
     assert "| wanda |  | **9.00 ±0.09** | **5.00 ±0.05** | 3.0 |" in found.to_markdown()
+    assert r"wanda &  & \textbf{9.00 $\pm$0.09} & \textbf{5.00 $\pm$0.05} & 3.0 \\" in found.to_latex()
     assert Comparison.from_json(found.to_json()) == found
     assert [list(one.tables("t")) for one in (found, table())] == [
         [
@@ -745,3 +748,10 @@ def test_display() -> None:
     assert re.search(r"wanda +5\.00 ±0\.05 +1\.0", text)
     assert "left out, for want of time: admm1 at 2:4; the same command" in text
     assert "wanda 2:4: 5.00 ±0.05 on t; 1.0 s" in shown(100, terminal=True)
+
+
+def test_latex_has_no_commands_of_others() -> None:
+    """Names of models and texts are shown as they are."""
+    assert latex(r"a_b & 50 % #1 {x} \input{y} ~^$ ±") == (
+        r"a\_b \& 50 \% \#1 \{x\} \textbackslash{}input\{y\} \textasciitilde{}\textasciicircum{}\$ $\pm$"
+    )

@@ -42,7 +42,7 @@ def compare(
     sparsity: Annotated[str, "PATTERNS"] = "0.5,0.6,0.7,0.8,2:4",
     comparing: Comparing = Comparing(),
 ) -> None:
-    """Prune MODEL by several methods to several sparsities; table, JSON, CSV and all records go to DIR.
+    """Prune MODEL by several methods to several sparsities; tables (also for LaTeX), JSON and all records go to DIR.
 
     What is done in DIR is not done again: an interrupted command resumes when it is repeated, and one with more solvers
     or sparsities adds to the table.

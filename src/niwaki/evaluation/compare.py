@@ -58,8 +58,8 @@ def compare(
 ) -> Comparison:
     """Prunes ``model`` by every method to every pattern and measures the perplexity of each result.
 
-    ``out`` receives compare.json, compare.csv and compare.md after each cell, and in ``records`` the record of each
-    run. An interrupted call resumes when it is repeated, also in the middle of a run; one with other methods or
+    ``out`` receives compare.json, .csv, .md and .tex after each cell, and in ``records`` the record of each run. An
+    interrupted call resumes when it is repeated, also in the middle of a run; one with other methods or
     patterns adds to what is there. Each cell is what a single ``prune`` and ``evaluate`` give, to the bit; only the
     peak memory in a record is that of the whole process so far.
 

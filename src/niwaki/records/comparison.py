@@ -1,4 +1,4 @@
-"""Results of methods at patterns, as JSON, CSV and markdown."""
+"""Results of methods at patterns, as JSON, CSV, markdown and LaTeX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from niwaki.files import write_json
 from niwaki.records.data import Amount, Fraction, JsonFile, Name, Seconds, Stages
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import LARGEST_TABLE, CalibrationRecord, Record
-from niwaki.records.wording import markdown, text_in_words
+from niwaki.records.wording import latex, markdown, text_in_words
 
 #: The methods of Boza 2024, table 1, with niwaki's solver, alone and as it is by default; and its columns.
 METHODS = ("magnitude", "wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "continuation@balanced")
@@ -210,6 +210,21 @@ class Comparison(JsonFile):
             lines += ["", f"Not done yet: {markdown(listed(self.missing))}."]
         return "\n".join(lines) + "\n"
 
+    def to_latex(self) -> str:
+        """The same tables for a paper: each a ``tabular`` with the rules of the package booktabs."""
+        lines = [f"% {latex(self.model)}, calibrated on {latex(text_in_words(self.calibration))}"]
+        for text in self.texts:
+            for title, (header, entries) in self.tables(text).items():
+                rows = [
+                    [rf"\textbf{{{latex(each.text)}}}" if each.best else latex(each.text) for each in row]
+                    for row in entries
+                ]
+                lines += ["", f"% {latex(title)}", rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}", r"\toprule"]
+                lines += [rf"{' & '.join(map(latex, header))} \\", r"\midrule"]
+                lines += [rf"{' & '.join(row)} \\" for row in rows]
+                lines += [r"\bottomrule", r"\end{tabular}"]
+        return "\n".join(lines) + "\n"
+
     def tables(self, text: str) -> dict[str, tuple[list[str], list[list[Entry]]]]:
         """:meth:`grid` and, once something is pruned, :meth:`gaps`, by their headings."""
         dense = self.cells[0].perplexity[text]
@@ -220,10 +235,11 @@ class Comparison(JsonFile):
         return tables
 
     def save(self, directory: Path) -> None:
-        """Writes ``compare.json``, ``.csv`` and ``.md``, each whole or not at all (OutputError)."""
+        """Writes ``compare.json``, ``.csv``, ``.md`` and ``.tex``, each whole or not at all (OutputError)."""
         write_json(directory / "compare.json", self.to_json(), sync=True)
         write_json(directory / "compare.csv", self.to_csv())
         write_json(directory / "compare.md", self.to_markdown())
+        write_json(directory / "compare.tex", self.to_latex())
 
     @classmethod
     @checked

@@ -18,6 +18,16 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda code: code[0].encode("unicode_escape").decode(), text)
 
 
+#: What LaTeX would take for something else, and what it has instead.
+_LATEX = {each: rf"\{each}" for each in "&%$#_{}"}
+_LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+
+
+def latex(text: str) -> str:
+    """``text`` as LaTeX shows it."""
+    return "".join(_LATEX.get(each, each) for each in printable(text))
+
+
 def markdown(text: object) -> str:
     """``text`` as markdown that shows it as it is, in one line: no link, picture, HTML or column of a table."""
     return re.sub(r"([\\`*\[\]<|])", r"\\\1", " ".join(printable(str(text)).split()))
