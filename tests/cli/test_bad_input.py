@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from niwaki import Record
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.packed.pack import pack
 from support.command import Command
@@ -351,13 +352,24 @@ def test_bad_texts(
 def test_data_sets_without_their_library(
     model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The default is a data set, which a text that ships with niwaki takes the place of."""
     monkeypatch.setitem(sys.modules, "datasets", None)
-    # The default is a data set, so that is what a new user meets first.
-    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5")
+    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", "--calibration", "ptb")
     assert ran.code == 1
     assert len(ran.err.splitlines()) == 1
-    assert "pip install '.[datasets]'" in ran.err
+    assert "pip install datasets" in ran.err
     assert not (tmp_path / "out").exists()
+    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", "--effort", "fast")
+    assert ran.code == 0
+    assert "pip install datasets" in ran.out
+    record = Record.load(tmp_path / "out" / "niwaki.json")
+    assert record.calibration
+    assert record.calibration.source == "demo"
+    assert 'text = "demo"' in (tmp_path / "out" / "recipe.toml").read_text()
+    assert "after" in record.perplexity
+    healed = niwaki_("heal", tmp_path / "out", tmp_path / "healed", "--teacher", model)  # which needs more text
+    assert healed.code == 1
+    assert "pip install datasets" in healed.err
 
 
 @pytest.mark.slow

@@ -679,7 +679,7 @@ def test_directories_that_cannot_be_read(
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     text = message(lambda: render(load(model_directory(tmp_path / "m"))), OutputError)
-    assert text == f"reports need {missing}: pip install '.[report]' in niwaki's checkout"
+    assert text == f"reports need {missing}: pip install altair jinja2 vl-convert-python"
 
 
 def test_an_unknown_reference(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def evaluate_tasks(
         from lm_eval.evaluator import evaluate
     except ImportError as error:
         raise TaskError(
-            f"tasks need an extra: pip install '.[tasks]' in niwaki's checkout ({first_line(error)})"
+            f"tasks need lm-evaluation-harness: pip install datasets 'lm-eval<0.5' ({first_line(error)})"
         ) from error
     if progress:
         progress.status("asking questions")

@@ -259,7 +259,7 @@ def _package() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise OutputError("files for llama.cpp need gguf: pip install '.[gguf]' in niwaki's checkout") from error
+        raise OutputError("files for llama.cpp need gguf: pip install gguf") from error
     return gguf
 
 

@@ -55,7 +55,7 @@ def as_directory(file: Path) -> Path:
     try:
         import gguf
     except ImportError as error:
-        hint = "pip install '.[gguf]' in niwaki's checkout"
+        hint = "pip install gguf"
         raise CheckpointError(f"{file} is a GGUF file, and reading it needs gguf: {hint}") from error
     with raised_as(CheckpointError, f"{file} cannot be read as GGUF", reason=_damage), input_errors(file):
         header = read_header(file, {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()})

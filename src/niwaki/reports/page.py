@@ -69,7 +69,7 @@ def check_extra(reference: str | None = None) -> None:
         import jinja2  # noqa: F401
         import vl_convert  # noqa: F401
     except ImportError as error:
-        raise OutputError(f"reports need {error.name}: pip install '.[report]' in niwaki's checkout") from None
+        raise OutputError(f"reports need {error.name}: pip install altair jinja2 vl-convert-python") from None
 
 
 def render(material: Material, extras: Extras | None = None, *, reference: str | None = None) -> str:

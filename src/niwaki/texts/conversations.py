@@ -24,7 +24,7 @@ from niwaki.texts.rows import ChatTemplate
 from niwaki.texts.sources import Conversation, read_conversations
 
 _TOKENS = "input_ids"
-_EXTRA = "pip install '.[images]' in niwaki's checkout"
+_EXTRA = "pip install pillow torchvision"
 
 
 @dataclass(frozen=True)

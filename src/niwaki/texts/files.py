@@ -27,7 +27,7 @@ ROWS = {*JSON, ".csv", ".tsv", ".parquet"}
 #: What is read, for messages.
 _READ = "read are text, .jsonl, .json, .csv, .tsv and .parquet, also as .gz, .xz, .bz2 or .zst"
 #: How to install what other files and data sets need.
-EXTRA = "pip install '.[datasets]' in niwaki's checkout"
+EXTRA = "pip install datasets"
 #: Characters read at a time, and rows.
 _PIECE, _ROWS = 1 << 20, 256
 #: Characters in a line, or in an entry of a list.

@@ -15,8 +15,8 @@ from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.errors import CalibrationError, first_line, panics_as_errors, raised_as
 from niwaki.models.pairs import SOURCES
 
-#: The packages that each kind of file is read with, and the extra that has them.
-_NEEDED = {"sound": (("soundfile", "soxr"), "sound"), "image": (("PIL",), "images")}
+#: The modules that each kind of file is read with, and the packages that have them.
+_NEEDED = {"sound": (("soundfile", "soxr"), "soundfile soxr"), "image": (("PIL",), "pillow torchvision")}
 
 
 def read_sources(
@@ -27,10 +27,9 @@ def read_sources(
     Each comes with where it is named. All are read once, so that errors show before the work: CalibrationError where
     one is missing or cannot be read, where the model has no processor for them, or an extra is missing.
     """
-    packages, extra = _NEEDED[kind]
-    if any(importlib.util.find_spec(package) is None for package in packages):
-        how = f"pip install '.[{extra}]' in niwaki's checkout"
-        raise CalibrationError(f"files of {kind}, as in {files[0][0]}, need an extra: {how}")
+    modules, packages = _NEEDED[kind]
+    if any(importlib.util.find_spec(module) is None for module in modules):
+        raise CalibrationError(f"files of {kind}, as in {files[0][0]}, need an extra: pip install {packages}")
     processor = _processor(model, kind)
     settings = hashlib.sha256(processor.to_json_string().encode()).hexdigest()
     digest, numbers = hashlib.sha256(), list[list[int]]()
