@@ -363,8 +363,7 @@ def test_data_sets_without_their_library(
     assert ran.code == 0
     assert "pip install datasets" in ran.out
     record = Record.load(tmp_path / "out" / "niwaki.json")
-    assert record.calibration
-    assert record.calibration.source == "demo"
+    assert record.calibration["source"] == "demo"
     assert 'text = "demo"' in (tmp_path / "out" / "recipe.toml").read_text()
     assert "after" in record.perplexity
     healed = niwaki_("heal", tmp_path / "out", tmp_path / "healed", "--teacher", model)  # which needs more text
