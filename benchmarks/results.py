@@ -34,6 +34,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/structured.md", "combinations_qwen3", model_tables.combinations, ("combinations_qwen3",)),
     ("docs/structured.md", "vocabulary", model_tables.vocabulary, ("vocabulary",)),
     ("docs/structured.md", "experts", model_tables.experts, ("experts",)),
+    ("docs/compress.md", "recipes", model_tables.recipes, ("compress",)),
     ("docs/benchmarks.md", "real", model_tables.real, ("real",)),
     ("docs/benchmarks.md", "third", model_tables.real, ("third",)),
     ("docs/benchmarks.md", "own_answers", model_tables.own_answers, ("own_answers",)),
