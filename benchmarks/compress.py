@@ -38,7 +38,7 @@ ZEROS, LEFT = (0.1, 0.5), (0.75, 0.99)
 HEADERS = 0.995
 
 
-def _others(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage]]]:
+def _others(model: StreamedModel, asked: int, shrunk: bool) -> Iterator[tuple[str, list[Stage]]]:
     """Recipes of that size in bytes besides compress's own, by their names."""
     before = sum(entry.size for entry in model.checkpoint.entries.values())
     parts = Parts.of(model, before, "niwaki")
@@ -48,7 +48,7 @@ def _others(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage]
         bits = (room - parts.embeddings * (ends + SCALE)) / parts.matrices
         mixed = bits - SCALE
         if 4 <= mixed < 8:
-            yield f"{mixed:.2f} bits, embeddings of {ends}", [Quantize(f"int{mixed:.2f}:64"), *last]
+            yield f"{mixed:.1f} bits, embeddings of {ends}", [Quantize(f"int{mixed:.2f}:64"), *last]
         for values in (16, 8, 4) if ends != 6 else ():
             scale = SCALE if values < 16 else 0.0
             zeros = 1 - (bits - MASK - scale) / values
@@ -56,7 +56,7 @@ def _others(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage]
                 grid = None if values == 16 else f"int{values}:64"
                 name = f"{zeros:.0%} zeros, {values} bits, embeddings of {ends}"
                 yield name, [Prune(round(zeros, 3), quantize=grid), *last]
-        for values in (8, 6, 4) if ends == 8 else ():
+        for values in (8, 6, 4) if shrunk and ends == 8 else ():
             matrices = (room - parts.embeddings * (ends + SCALE)) / (values + SCALE)
             left = (matrices + parts.embeddings) / (parts.matrices + parts.embeddings)
             if LEFT[0] <= left <= LEFT[1]:
@@ -76,6 +76,7 @@ def recipes(
     work: Work,
     record: Annotated[Path, Option(help="Write JSON there after each model, and resume from it.")],
     sizes: Annotated[str, Option(help="Shares of the model's bytes.")] = "0.35,0.45,0.27,0.31",
+    shrunk: Annotated[bool, Option(help="Also smaller models, each of which takes ten minutes.")] = False,
     texts: common.Measured = ALL_MEASURED,
     samples: Samples = 16,
     text_samples: TextSamples = 16,
@@ -100,7 +101,7 @@ def recipes(
     for size in common.fractions(sizes):
         plan = plan_compression(model, size)
         own = _kind(plan.way.stages)
-        others = [each for each in _others(dense, plan.asked) if _kind(each[1]) != own]
+        others = [each for each in _others(dense, plan.asked, shrunk) if _kind(each[1]) != own]
         asked = [("compress", list(plan.way.stages)), *others]
         if not sheet.has(size=size, recipe="compress"):
             print(plan, flush=True)

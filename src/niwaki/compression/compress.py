@@ -148,8 +148,8 @@ def plan_compression(
 ) -> Compression:
     """What :func:`compress` would do, and what else there is; arguments and errors are the same.
 
-    For "niwaki": matrices of 4 to 8 bits, more of them where they matter most; embeddings and head of 8
-    bits, or of 4 where there is no other way; below that zeros, up to 70 %, with 4 bits. For "llama.cpp": the same
+    For "niwaki": matrices of 4 to 8 bits, more of them where they matter most; embeddings and head of about
+    as many; below that zeros, up to 70 %, with 4 bits. For "llama.cpp": the same
     bits in groups of 32, embeddings and head in Q8_0; below that a smaller model. For "transformers": a smaller dense
     model, in the dtype that it has. For "2:4": two zeros in every four weights.
     """
