@@ -54,8 +54,8 @@ def test_memory_is_in_bytes() -> None:
         (Compute, {"tf32": "maybe"}, "tf32 must be auto, always or never; got 'maybe'"),
         (Compute, {"max_memory": 0}, "max_memory must be 1 or more; got 0"),
         (Compute, {"max_memory": 1.5}, "max_memory must be a whole number, text or None; got 1.5"),
-        (Compute, {"max_memory": f"{'9' * 400}GiB"}, f"invalid memory size '{'9' * 76}...; try 8GiB or 500MB"),
-        (Compute, {"max_memory": "much"}, "invalid memory size 'much'; try 8GiB or 500MB"),
+        (Compute, {"max_memory": f"{'9' * 400}GiB"}, f"invalid size '{'9' * 76}...; try 8GiB or 500MB"),
+        (Compute, {"max_memory": "much"}, "invalid size 'much'; try 8GiB or 500MB"),
     ],
 )
 def test_what_is_not_valid(kind: Any, wrong: dict[str, Any], said: str) -> None:

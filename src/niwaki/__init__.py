@@ -1,4 +1,4 @@
-"""Prunes large language models after training."""
+"""Makes large language models smaller and faster after training."""
 
 from typing import TYPE_CHECKING, Any
 

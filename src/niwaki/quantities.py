@@ -87,11 +87,9 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as "8GiB", "500 MB" or "4G"; UsageError where it is not one, or has no unit and is tiny."""
     match = re.fullmatch(rf"\s*{_NUMBER}\s*([kmgt]?)(i?)b?\s*", text.lower())
     if match is None or (match[3] and not match[2]) or not float(match[1]):
-        raise UsageError(f"invalid memory size {shown(text)}; try 8GiB or 500MB")
+        raise UsageError(f"invalid size {shown(text)}; try 8GiB or 500MB")
     if text.strip() == match[1] and (count := float(match[1])) < 100_000:  # "8" is not meant as bytes
-        raise UsageError(
-            f"a memory size of {match[1]} bytes; did you mean {match[1]}{'GiB' if count < 1000 else 'MB'}?"
-        )
+        raise UsageError(f"a size of {match[1]} bytes; did you mean {match[1]}{'GiB' if count < 1000 else 'MB'}?")
     power = " kmgt".index(match[2] or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 

@@ -395,7 +395,7 @@ def test_compare_that_makes_no_sense(tmp_path: Path, model: Path, niwaki_: Comma
         (["--max-time", "soon"], "invalid time 'soon'; try 2h"),
         (["--solvers", ","], "which solvers"),
         (["--sparsity", "0.5,2:"], "'2:' is not a valid pattern"),
-        (["--max-memory", "much"], "invalid memory size"),
+        (["--max-memory", "much"], "invalid size"),
     ):
         ran = niwaki_("compare", model, "-o", tmp_path / "out", *SMALL, *arguments)
         assert (ran.code, ran.out) == (2, "")

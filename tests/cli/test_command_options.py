@@ -67,7 +67,7 @@ def test_old_spellings_are_understood(niwaki_: Command) -> None:
         said = niwaki_("prune", "demo", "out", f"{old}=x").err
         assert f"'{new}': 'x' is not" in said
     assert "No such option" not in niwaki_("prune", "nowhere/x", "out", "--revive-zeros").err
-    assert "invalid memory size 'x'" in niwaki_("prune", "demo", "out", "--memory", "x").err
+    assert "invalid size 'x'" in niwaki_("prune", "demo", "out", "--memory", "x").err
     assert "invalid time 'x'" in niwaki_("heal", "demo", "out", "--teacher", "demo", "--time", "x").err
     assert "invalid time 'x'" in niwaki_("compare", "demo", "-o", "out", "--budget=x").err
 

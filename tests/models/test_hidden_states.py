@@ -79,7 +79,7 @@ def test_sizes(text: str, size: int) -> None:
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_size(text)
-    assert str(caught.value) == f"invalid memory size {text!r}; try 8GiB or 500MB"
+    assert str(caught.value) == f"invalid size {text!r}; try 8GiB or 500MB"
 
 
 # MemoryBudget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -112,7 +113,7 @@ def test_the_same_call_resumes(model: Path, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         ({}, "say how small"),
-        ({"size": 0.4, "parameters": 0.5}, "say how small"),
+        ({"size": 0.4, "parameters": 0.5}, "one of them"),
         ({"size": 1.0}, "not more than"),
         ({"size": "1GB"}, "not more than"),
         ({"size": 0.01}, "cannot be reached"),
@@ -123,6 +124,12 @@ def test_the_same_call_resumes(model: Path, tmp_path: Path) -> None:
         ({"loss": 0.1, "speed": 2}, "one of them"),
         ({"loss": "little"}, "loss is a number"),
         ({"loss": 0}, "loss is a number"),
+        ({"loss": "nan"}, "loss is a number"),
+        ({"size": "nan"}, "nan"),
+        ({"speed": float("inf")}, "speed is a number"),
+        ({"parameters": 1e12}, "not more than"),
+        ({"loss": 0.1, "max_time": "5s", "measurement": None}, "name another text"),
+        ({"loss": 0.1, "measurement": Measurement(samples=1)}, "2 windows"),
         ({"speed": "50%"}, "speed is a number"),
         ({"speed": 2.0, "runtime": "llama.cpp"}, "not there to be measured"),
         ({"size": 0.4, "runtime": "2:4"}, "one form"),
@@ -131,8 +138,9 @@ def test_the_same_call_resumes(model: Path, tmp_path: Path) -> None:
 )
 def test_refusals(model: Path, arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(NiwakiError, match=said):
-        niwaki.compress(model, tmp_path / "out", **arguments, **GIVEN)
+        niwaki.compress(model, tmp_path / "out", **{**GIVEN, **arguments})
     assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.trials").exists()
 
 
 # A loss, a speed
@@ -184,7 +192,7 @@ def test_the_smallest_within_a_loss(model: Path, text: Calibration, tmp_path: Pa
     assert any(note.startswith("tried") for note in record.notes)
     assert record.notes[-1].startswith("the smallest within the bound is")
     assert json.loads((tmp_path / "out" / "niwaki.json").read_text())["notes"] == record.notes
-    assert not (tmp_path / "out.trials").exists()
+    assert not (tmp_path / ".out.trials").exists()
     stages = niwaki.Recipe.read(tmp_path / "out").stages
     niwaki.run(model, tmp_path / "same", niwaki.Recipe(stages), calibration=text, compute=CPU)
     assert files(tmp_path / "same", "recipe.toml", "README.md") == files(tmp_path / "out", "recipe.toml", "README.md")
@@ -205,11 +213,42 @@ def test_trials_that_are_there_are_not_repeated(model: Path, text: Calibration, 
     niwaki.compress(model, tmp_path / "whole", **given)
     with pytest.raises(KeyboardInterrupt):
         niwaki.compress(model, tmp_path / "out", **given, progress=StopAtTrial(2))
-    assert len([*(tmp_path / "out.trials").glob("*-bytes")]) == 1
+    assert len([*(tmp_path / ".out.trials").glob("*-bytes")]) == 1
     again = StopAtTrial(99)
     niwaki.compress(model, tmp_path / "out", **given, progress=again)
     assert "trial 1" not in again.seen
     assert files(tmp_path / "out", "recipe.toml") == files(tmp_path / "whole", "recipe.toml")
+
+
+def test_where_trials_are(model: Path, text: Calibration, tmp_path: Path) -> None:
+    """Nothing that is not theirs is touched, and an empty directory that is there gets the files."""
+    given: dict[str, Any] = {"loss": 0.003, "calibration": text, "compute": CPU}
+    folder = tmp_path / "a" / ".out.trials"
+    folder.mkdir(parents=True)
+    (folder / "mine").write_text("p")
+    for restart in (False, True):
+        with pytest.raises(UsageError, match="'mine', which is of no trial"):
+            niwaki.compress(model, tmp_path / "a" / "out", **given, restart=restart)
+    assert (folder / "mine").read_text() == "p"
+    (folder / "mine").unlink()
+    inside = shutil.copytree(model, folder / "model")
+    with pytest.raises(UsageError, match="where trials are"):
+        niwaki.compress(inside, tmp_path / "a" / "out", **given, restart=True)
+    shutil.rmtree(inside)
+    folder.rmdir()
+    folder.write_text("")
+    with pytest.raises(UsageError, match="in the way of trials"):
+        niwaki.compress(model, tmp_path / "a" / "out", **given)
+    folder.unlink()
+    out = tmp_path / "a" / "out"
+    out.mkdir()
+    number = out.stat().st_ino
+    niwaki.compress(model, out, **given)
+    assert out.stat().st_ino == number
+    assert (out / "packed.json").exists()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["out"]
+    niwaki.compress(model, tmp_path / "b" / "c" / "out", **given)
+    assert files(tmp_path / "b" / "c" / "out") == files(out)
 
 
 def test_losses_that_cannot_be_kept(model: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def _solver(text: str) -> None:
 
 
 def _size(text: str) -> None:
-    if fraction(text) is None:
+    if (share := fraction(text)) is None or not share.is_finite():
         parse_size(text)
 
 

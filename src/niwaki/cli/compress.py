@@ -16,7 +16,7 @@ def compress(
     size: Annotated[str | None, "SIZE"] = None,
     loss: Annotated[str | None, "NATS"] = None,
     speed: Annotated[str | None, "TIMES"] = None,
-    parameters: Annotated[str | None, "SIZE"] = None,
+    parameters: Annotated[str | None, "COUNT"] = None,
     runtime: Annotated[Runtime | None, "--for"] = None,
     max_time: Annotated[str | None, "TIME"] = None,
     plan: bool = False,
@@ -29,14 +29,16 @@ def compress(
 
     Options:
         size: What the weights may take in files: a share of what they take now, such as 0.4, or 80MB. Never exceeded.
-        loss: Or the loss that may be added, in nats a token of --text; 0.05 is a perplexity 5 % higher. Some sizes are
-            tried, and the smallest of which the upper end of the 95 % interval is within it is written.
-        speed: Or tokens a second, as a multiple of the dense model's on this machine, such as 2.0.
+        loss: The loss that may be added, in nats a token of --text: 0.05 is a perplexity 5 % higher. Some sizes are
+            tried, and the smallest whose 95 % upper bound is within the limit is written.
+        speed: Tokens a second, as a multiple of the dense model's on this machine, such as 2.0; the largest model that
+            reaches it is written.
         parameters: For transformers: how many of the parameters stay, such as 0.75 or 110M.
         runtime: What runs the result: niwaki (packed), llama.cpp (GGUF), transformers (a smaller dense model) or 2:4
             (two zeros in every four weights). [default: niwaki, or transformers with --parameters]
-        max_time: What the run may take, such as 1h: healing gets what is left of it. [default: no healing]
-        plan: Only say what would be done for a size, and what else there is.
+        max_time: What the run may take (with --loss or --speed each trial), such as 1h: healing gets what is left.
+            [default: no healing]
+        plan: Only say what would be done for a size, and what else there is; not for --loss and --speed.
     """
     asked: dict[str, Any] = {"parameters": parameters, "runtime": runtime, "max_time": max_time}
     if plan and (loss is not None or speed is not None):

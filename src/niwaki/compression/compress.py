@@ -21,6 +21,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.stage import Stage
+from niwaki.texts.sources import usual_calibration
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,14 @@ def compress(
         )
     if sum(each is not None for each in (size, parameters, loss, speed)) != 1:
         raise UsageError("give one of them: a size, parameters, a loss or a speed")
-    runtime = runtime or "niwaki"
+    runtime, calibration, asked = runtime or "niwaki", Calibration.of(calibration), Measurement.of(measurement)
+    if loss is not None and asked.samples is not None and asked.samples < 2:
+        raise UsageError(f"a bound on the loss needs 2 windows to measure on, or more; got {asked.samples}")
+    if loss is not None and max_time is not None and asked.text is None:
+        raise UsageError("healing trains on what is left of the calibration text; name another text to measure on")
+    calibration, instead = usual_calibration(calibration)
+    if instead and progress:
+        progress.note(instead)
     if speed is not None and runtime not in ("niwaki", "transformers"):
         raise UsageError(f"a speed is measured, and {runtime} is not there to be measured; give a size or a loss")
     if runtime == "2:4":
@@ -157,11 +165,15 @@ def plan_compression(
     heal = _heal(max_time)
     if runtime == "2:4":
         if size is not None or parameters is not None:
-            raise UsageError("2:4 has one form, of which the files are as large as before; leave the size out")
+            raise UsageError(
+                "2:4 has one form, of which the files are as large as before; leave size and parameters out"
+            )
         _, before, _ = _numbers(model)
         way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *heal))
         return Compression(str(model), runtime, before, before, way, ())
-    if (size is None) == (parameters is None):
+    if size is not None and parameters is not None:
+        raise UsageError("give one of them: a size, parameters, a loss or a speed")
+    if size is None and parameters is None:
         raise UsageError(
             "say how small: a size such as 0.4 or 80MB, or for transformers a share of the parameters; or a loss such "
             "as 0.05, or a speed such as 2.0"
@@ -171,11 +183,15 @@ def plan_compression(
         raise UsageError(f"{given} not for {runtime}: transformers takes parameters, the others a size")
     checkpoint, before, there = _numbers(model)
     if parameters is not None:
-        way = smaller(before, there, parse_parameters(parameters), heal)
+        left = parse_parameters(parameters)
+        if left >= there:
+            raise UsageError(f"the model has {there:,} parameters, which is not more than the {left:,.0f} asked for")
+        way = smaller(before, there, left, heal)
         return Compression(str(model), runtime, before, way.size, way, ())
     assert size is not None
     share = fraction(size)
-    asked = int(float(share) * before) if share is not None and 0 < share <= 1 else parse_size(str(size))
+    is_share = share is not None and share.is_finite() and 0 < share <= 1
+    asked = int(float(share or 0) * before) if is_share else parse_size(str(size))
     if asked >= before:
         raise UsageError(f"the weights have {in_bytes(before)}, which is not more than the {in_bytes(asked)} asked for")
     ways = Ways(Parts.of(StreamedModel(checkpoint, "cpu"), before, runtime), runtime, heal)
@@ -196,6 +212,7 @@ def _heal(max_time: float | str | None) -> tuple[Stage, ...]:
 
 def _positive(name: str, given: float | str) -> float:
     number = fraction(given)
-    if number is None or not 0 < number < 1000 or str(given).strip().endswith("%"):
-        raise UsageError(f"{name} is a number above 0, such as {'0.05' if name == 'loss' else '2.0'}; got {given!r}")
+    if number is None or not number.is_finite() or not 0 < number < 1000 or str(given).strip().endswith("%"):
+        example = "0.05 for a perplexity 5 % higher" if name == "loss" else "2.0 for twice the tokens a second"
+        raise UsageError(f"{name} is a number above 0, such as {example}; got {given!r}")
     return float(number)

@@ -3,15 +3,16 @@
 import contextlib
 import itertools
 import math
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from niwaki.compression.ways import Way
 from niwaki.errors import UsageError
 from niwaki.evaluation.bench import bench
-from niwaki.files import output_errors
+from niwaki.files import locked, output_errors
 from niwaki.models.locate import locate_model
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.recipes import run
@@ -32,6 +33,8 @@ _MOST = 7
 #: first guess for where to begin. What other models lose is a multiple of it, which the first trial tells.
 _CURVE = ((1.0, 0.002), (0.81, 0.02), (0.71, 0.04), (0.61, 0.13), (0.54, 0.2), (0.4, 0.5), (0.32, 1.4), (0.1, 6.0))
 _NAME = "niwaki.json"
+#: What is in a folder of trials: their outputs, and where runs of theirs work and keep their journals.
+_OURS = re.compile(r"\d+-bytes|\.\d+-bytes\.partial.*")
 
 
 class _Within(Progress):
@@ -90,7 +93,10 @@ class LossBound:
 
     def refusal(self, told: str) -> str:
         """What to say where no way is within the bound."""
-        return f"a loss of {self.nats:g} cannot be kept: the largest form has {told}; give more, or longer --text"
+        return (
+            f"a loss of {self.nats:g} cannot be kept: the largest form has {told}; measure on more text (--text, "
+            "--text-samples) or allow more"
+        )
 
 
 @dataclass(frozen=True)
@@ -166,6 +172,46 @@ def last_that_holds(count: int, holds: Callable[[int], bool], guess: Callable[[]
     return last, first_not - last == 1
 
 
+class _Folder:
+    """Where trials are until one of them becomes ``out``: a hidden directory beside it, which has nothing else."""
+
+    def __init__(self, out: Path) -> None:
+        self._out, self.path = out, out.with_name(f".{out.name}.trials")
+
+    @contextlib.contextmanager
+    def opened(self, source: Path, restart: bool) -> Iterator[None]:
+        """Makes it, for this process alone; UsageError where something else is there, or the model ``source``."""
+        if source.is_relative_to(self.path):
+            raise UsageError(f"{source} is in {self.path}, where trials are; choose another place for the result")
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
+            raise UsageError(f"{self.path} is in the way of trials; remove it")
+        with output_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            with locked(self.path, self._out):
+                others = [path.name for path in self.path.iterdir() if not _OURS.fullmatch(path.name)]
+                if others:
+                    raise UsageError(f"{self.path} has {others[0]!r}, which is of no trial; move it elsewhere")
+                if restart:
+                    self.clear()
+                yield
+
+    def clear(self) -> None:
+        """Removes all trials."""
+        for path in self.path.iterdir():
+            if _OURS.fullmatch(path.name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def move(self, directory: Path) -> None:
+        """Makes one of them the output, and removes the others; into a directory that is there it goes file by file."""
+        if self._out.exists():
+            for path in directory.iterdir():
+                shutil.move(path, self._out / path.name)
+        else:
+            directory.replace(self._out)
+        self.clear()
+        self.path.rmdir()
+
+
 @dataclass
 class Trials:
     """Tries ways, as runs whose outputs are in a directory beside ``out`` until one of them becomes that.
@@ -186,15 +232,18 @@ class Trials:
         world = current_session().world
         source = locate_model(str(self.model))
         out = world.received(check_output(source, self.out) if world.first else Path())
-        folder = out.with_name(f"{out.name}.trials")
-        if self.restart and world.first:
-            shutil.rmtree(folder, ignore_errors=True)
+        folder = _Folder(out)
+        with folder.opened(source, self.restart) if world.first else contextlib.nullcontext():
+            return self._best(ways, bound, source, folder)
+
+    def _best(self, ways: Sequence[Way], bound: LossBound | SpeedBound, source: Path, folder: _Folder) -> Record:
+        world = current_session().world
         ordered = list(ways) if bound.from_large else list(ways)[::-1]
         tried: dict[int, tuple[Trial, float, str]] = {}
 
         def holds(number: int) -> bool:
             way = ordered[number]
-            directory = folder / f"{way.size}-bytes"
+            directory = folder.path / f"{way.size}-bytes"
             trial = Trial(way, self._done(way, directory, source, len(tried) + 1), directory)
             kept, value, words = world.received(bound.check(trial) if world.first else (False, 0.0, ""))
             tried[number] = trial, value, words
@@ -209,18 +258,15 @@ class Trials:
 
         chosen, certain = last_that_holds(len(ordered), holds, guess)
         if chosen < 0:
-            raise UsageError(bound.refusal(tried[min(tried)][2]))
+            kept = f"what was tried is in {folder.path}, and is used again"
+            raise UsageError(f"{bound.refusal(tried[min(tried)][2])} ({kept})")
         trial, _, words = tried[chosen]
         told = [f"tried: {each.way.words}: {said}" for _, (each, _, said) in sorted(tried.items())]
         note = f"the {'smallest' if bound.from_large else 'largest'} within the bound is {trial.way.words}: {words}"
         trial.record.notes += [*told, note if certain else f"{note}; there may be a better one, {_MOST} were tried"]
         if world.first:
-            with output_errors(out):
-                trial.record.save(trial.directory / _NAME)
-                with contextlib.suppress(FileNotFoundError):
-                    out.rmdir()
-                trial.directory.replace(out)
-                shutil.rmtree(folder)
+            trial.record.save(trial.directory / _NAME)
+            folder.move(trial.directory)
         self.progress.note(trial.record.notes[-1])
         self.progress.end(trial.record)
         return trial.record
@@ -231,8 +277,6 @@ class Trials:
         there = world.received(self._earlier(way, directory, source) if world.first else None)
         if there:
             return there
-        if world.first:
-            directory.parent.mkdir(exist_ok=True)
         texts = {"calibration": self.calibration, "measurement": self.measurement, "compute": self.compute}
         return run(self.model, directory, way.stages, **texts, progress=_Within(self.progress, number))  # type: ignore[arg-type]
 

@@ -84,8 +84,10 @@ class Parts:
         embeddings = sum(math.prod(entries[key].shape) for key in keys)
         of_blocks = {matrix.key for matrix in matrices}
         others = sum(entry.size for key, entry in entries.items() if key not in keys | of_blocks)
-        wider = 2 if runtime == "llama.cpp" else 1  # which has them in float32
-        return cls(sum(matrix.size for matrix in matrices), embeddings, wider * others)
+        if runtime == "llama.cpp":  # has them in float32, and the tokenizer in the same file
+            tokenizer = model.checkpoint.path / "tokenizer.json"
+            others = 2 * others + (int(1.25 * tokenizer.stat().st_size) if tokenizer.is_file() else 0)
+        return cls(sum(matrix.size for matrix in matrices), embeddings, others)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ _LIBRARY = "niwaki"  # the library_name of a packed model's card, and of no othe
 _TEXT = """
 # {name}, packed
 
-The weights of a pruned model without its zeros ({sizes}). Only niwaki reads this format: transformers
+The weights of a model without its zeros, or as whole numbers of a few bits ({sizes}).
+Only niwaki reads this format: transformers
 says that there are no weights, and to delete `quantization_config`, which does not help.
 
     niwaki generate DIR "The old man"

@@ -174,8 +174,8 @@ class Index:
     def to_json(self) -> str:
         """The text of the file."""
         values = {
-            "about": "The weights of a pruned model without its zeros, written by niwaki. In Python: niwaki.load(DIR). "
-            "The dense model: niwaki unpack DIR OUT.",
+            "about": "The weights of a model without its zeros, or as whole numbers of a few bits, written by niwaki. "
+            "In Python: niwaki.load(DIR). The dense model: niwaki unpack DIR OUT.",
             "format": FORMAT,
             "version": self.version,
             **asdict(self),
