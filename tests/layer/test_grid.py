@@ -47,7 +47,7 @@ def test_grids_by_name(text: str, grid: Grid) -> None:
         ("int16:8", "a grid has 2 to 8 bits; got 16"),
         ("int4:0", "a scale is for 1 input or more; got groups of 0"),
         *(
-            (text, f"{text!r} is not a valid grid for weights; try int4:128, int8, or int5.5:64 for 4 and 8 bits")
+            (text, f"{text!r} is not a valid grid for weights; try int4:128, int8, or int5.5:64 for mixed bits")
             for text in ("", "4", "fp4", "int", "int4:", "int4:-8", "int4:8:8", "int4.", "INT4", "int٤")
         ),
     ],

@@ -224,7 +224,7 @@ def test_what_was_on_a_grid_can_be_pruned_again(tmp_path: Path) -> None:
     [
         ("int4:32", "48 inputs cannot be divided into groups of 32 that share a scale; try int4:16, or int4 for one"),
         ("int9", "a grid has 2 to 8 bits; got 9"),
-        ("q4", "'q4' is not a valid grid for weights; try int4:128, int8, or int5.5:64 for 4 and 8 bits"),
+        ("q4", "'q4' is not a valid grid for weights; try int4:128, int8, or int5.5:64 for mixed bits"),
     ],
 )  # fmt: skip
 def test_grids_that_cannot_be(tmp_path: Path, quantize: str, said: str) -> None:

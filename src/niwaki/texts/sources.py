@@ -123,7 +123,8 @@ def usual_calibration(given: Calibration) -> tuple[Calibration, str]:
 
     That has fewer windows, as many as there are where nobody says how many. The second value says so, "" if not.
     """
-    if given.text != USUAL_CALIBRATION or importlib.util.find_spec("datasets") is not None:
+    is_usual = isinstance(given.text, str) and given.text == USUAL_CALIBRATION
+    if not is_usual or importlib.util.find_spec("datasets") is not None:
         return given, ""
     fewer = given.over({"samples": _FEW_SAMPLES})
     said = (
