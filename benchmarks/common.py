@@ -281,3 +281,19 @@ class Sheet:
         """One more."""
         self.cells.append(cell)
         save(self.path, **self.settings, cells=self.cells)
+
+
+def add_measured(
+    sheet: Sheet,
+    held: dict[str, str],
+    text_samples: int,
+    length: int,
+    dtype: str,
+    directory: Path,
+    **cell: Any,
+) -> None:
+    """Puts a ``cell`` with the losses of the model in ``directory`` on the ``sheet``, and says their means."""
+    found = measured(directory, held, text_samples, length, dtype)
+    losses = {name: list(each.losses) for name, each in found.items()}
+    print(f"{cell}: {means(losses)}", flush=True)
+    sheet.add(**cell, losses=losses)

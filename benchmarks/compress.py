@@ -12,13 +12,14 @@ import contextlib
 import platform
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
-from common import Corpus, Length, Model, Samples, TextSamples, Work, measured
+from common import Corpus, Length, Model, Samples, TextSamples, Work
 from corpus import ALL_MEASURED, MEASURED, Texts
 from typer import Option
 
@@ -91,11 +92,7 @@ def recipes(
     dense = StreamedModel(Checkpoint(model), "cpu")
     before = sum(entry.size for entry in dense.checkpoint.entries.values())
 
-    def add(directory: Path, **cell: object) -> None:
-        losses = {name: list(each.losses) for name, each in measured(directory, held, text_samples, length).items()}
-        print(f"{cell}: {common.means(losses)}", flush=True)
-        sheet.add(**cell, losses=losses)
-
+    add = partial(common.add_measured, sheet, held, text_samples, length, "auto")
     if not sheet.has(recipe="dense"):
         add(model, size=1.0, recipe="dense", bytes=before, seconds=0.0)
     for size in common.fractions(sizes):

@@ -299,22 +299,6 @@ def experts(
             add(out, **case, removed=made.structure.removed, seconds=made.seconds["total"], errors=errors)
 
 
-def _add(
-    sheet: common.Sheet,
-    held: dict[str, str],
-    text_samples: int,
-    length: int,
-    dtype: str,
-    directory: Path,
-    **cell: Any,
-) -> None:
-    """Puts a ``cell`` with the losses of the model in ``directory`` on the ``sheet``, and says their means."""
-    found = measured(directory, held, text_samples, length, dtype)
-    losses = {name: list(each.losses) for name, each in found.items()}
-    print(f"{cell}: {common.means(losses)}", flush=True)
-    sheet.add(**cell, losses=losses)
-
-
 def removals(
     model: Model,
     corpus: Corpus,
@@ -334,7 +318,7 @@ def removals(
     held = {name: made.to_measure(name, text_samples) for name in common.chosen(texts, MEASURED)}
     books = Calibration(made.to_calibrate("books")[0], samples=samples, length=length)
 
-    add = partial(_add, sheet, held, text_samples, length, dtype)
+    add = partial(common.add_measured, sheet, held, text_samples, length, dtype)
     if not sheet.has(removed="", effort=""):
         add(model, removed="", effort="", blocks=[], seconds=0.0)
     for effort, each in itertools.product(names(efforts), names(removed)):
@@ -411,7 +395,7 @@ def _on_grids(
     held = {name: made.to_measure(name, text_samples) for name in common.chosen(texts, MEASURED)}
     books = Calibration(made.to_calibrate("books")[0], samples=samples, length=length)
 
-    add = partial(_add, sheet, held, text_samples, length, "auto")
+    add = partial(common.add_measured, sheet, held, text_samples, length, "auto")
     if not sheet.has(grid="", effort=""):
         add(model, grid="", effort="", seconds=0.0)
     for grid, effort, stage in asked:

@@ -74,7 +74,7 @@ def compress(
 
     It decides on stages by the model and the program that runs the result, and does them as :func:`niwaki.run` does.
     For a ``size`` and ``parameters`` they are known at once, see :func:`plan_compression`. For a ``loss`` and a
-    ``speed`` a few sizes are tried, in ``out`` with ".trials" behind it.
+    ``speed`` a few sizes are tried, in a hidden directory beside ``out`` until one of them becomes that.
 
     Args:
         model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
@@ -156,10 +156,10 @@ def plan_compression(
 ) -> Compression:
     """What :func:`compress` would do, and what else there is; arguments and errors are the same.
 
-    For "niwaki": matrices of 4 to 8 bits, more of them where they matter most; embeddings and head of about
-    as many; below that zeros, up to 70 %, with 4 bits. For "llama.cpp": the same
-    bits in groups of 32, embeddings and head in Q8_0; below that a smaller model. For "transformers": a smaller dense
-    model, in the dtype that it has. For "2:4": two zeros in every four weights.
+    For "niwaki": matrices of 4 to 8 bits, more of them where they matter most; embeddings and head of about as many;
+    below that zeros, up to 70 %, with 4 bits. For "llama.cpp": the same bits in groups of 32, embeddings and head in
+    Q8_0; below that a smaller model. For "transformers": a smaller dense model, in the dtype that it has. For "2:4":
+    two zeros in every four weights.
     """
     runtime = runtime or ("niwaki" if parameters is None else "transformers")
     heal = _heal(max_time)

@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from niwaki.compression.ways import Way
@@ -226,6 +226,7 @@ class Trials:
     compute: Compute | str
     restart: bool
     progress: Progress
+    _common: Recipe | None = field(default=None, init=False)
 
     def best(self, ways: Sequence[Way], bound: LossBound | SpeedBound) -> Record:
         """Writes the smallest within the bound, or of those that are fast enough the largest."""
@@ -280,17 +281,24 @@ class Trials:
         texts = {"calibration": self.calibration, "measurement": self.measurement, "compute": self.compute}
         return run(self.model, directory, way.stages, **texts, progress=_Within(self.progress, number))  # type: ignore[arg-type]
 
+    def _recipe(self, source: Path) -> Recipe:
+        """What all trials have in their recipes; the files are read once for it."""
+        if self._common is None:
+            calibration = Calibration.of(self.calibration)
+            options = calibration, Measurement.of(self.measurement), Compute.of(self.compute)
+            asked = begin_recipe([], str(self.model), *options)
+            self._common = with_weights(with_texts(asked, calibration), source)
+        return self._common
+
     def _earlier(self, way: Way, directory: Path, source: Path) -> Record | None:
         """What an earlier run of the same has left; what is of another one goes."""
         if not (directory / RECIPE).exists():
             return None
-        calibration = Calibration.of(self.calibration)
-        options = calibration, Measurement.of(self.measurement), Compute.of(self.compute)
-        wanted = begin_recipe([table_of(stage) for stage in way.stages], str(self.model), *options)
-        wanted = with_weights(with_texts(wanted, calibration), source)
+        wanted = replace(self._recipe(source), stages=[table_of(stage) for stage in way.stages])
         found = Recipe.read(directory / RECIPE)
         names = ("stages", "calibration", "measurement", "compute", "weights", "texts")
-        has_names = all(isinstance(text, str) for text in (*calibration.texts, options[1].text or ""))
+        texts = *Calibration.of(self.calibration).texts, Measurement.of(self.measurement).text or ""
+        has_names = all(isinstance(text, str) for text in texts)
         if has_names and all(getattr(found, name) == getattr(wanted, name) for name in names):
             return Record.load(directory / _NAME)
         shutil.rmtree(directory)

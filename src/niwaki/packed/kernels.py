@@ -15,11 +15,11 @@ from torch.nn.functional import linear
 from niwaki.errors import UsageError, shown
 from niwaki.packed.matrix import (
     DTYPES,
-    WHOLE_BITS,
     PackedMatrix,
     all_numbers,
     groups_fit,
     in_bytes,
+    possible_bits,
     size_of_whole,
     stride,
 )
@@ -236,8 +236,7 @@ def _fits(W: PackedMatrix) -> bool:
         return W.mask.shape[1] == stride(W.columns)
     if W.scales is None or not groups_fit(W.columns, W.scales.shape[1]):
         return False
-    possible = (8,) if W.values.dtype == torch.int8 else WHOLE_BITS[:-1]
-    return any(W.count == size_of_whole(*W.shape, bits) for bits in possible)
+    return any(W.count == size_of_whole(*W.shape, bits) for bits in possible_bits(W))
 
 
 def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:

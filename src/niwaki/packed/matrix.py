@@ -171,7 +171,7 @@ def _checked_whole(W: PackedMatrix) -> PackedMatrix:
     """``W``, which has no mask; ValueError where it is not valid."""
     if W.scales is None or W.values.dtype not in (torch.int8, torch.uint8):
         raise ValueError("what has no mask needs whole numbers and scales")
-    possible = (8,) if W.values.dtype == torch.int8 else WHOLE_BITS[:-1]
+    possible = possible_bits(W)
     count = size_of_whole(*W.shape, max((bits for bits in possible if bits <= W.bits), default=possible[0]))
     if W.count != count or bool(W.values[count:].any()):
         raise ValueError(f"a matrix without a mask needs {count:,} bytes of numbers and {PADDING} zeros")
@@ -240,6 +240,11 @@ def with_bytes(W: PackedMatrix) -> PackedMatrix:
 def stride(columns: int) -> int:
     """Bytes of mask for a row."""
     return math.ceil(columns / WORD) * (WORD // 8)
+
+
+def possible_bits(W: PackedMatrix) -> tuple[int, ...]:
+    """Those that the numbers of a matrix without a mask can have, by the dtype of its values."""
+    return (8,) if W.values.dtype == torch.int8 else WHOLE_BITS[:-1]
 
 
 def size_of_whole(rows: int, columns: int, bits: int) -> int:
