@@ -25,12 +25,12 @@
 
 namespace niwaki {
 
-enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3, INT4 = 4, INT5 = 5, INT6 = 6 };
+enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3, INT4 = 4, INT5 = 5, INT6 = 6, INT2 = 7, INT3 = 8 };
 enum Path : int { PORTABLE = 0, AVX2 = 1, AVX512BW = 2, AVX512 = 3, AVX512_BF16 = 4 };
 
 // Where values begin, and where the next ones: of INT4 two share a byte, the first of which is the lower half, and
 // those of a word of the mask begin with one; `starts` counts bytes then. Without a mask all whole numbers are there
-// (words.h), and no `starts`; INT5 and INT6 are never with one.
+// (words.h), and no `starts`; other numbers of fewer bits than 8 are never with one.
 struct Matrix {
     int dtype;
     std::int64_t rows, stride;

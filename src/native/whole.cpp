@@ -159,23 +159,25 @@ inline __m512i unpack(const std::uint8_t* word) {
     if constexpr (dtype == INT8) {
         return _mm512_loadu_si512(word);
     } else {
-        const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(word)));
-        const __m512i apart = _mm512_sllv_epi64(twice, _mm512_set_epi64(0, 0, 0, 0, 4, 4, 4, 4));
-        constexpr int ends = BITS<dtype> - 4;  // how far they are from where they belong
-        const __m512i moved = ends ? _mm512_srli_epi32(apart, ends) : apart;
-        const __m512i lower =
-            _mm512_and_si512(moved, _mm512_set1_epi32(static_cast<int>((0xf0u >> ends) * 0x01010101u)));
-        if constexpr (dtype == INT4) {
-            return lower;
-        } else if constexpr (dtype == INT5) {
-            const auto bits = load<std::uint64_t>(word + WORD / 2);
-            return _mm512_or_si512(lower, _mm512_maskz_set1_epi8(bits, -128));
-        } else {
-            const __m128i once = _mm_loadu_si128(reinterpret_cast<const __m128i*>(word + WORD / 2));
-            const __m512i fields =
-                _mm512_sllv_epi64(_mm512_broadcast_i32x4(once), _mm512_set_epi64(0, 0, 2, 2, 4, 4, 6, 6));
-            return _mm512_or_si512(lower, _mm512_and_si512(fields, _mm512_set1_epi32(static_cast<int>(0xc0c0c0c0u))));
+        __m512i numbers = _mm512_setzero_si512();
+        if constexpr (HAS_FOUR<dtype>) {
+            const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(word)));
+            const __m512i apart = _mm512_sllv_epi64(twice, _mm512_set_epi64(0, 0, 0, 0, 4, 4, 4, 4));
+            constexpr int ends = BITS<dtype> - 4;  // how far they are from where they belong
+            const __m512i moved = ends ? _mm512_srli_epi32(apart, ends) : apart;
+            numbers = _mm512_and_si512(moved, _mm512_set1_epi32(static_cast<int>((0xf0u >> ends) * 0x01010101u)));
         }
+        if constexpr (HAS_TWO<dtype>) {
+            const __m128i once = _mm_loadu_si128(reinterpret_cast<const __m128i*>(word + TWOS<dtype>));
+            const __m512i moved =
+                _mm512_sllv_epi64(_mm512_broadcast_i32x4(once), _mm512_set_epi64(0, 0, 2, 2, 4, 4, 6, 6));
+            const __m512i fields = _mm512_and_si512(moved, _mm512_set1_epi32(static_cast<int>(0xc0c0c0c0u)));
+            // None leaves its byte.
+            numbers = _mm512_or_si512(numbers, HAS_ONE<dtype> ? _mm512_srli_epi32(fields, 1) : fields);
+        }
+        if constexpr (HAS_ONE<dtype>)
+            numbers = _mm512_or_si512(numbers, _mm512_maskz_set1_epi8(load<std::uint64_t>(word + ONES<dtype>), -128));
+        return numbers;
     }
 }
 
@@ -210,7 +212,7 @@ inline void avx512_word(const Product& p, std::int64_t at, std::int64_t words, c
         alignas(64) static constexpr float HALVES[16] = {0,    16,   32,  48,  64,  80,  96,  112,
                                                          -128, -112, -96, -80, -64, -48, -32, -16};
         const __m512 halves = _mm512_loadu_ps(HALVES);
-        constexpr bool narrow = dtype == INT5 || dtype == INT6;
+        constexpr bool narrow = dtype != INT4 && dtype != INT8;
         alignas(64) std::int8_t unpacked[narrow ? rows : 1][WORD];
         if constexpr (narrow)
             for (int r = 0; r < rows; ++r) niwaki::unpack<dtype>(place + r * apart, unpacked[r]);

@@ -29,8 +29,8 @@ def check_sparsity(given: float) -> None:
 def parse_bits(text: str) -> tuple[int, int | None, float | None]:
     """The bits, the size of groups and the mean of bits of a grid; UsageError if not valid.
 
-    Of "int4:128" they are 4, 128 and None, of "int8" 8, None and None, and of "int5.5:64", whose matrices have 4 or 8
-    bits, 8, 64 and 5.5.
+    Of "int4:128" they are 4, 128 and None, of "int8" 8, None and None, and of "int5.5:64", whose matrices have
+    different ones, 8, 64 and 5.5.
     """
     match = re.fullmatch(r"int([0-9]{1,9}(?:\.[0-9]{1,9})?)(?::([0-9]{1,9}))?", text.strip())
     if match is None:
@@ -45,10 +45,11 @@ def check_grid(bits: int, group: int | None, average: float | None = None) -> No
     """UsageError where there is no grid of so many ``bits``, with a scale for so many inputs."""
     if not 2 <= bits <= 8:
         raise UsageError(f"a grid has 2 to 8 bits; got {bits}")
-    if average is not None and not (4 <= average <= 8 and bits == 8):
-        raise UsageError(f"matrices of mixed bits have 4 to 8 in the mean; got {average:g}")
     if group is not None and group < 1:
         raise UsageError(f"a scale is for 1 input or more; got groups of {group}")
+    least = 4 if group and group % 64 else 2
+    if average is not None and not (least <= average <= 8 and bits == 8):
+        raise UsageError(f"matrices of mixed bits have a mean of {least} to 8 in such groups; got {average:g}")
 
 
 def parse_share(name: str, given: float | str) -> float:

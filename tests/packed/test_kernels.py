@@ -76,7 +76,7 @@ def test_product_with_whole_numbers(
 
 @pytest.mark.parametrize("path", EMULATED)
 @pytest.mark.parametrize(("columns", "groups"), [(192, 1), (192, 3), (100, 1)])
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_product_without_a_mask(path: Instructions, columns: int, groups: int, bits: int, rounded: bool) -> None:
     W, codes, scales = on_grid(37, columns, groups, bits, zeros=0.1)

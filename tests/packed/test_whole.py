@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -45,7 +46,7 @@ def whole(rows: int, columns: int, groups: int, bits: int) -> tuple[PackedMatrix
     return pack(W, codes, scales, bits, whole=True), W, dense_of(codes, scales)
 
 
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_the_form_of_fewer_bytes_is_chosen(bits: int) -> None:
     chosen = []
     for zeros in (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5):
@@ -58,7 +59,7 @@ def test_the_form_of_fewer_bytes_is_chosen(bits: int) -> None:
         assert found.values.nbytes + (0 if found.mask is None else found.mask.nbytes) == min(sizes)
         chosen.append(found.mask is None)
     assert chosen[0]
-    assert not chosen[-1]
+    assert chosen[-1] == (bits == 2)  # whose numbers with a mask would have 4
     assert pack(sparse(9, 640, 0.0)).mask is not None  # of what are no whole numbers
 
 
@@ -86,6 +87,28 @@ def test_layout() -> None:
     # The sign of columns 1 and 64 + 0 in the first row, and of 63 in the second, is all that is left.
     upper = five.values[:160].view(4, 40)[:, 32:]
     assert {(i, j): int(upper[i, j]) for i, j in upper.nonzero().tolist()} == {(0, 0): 2, (1, 0): 1, (2, 7): 0x80}
+    low = torch.zeros(2, 70, dtype=torch.int8)
+    low[0, [0, 1, 16, 32, 48, 64]] = torch.tensor([1, -1, 1, -2, -1, -2], dtype=torch.int8)
+    low[1, 63] = -2
+    two, three = (pack(low.float(), low, scales, bits, whole=True) for bits in (2, 3))
+    assert (two.values.shape, three.values.shape) == ((2 * 32 + PADDING,), (2 * 48 + PADDING,))
+    words = two.values[:64].view(4, 16)
+    assert {(i, j): int(words[i, j]) for i, j in words.nonzero().tolist()} == {
+        (0, 0): 0b11_10_01_01,
+        (0, 1): 0b00_00_00_11,
+        (1, 0): 0b00_00_00_10,
+        (2, 15): 0b10_00_00_00,
+    }
+    assert torch.equal(three.values[:96].view(4, 24)[:, :16], words)
+    upper = three.values[:96].view(4, 24)[:, 16:]  # the signs of columns 1, 32 and 48; of 64 + 0; and of 63
+    assert {(i, j): int(upper[i, j]) for i, j in upper.nonzero().tolist()} == {
+        (0, 0): 2,
+        (0, 4): 1,
+        (0, 6): 1,
+        (1, 0): 1,
+        (2, 7): 0x80,
+    }
+    assert [each.bits for each in (two, three)] == [2, 3]
     upper = six.values[:192].view(4, 48)[:, 32:]
     assert {(i, j): int(upper[i, j]) for i, j in upper.nonzero().tolist()} == {(0, 1): 3, (1, 0): 3, (2, 15): 0xC0}
     assert [each.bits for each in (four, five, six, eight)] == [4, 5, 6, 8]
@@ -95,7 +118,7 @@ def test_layout() -> None:
 
 
 @pytest.mark.parametrize(("columns", "groups"), SHAPES)
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_comes_back_bit_for_bit(columns: int, groups: int, bits: int) -> None:
     packed, W, _ = whole(20, columns, groups, bits)
     _, codes, scales = on_grid(20, columns, groups, bits, zeros=0.1)
@@ -115,19 +138,18 @@ def test_comes_back_bit_for_bit(columns: int, groups: int, bits: int) -> None:
 
 
 def test_small_scales_lose_no_digits() -> None:
-    codes = torch.tensor([[-8, -1, 3, 7] * 16], dtype=torch.int8)
-    for scale in (1e-44, 3e-39, 1e-30, 4e37):
+    for scale, bits in itertools.product((1e-44, 3e-39, 1e-30, 4e37), (2, 3, 4, 5, 6, 8)):
+        codes = torch.tensor([[-8, -1, 3, 7] * 16], dtype=torch.int8).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
         scales = torch.full((1, 1), scale)
-        for bits in (4, 5, 6, 8):
-            packed = pack(codes * scales, codes, scales, bits, whole=True)
-            for path in PATHS:
-                assert torch.equal(kernels.expand(packed, path=path), codes * scales)
+        packed = pack(codes * scales, codes, scales, bits, whole=True)
+        for path in PATHS:
+            assert torch.equal(kernels.expand(packed, path=path), codes * scales)
 
 
 @covered
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", [*SHAPES, (1216, 19)])  # of the last one a panel has two parts
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("rows", [1, 4, 37])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_product(path: Instructions, shape: tuple[int, int], bits: int, rows: int, rounded: bool) -> None:
@@ -145,7 +167,7 @@ def test_product(path: Instructions, shape: tuple[int, int], bits: int, rows: in
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_the_largest_sums(path: Instructions, bits: int) -> None:
     """Of the largest numbers of both, of either sign."""
     most = 1 << (bits - 1)
@@ -158,7 +180,7 @@ def test_the_largest_sums(path: Instructions, bits: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_odd_vectors(path: Instructions, bits: int) -> None:
     """Zeros and what is next to zero give zeros, and what is not finite nothing that is."""
     packed, _, W = whole(9, 192, 3, bits)
@@ -178,7 +200,7 @@ def test_odd_vectors(path: Instructions, bits: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_threads_give_the_same_bytes(path: Instructions, bits: int, rounded: bool) -> None:
     packed, W, _ = whole(1_501, 256, 4, bits)
@@ -212,14 +234,14 @@ class TestParts:
         values[at] = value
         return values
 
-    @pytest.mark.parametrize("bits", [4, 5, 6, 8])
+    @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
     @pytest.mark.parametrize("more", [-64, -1, 1, 64])
     def test_size(self, bits: int, more: int) -> None:
         values = whole(5, 70, 1, bits)[0].values
         changed = values[-more:] if more < 0 else torch.cat([values, values.new_zeros(more)])
         assert "bytes of numbers and 64 zeros" in self.refused(bits, values=changed)
 
-    @pytest.mark.parametrize("bits", [4, 5, 6, 8])
+    @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
     def test_padding_that_is_not_zero(self, bits: int) -> None:
         for at in (-1, -64):
             assert "64 zeros" in self.refused(bits, values=self.values(bits, at, 1))
@@ -265,7 +287,7 @@ class TestLayer:
         packed, W, _ = whole(40, 100, 1, bits)
         return W, SparseLinear(packed)
 
-    @pytest.mark.parametrize("bits", [4, 5, 6, 8])
+    @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
     @pytest.mark.parametrize("count", [1, 5, kernels.FEW + 1])
     def test_as_the_dense_layer(self, bits: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """In float32 as ever; in bfloat16 few vectors are rounded."""
@@ -408,16 +430,16 @@ def model_on_a_grid(path: Path, bits: int, dtype: torch.dtype, zeros: float = 0.
     return path
 
 
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.slow
 def test_there_and_back(bits: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    """As docs/format.md has it, in its fifth version, or with 5 and 6 bits in the sixth."""
+    """As docs/format.md has it, in its fifth version, with 5 and 6 bits in the sixth, with 2 and 3 in the seventh."""
     dense = model_on_a_grid(tmp_path / "dense", bits, dtype)
     sizes = niwaki.pack(dense, tmp_path / "packed")
     assert sizes.negative_zeros == 0
     index = json.loads((tmp_path / "packed" / "packed.json").read_text())
-    version = 6 if bits in (5, 6) else 5
+    version = {2: 7, 3: 7, 5: 6, 6: 6}.get(bits, 5)
     assert index["version"] == version
     mark = {"quant_method": "niwaki-packed", "version": version}
     assert json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"] == mark
@@ -441,7 +463,7 @@ def test_older_versions_where_nothing_is_new(tmp_path: Path) -> None:
     assert not any(stored.whole for stored in Index.read(tmp_path / "packed").tensors.values())
 
 
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.slow
 def test_decoding(bits: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,9 +507,9 @@ def test_decoding(bits: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: py
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     place = tmp_path_factory.mktemp("whole")
-    for bits in (4, 5, 6, 8):
+    for bits in (2, 3, 4, 5, 6, 8):
         niwaki.pack(model_on_a_grid(place / f"dense{bits}", bits, torch.float32), place / f"packed{bits}")
-    return {bits: place / f"packed{bits}" for bits in (4, 5, 6, 8)}
+    return {bits: place / f"packed{bits}" for bits in (2, 3, 4, 5, 6, 8)}
 
 
 class TestForged:
@@ -509,7 +531,7 @@ class TestForged:
             said = message(read, CheckpointError)
         return said
 
-    @pytest.mark.parametrize("bits", [4, 5, 6, 8])
+    @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
     @pytest.mark.parametrize("at", [-1, -64, 120, 121])
     def test_numbers_that_no_column_has(self, bits: int, at: int, packed: dict[int, Path], tmp_path: Path) -> None:
         """In the padding, and behind column 120 of 128; the highest bit of a number too."""
@@ -521,16 +543,19 @@ class TestForged:
                 changed[at] = 1
             elif bits == 8:
                 changed[120] = 1
-            elif at == 120 or bits == 4:
-                changed[8 * bits + 24] |= 0x10  # the upper half of byte 24 is column 56 of the second word
             else:
-                changed[8 * bits + 32 + (7 if bits == 5 else 9)] |= 0x02 if bits == 5 else 0x80  # of column 57
+                size = 8 * bits  # of a word, of which the second has columns 64 to 127
+                if at == 120:  # in the first field
+                    byte, bit = (24, 0x10) if bits >= 4 else (8, 0x40)
+                else:  # column 121, in the last one
+                    byte, bit = {4: (25, 0x80), 3: (size - 1, 0x02), 5: (size - 1, 0x02)}.get(bits, (size - 7, 0x80))
+                changed[size + byte] |= bit
             tensors[f"{key}.values"] = dtype, shape, bytes(changed)
 
         said = self.refused(packed[bits], tmp_path, change, "down_proj")
         assert ("64 zeros" if at < 0 else "after column 120") in said
 
-    @pytest.mark.parametrize("bits", [4, 5, 6, 8])
+    @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
     @pytest.mark.parametrize("more", [-64, -1, 1, 64])
     @pytest.mark.parametrize("honest", [False, True])
     def test_size(self, bits: int, more: int, honest: bool, packed: dict[int, Path], tmp_path: Path) -> None:

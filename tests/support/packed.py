@@ -70,7 +70,7 @@ def _dense(stored: dict[str, Any], parts: list[Raw]) -> Raw:
     lines = math.prod(experts) * rows
     kind = {"F32": "<u4", "F16": "<u2", "BF16": "<u2"}[dtype]
     assert bool(stored["bits"]) == bool(groups)
-    assert stored["bits"] in ((4, 5, 6, 8) if stored.get("whole") else (0, 4, 8))
+    assert stored["bits"] in ((2, 3, 4, 5, 6, 8) if stored.get("whole") else (0, 4, 8))
     assert parts[-1][0] == {0: dtype, 8: "I8"}.get(stored["bits"], "U8")
     values = np.frombuffer(parts[-1][2], {0: kind, 8: "i1"}.get(stored["bits"], "u1"))
     assert len(values) == stored["count"] + 64
@@ -103,21 +103,25 @@ def _dense(stored: dict[str, Any], parts: list[Raw]) -> Raw:
 
 
 def _all_numbers(values: np.ndarray, bits: int) -> np.ndarray:
-    """The numbers of rows without a mask: of 4 bits byte i of 32 has columns i and i + 32 of 64.
+    """The numbers of rows without a mask, whose words of 64 columns are fields of 4, 2 and 1 bits, the lowest first.
 
-    Behind them are, of 5 bits, 8 bytes with a bit for each column, and of 6 bits 16 bytes with the last two of columns
-    i, i + 16, i + 32 and i + 48 in byte i.
+    Of 4 bits byte i of 32 has columns i and i + 32, of 2 bits byte i of 16 has columns i, i + 16, i + 32 and i + 48,
+    and of 1 bit byte i of 8 has eight columns from 8 i on.
     """
     if bits == 8:
         return values
     words = values.reshape(len(values), -1, 8 * bits).astype(int)
     found = np.zeros((*words.shape[:2], 64), int)
     for column in range(64):
-        found[..., column] = words[..., column % 32] >> 4 * (column // 32) & 15
-        if bits == 5:
-            found[..., column] += 16 * (words[..., 32 + column // 8] >> column % 8 & 1)
-        if bits == 6:
-            found[..., column] += 16 * (words[..., 32 + column % 16] >> 2 * (column // 16) & 3)
+        at = unit = 0
+        if bits in (4, 5, 6):
+            found[..., column] += words[..., column % 32] >> 4 * (column // 32) & 15
+            at, unit = 32, 4
+        if bits in (2, 3, 6):
+            found[..., column] += (words[..., at + column % 16] >> 2 * (column // 16) & 3) << unit
+            at, unit = at + 16, unit + 2
+        if bits in (3, 5):
+            found[..., column] += (words[..., at + column // 8] >> column % 8 & 1) << unit
     return np.where(found >= 2 ** (bits - 1), found - 2**bits, found).reshape(len(values), -1).astype("i1")
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from niwaki.choices import Runtime
 from niwaki.cli.common import out
+from niwaki.cli.display import Display
 from niwaki.cli.options import Model, Output, options
 from niwaki.cli.work import Work
 from niwaki.errors import UsageError
@@ -44,9 +45,12 @@ def compress(
     if plan and (loss is not None or speed is not None):
         raise UsageError("--plan is for sizes: what a loss or a speed takes is found by trying")
     if plan:
-        from niwaki.compression.compress import plan_compression
+        with Display(f"looking at {model}") as display:
+            from niwaki.compression.compress import plan_compression
 
-        out.print(str(plan_compression(model, size, **asked)), markup=False, highlight=False, soft_wrap=True)
+            texts: dict[str, Any] = {"calibration": work.calibration, "compute": work.compute, "progress": display}
+            planned = str(plan_compression(model, size, **asked, **texts))
+        out.print(planned, markup=False, highlight=False, soft_wrap=True)
         return
     with work.begun(f"compressing {model}", output) as common:
         from niwaki.compression.compress import compress as run

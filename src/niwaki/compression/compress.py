@@ -1,12 +1,16 @@
 """One number instead of many commands: how small, how fast or at what loss, for the program that runs the result."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import Runtime
+from niwaki.compression.foresight import foresee
+from niwaki.compression.part import PartOf, with_notes
 from niwaki.compression.trials import LossBound, SpeedBound, Trials
 from niwaki.compression.ways import Parts, Way, Ways, ladder_of_smaller, smaller
 from niwaki.errors import UsageError
@@ -34,7 +38,8 @@ class Compression:
         before: Bytes of its weights now.
         asked: Bytes that they may have; for 2:4, which has no sizes, those that they have now.
         way: What is done.
-        others: What else there is for this program, in ascending order of size, and reaches other sizes.
+        others: The best of each other kind that reaches the size, in ascending order of the loss that is foreseen.
+        reach: The largest and the smallest form for this program; none where it has no sizes.
     """
 
     model: str
@@ -42,15 +47,20 @@ class Compression:
     before: int
     asked: int
     way: Way
-    others: tuple[Way, ...]
+    others: tuple[Way, ...] = ()
+    reach: tuple[Way, ...] = ()
 
     def __str__(self) -> str:
-        share = f"{in_bytes(self.way.size)} ({self.way.size / self.before:.2f} of {in_bytes(self.before)})"
-        lines = [f"for {self.runtime}: {self.way.words}: {share}"]
+        lines = [f"for {self.runtime}, {in_bytes(self.before)} now: {self.way.words}", f"  {self._told(self.way)}"]
         lines += [f"  stage {i}: {stage.name} {stage}".rstrip() for i, stage in enumerate(self.way.stages, 1)]
-        lines += ["besides:"] if self.others else []
-        lines += [f"  {in_bytes(way.size):>9} ({way.size / self.before:.2f}): {way.words}" for way in self.others]
+        for title, ways in (("foreseen to lose more:", self.others), ("other sizes:", self.reach)):
+            if ways:
+                lines += [title, *(f"  {self._told(way)}: {way.words}" for way in ways)]
         return "\n".join(lines)
+
+    def _told(self, way: Way) -> str:
+        size = f"{in_bytes(way.size):>8} ({way.size / self.before:.2f})"
+        return size if way.nats is None else f"{size}, about {way.nats:.2g} nats a token"
 
 
 @checked
@@ -105,17 +115,12 @@ def compress(
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
     if loss is None and speed is None:
-        planned = plan_compression(model, size, parameters=parameters, runtime=runtime, max_time=max_time)
+        texts: dict[str, Any] = {"calibration": calibration, "compute": compute, "progress": progress}
+        planned = plan_compression(model, size, parameters=parameters, runtime=runtime, max_time=max_time, **texts)
         if progress:
             progress.note(str(planned))
-        return run(
-            *(model, out, planned.way.stages),
-            calibration=calibration,
-            measurement=measurement,
-            compute=compute,
-            restart=restart,
-            progress=progress,
-        )
+        record = run(model, out, planned.way.stages, measurement=measurement, restart=restart, **texts)
+        return with_notes(record, _compared(planned.way, record), Path(out))
     if sum(each is not None for each in (size, parameters, loss, speed)) != 1:
         raise UsageError("give one of them: a size, parameters, a loss or a speed")
     runtime, calibration, asked = runtime or "niwaki", Calibration.of(calibration), Measurement.of(measurement)
@@ -130,17 +135,18 @@ def compress(
         raise UsageError(f"a speed is measured, and {runtime} is not there to be measured; give a size or a loss")
     if runtime == "2:4":
         raise UsageError("2:4 has one form, so it takes no loss; measure what it costs with --for 2:4 alone")
+    checkpoint, before, there = _numbers(model)
     bound: LossBound | SpeedBound
     if loss is not None:
         bound = LossBound(_positive("loss", loss))
     else:
         assert speed is not None
-        bound = SpeedBound(_positive("speed", speed), locate_model(str(model)), Compute.of(compute))
-    checkpoint, before, there = _numbers(model)
+        bound = SpeedBound(_positive("speed", speed), before, checkpoint.path, Compute.of(compute))
     if runtime == "transformers":
         ladder = ladder_of_smaller(before, there, _heal(max_time))
     else:
-        ladder = Ways(Parts.of(StreamedModel(checkpoint, "cpu"), before, runtime), runtime, _heal(max_time)).ladder()
+        ways = Ways(Parts.of(StreamedModel(checkpoint, "cpu"), before, runtime), runtime, _heal(max_time))
+        ladder = _with_foresight(ways, checkpoint, calibration, Compute.of(compute), progress).ladder()
     trials = Trials(model, out, calibration, measurement, compute, restart, progress or Progress())
     return trials.best(ladder, bound)
 
@@ -153,13 +159,17 @@ def plan_compression(
     parameters: float | str | None = None,
     runtime: Runtime | None = None,
     max_time: float | str | None = None,
+    calibration: Calibration | Text = Calibration(),
+    compute: Compute | str = Compute(),
+    progress: Progress | None = None,
 ) -> Compression:
     """What :func:`compress` would do, and what else there is; arguments and errors are the same.
 
-    For "niwaki": matrices of 4 to 8 bits, more of them where they matter most; embeddings and head of about as many;
-    below that zeros, up to 70 %, with 4 bits. For "llama.cpp": the same bits in groups of 32, embeddings and head in
-    Q8_0; below that a smaller model. For "transformers": a smaller dense model, in the dtype that it has. For "2:4":
-    two zeros in every four weights.
+    It looks at the model on a little of the calibration text, for seconds to minutes, and takes the way that is
+    foreseen to lose least. For "niwaki": matrices of 2 to 8 bits, more of them where they matter most, and embeddings
+    and head of 4 to 8; or zeros with 4 or 8 bits. For "llama.cpp": 4 to 8 bits in groups of 32, embeddings and head in
+    Q8_0; or the same of a smaller model. Nothing is looked at where there is one way alone: for "transformers" a
+    smaller dense model, in the dtype that it has, for "2:4" two zeros in every four weights, and from 8 bits on.
     """
     runtime = runtime or ("niwaki" if parameters is None else "transformers")
     heal = _heal(max_time)
@@ -170,7 +180,7 @@ def plan_compression(
             )
         _, before, _ = _numbers(model)
         way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *heal))
-        return Compression(str(model), runtime, before, before, way, ())
+        return Compression(str(model), runtime, before, before, way)
     if size is not None and parameters is not None:
         raise UsageError("give one of them: a size, parameters, a loss or a speed")
     if size is None and parameters is None:
@@ -187,7 +197,7 @@ def plan_compression(
         if left >= there:
             raise UsageError(f"the model has {there:,} parameters, which is not more than the {left:,.0f} asked for")
         way = smaller(before, there, left, heal)
-        return Compression(str(model), runtime, before, way.size, way, ())
+        return Compression(str(model), runtime, before, way.size, way)
     assert size is not None
     share = fraction(size)
     is_share = share is not None and share.is_finite() and 0 < share <= 1
@@ -195,8 +205,32 @@ def plan_compression(
     if asked >= before:
         raise UsageError(f"the weights have {in_bytes(before)}, which is not more than the {in_bytes(asked)} asked for")
     ways = Ways(Parts.of(StreamedModel(checkpoint, "cpu"), before, runtime), runtime, heal)
+    ways.check(asked)
+    if asked < ways.largest.size:
+        calibration, instead = usual_calibration(Calibration.of(calibration))
+        if instead and progress:
+            progress.note(instead)
+        ways = _with_foresight(ways, checkpoint, calibration, Compute.of(compute), progress)
     way, others = ways.to(asked)
-    return Compression(str(model), runtime, before, asked, way, others)
+    reach = tuple(each for each in (ways.largest, ways.smallest) if each.words != way.words)
+    return Compression(str(model), runtime, before, asked, way, tuple(others), reach)
+
+
+def _compared(way: Way, record: Record) -> Iterator[str]:
+    """What was foreseen of ``way`` beside what was measured."""
+    if way.nats is not None:
+        told = f"foreseen to lose about {way.nats:.2g} nats a token"
+        if {"before", "after"} <= record.perplexity.keys():
+            told += f"; measured: {record.perplexity['after'].above(record.perplexity['before']).words}"
+        yield told
+
+
+def _with_foresight(
+    ways: Ways, checkpoint: Checkpoint, calibration: Calibration, compute: Compute, progress: Progress | None
+) -> Ways:
+    """``ways``, with what they are foreseen to cost."""
+    part = PartOf(progress or Progress(), "looking at what each step would cost")
+    return replace(ways, foresight=foresee(checkpoint, ways.grid, ways.ends_bits, calibration, compute, part))
 
 
 def _numbers(model: str | Path) -> tuple[Checkpoint, int, int]:

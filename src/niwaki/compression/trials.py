@@ -1,7 +1,6 @@
 """The smallest model within a loss, or the largest that is fast enough: found by trying a few, each as a run."""
 
 import contextlib
-import itertools
 import math
 import re
 import shutil
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from niwaki.compression.part import PartOf, finished, with_notes
 from niwaki.compression.ways import Way
 from niwaki.errors import UsageError
 from niwaki.evaluation.bench import bench
@@ -29,32 +29,8 @@ from niwaki.stages import table_of
 _ERRORS = 1.96
 #: The most ways that are tried.
 _MOST = 7
-#: What a model of 135 million weights lost, in nats a token, at shares of its largest size (docs/when-to-prune.md): a
-#: first guess for where to begin. What other models lose is a multiple of it, which the first trial tells.
-_CURVE = ((1.0, 0.002), (0.81, 0.02), (0.71, 0.04), (0.61, 0.13), (0.54, 0.2), (0.4, 0.5), (0.32, 1.4), (0.1, 6.0))
-_NAME = "niwaki.json"
 #: What is in a folder of trials: their outputs, and where runs of theirs work and keep their journals.
 _OURS = re.compile(r"\d+-bytes|\.\d+-bytes\.partial.*")
-
-
-class _Within(Progress):
-    """How a trial goes, in a line of the whole."""
-
-    def __init__(self, outer: Progress, number: int) -> None:
-        self._outer, self._number, self._stage, self._blocks = outer, number, "", 0
-
-    def turn(self, number: int, count: int, stage: str) -> None:
-        self._stage = f"trial {self._number}, {stage}"
-        self._outer.status(self._stage)
-
-    def begin(self, record: Record, blocks: int, matrices: int) -> None:
-        self._blocks = blocks
-
-    def stage(self, block: int, name: str, steps: int) -> None:
-        self._outer.status(f"{self._stage}: {name}", block, self._blocks)
-
-    def stopped(self, done: int, blocks: int, where: str = "") -> None:
-        self._outer.stopped(done, blocks, ", ".join(filter(None, (f"trial {self._number}", where))))
 
 
 @dataclass(frozen=True)
@@ -87,9 +63,9 @@ class LossBound:
         """Whether a way of which ``check`` says that value is kept."""
         return value <= self.nats
 
-    def usual(self, share: float) -> float:
-        """That value of one model, for a way of that share of the largest size."""
-        return _usual_loss(share)
+    def expected(self, way: Way) -> float:
+        """That value of a way, before any is tried; without foresight losses grow as powers of the size, say."""
+        return 0.01 * (1e9 / way.size) ** 3 if way.nats is None else max(way.nats, 1e-4)
 
     def refusal(self, told: str) -> str:
         """What to say where no way is within the bound."""
@@ -104,6 +80,7 @@ class SpeedBound:
     """At least ``times`` as many tokens a second as the dense model, measured on this machine."""
 
     times: float
+    before: int  # bytes of the dense model's weights
     dense: Path
     compute: Compute
     from_large: bool = False
@@ -122,26 +99,20 @@ class SpeedBound:
         """Whether a way of that ratio is kept."""
         return value >= self.times
 
-    def usual(self, share: float) -> float:
+    def expected(self, way: Way) -> float:
         """The ratio, if time were proportional to bytes."""
-        return 2 / share
+        return self.before / way.size
 
     def refusal(self, told: str) -> str:
         """What to say where no way is fast enough."""
         return f"{self.times:g} times the speed cannot be reached here: the smallest form has {told}"
 
 
-def _usual_loss(share: float) -> float:
-    for (above, less), (below, more) in itertools.pairwise(_CURVE):
-        if share >= below:
-            part = min(1.0, (above - share) / (above - below))
-            return float(less ** (1 - part) * more**part)
-    return _CURVE[-1][1]
+def _foreseen(ways: Sequence[Way], known: Mapping[int, float], number: int, expected: Callable[[Way], float]) -> float:
+    """The value of a way from what is ``known`` of others.
 
-
-def _foreseen(ways: Sequence[Way], known: Mapping[int, float], number: int, usual: Callable[[float], float]) -> float:
-    """The value of a way from what is ``known`` of others: between two of them, or else in proportion to the usual."""
-    largest = max(way.size for way in ways)
+    That is between two of them, or else as far above or below what was ``expected`` as the nearest.
+    """
     below, above = (
         max((i for i in known if i <= number), default=None),
         min((i for i in known if i >= number), default=None),
@@ -151,8 +122,8 @@ def _foreseen(ways: Sequence[Way], known: Mapping[int, float], number: int, usua
         part = (here - first) / (last - first)
         return float(known[below] ** (1 - part) * known[above] ** part)
     nearest = below if below is not None else above
-    factor = 1.0 if nearest is None else known[nearest] / usual(ways[nearest].size / largest)
-    return factor * usual(ways[number].size / largest)
+    factor = 1.0 if nearest is None else known[nearest] / expected(ways[nearest])
+    return factor * expected(ways[number])
 
 
 def last_that_holds(count: int, holds: Callable[[int], bool], guess: Callable[[], int]) -> tuple[int, bool]:
@@ -247,6 +218,8 @@ class Trials:
             directory = folder.path / f"{way.size}-bytes"
             trial = Trial(way, self._done(way, directory, source, len(tried) + 1), directory)
             kept, value, words = world.received(bound.check(trial) if world.first else (False, 0.0, ""))
+            if way.nats is not None:
+                words += f" (foreseen: {way.nats:.2g} nats)"
             tried[number] = trial, value, words
             said = f"{in_bytes(way.size)}, {way.words}: {words}: {'within' if kept else 'beyond'}"
             self.progress.note(f"trial {len(tried)}: {said}")
@@ -254,7 +227,7 @@ class Trials:
 
         def guess() -> int:
             known = {number: value for number, (_, value, _) in tried.items()}
-            fit = [i for i in range(len(ordered)) if bound.within(_foreseen(ordered, known, i, bound.usual))]
+            fit = [i for i in range(len(ordered)) if bound.within(_foreseen(ordered, known, i, bound.expected))]
             return fit[-1] if fit else 0
 
         chosen, certain = last_that_holds(len(ordered), holds, guess)
@@ -264,9 +237,9 @@ class Trials:
         trial, _, words = tried[chosen]
         told = [f"tried: {each.way.words}: {said}" for _, (each, _, said) in sorted(tried.items())]
         note = f"the {'smallest' if bound.from_large else 'largest'} within the bound is {trial.way.words}: {words}"
-        trial.record.notes += [*told, note if certain else f"{note}; there may be a better one, {_MOST} were tried"]
+        told.append(note if certain else f"{note}; there may be a better one, {_MOST} were tried")
+        with_notes(trial.record, told, trial.directory)
         if world.first:
-            trial.record.save(trial.directory / _NAME)
             folder.move(trial.directory)
         self.progress.note(trial.record.notes[-1])
         self.progress.end(trial.record)
@@ -279,7 +252,7 @@ class Trials:
         if there:
             return there
         texts = {"calibration": self.calibration, "measurement": self.measurement, "compute": self.compute}
-        return run(self.model, directory, way.stages, **texts, progress=_Within(self.progress, number))  # type: ignore[arg-type]
+        return run(self.model, directory, way.stages, **texts, progress=PartOf(self.progress, f"trial {number}"))  # type: ignore[arg-type]
 
     def _recipe(self, source: Path) -> Recipe:
         """What all trials have in their recipes; the files are read once for it."""
@@ -300,6 +273,6 @@ class Trials:
         texts = *Calibration.of(self.calibration).texts, Measurement.of(self.measurement).text or ""
         has_names = all(isinstance(text, str) for text in texts)
         if has_names and all(getattr(found, name) == getattr(wanted, name) for name in names):
-            return Record.load(directory / _NAME)
+            return finished(directory)
         shutil.rmtree(directory)
         return None

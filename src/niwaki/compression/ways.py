@@ -1,16 +1,21 @@
-"""Ways to a size: which stages bring a model there, for the program that runs it, and how large it is then.
+"""Ways to a size: which stages bring a model there, for the program that runs it, how large it is then, at what loss.
 
-What gains most in each program is known, and so is its order (docs/when-to-prune.md): whole numbers of 8 bits cost next
-to nothing, and matrices get 4 of them where that costs the loss least. Below 4 bits each, llama.cpp gains by what is
-removed, and niwaki's own format by zeros. transformers runs smaller dense models alone.
+Of all ways to a size the one is taken that is foreseen to lose least (:mod:`niwaki.compression.foresight`). For
+niwaki's own format these are matrices of 2 to 8 bits, with embeddings and head of 8 to 4, and zeros, with 4 or 8 bits
+for the other weights. For llama.cpp they are 4 to 8 bits and fewer parameters. transformers runs smaller dense models
+alone.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from niwaki.choices import Runtime
+from niwaki.compression.foresight import Foresight
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.exports.export import Export, Pack
+from niwaki.layer.grid import Grid
 from niwaki.models.ends import embedding_keys
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.embeddings import QuantizeEmbeddings
@@ -18,30 +23,34 @@ from niwaki.pruning.prune import Prune, Quantize
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.stage import Stage
 from niwaki.shrinking.shrink import Shrink
+from niwaki.shrinking.units import mlps
 
 #: Weights that share a scale, and bytes of a scale.
 _GROUPS = {"niwaki": 64, "llama.cpp": 32}
 _SCALE = 2
 #: Headers of files, relative and in bytes: what a foreseen size may be too small by.
 _HEADERS, _HEADER = 0.002, 1 << 16
-#: What a bit of a weight of the embeddings and the head is worth beside one of a matrix: with 4 bits the former lose
-#: 0.052 nats of SmolLM2 for 28 million weights, the latter 0.118 for 106 (docs/quantization.md).
-_ENDS = 1.67
-#: In percent, the fewest zeros that are smaller than 4 bits a weight, whose mask has a bit for each.
-_LEAST_ZEROS = 26
 #: How much smaller each way of a ladder is than the one before, and what stays of the parameters at the end of one.
 _STEP, _LAST_LEFT = 0.04, 0.4
-#: The most zeros, and what stays at least of the parameters: beyond it another, smaller model is better.
-_MOST_ZEROS, _LEAST_LEFT = 70, 60
+#: Of zeros and of the parameters that stay, the least and the most that are tried, in percent.
+_ZEROS, _LEFT = range(5, 71), range(60, 100, 2)
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to a size: its ``stages``, in ``words``, and the ``size`` of its weights in bytes that is foreseen."""
+    """One way to a size.
+
+    Attributes:
+        words: What is done.
+        size: Bytes of the weights, as foreseen; they are no more.
+        stages: What does it.
+        nats: The loss that is foreseen, in nats a token; None where that is not known.
+    """
 
     words: str
     size: int
     stages: tuple[Stage, ...]
+    nats: float | None = None
 
 
 def smaller(before: int, there: int, parameters: float, heal: tuple[Stage, ...]) -> Way:
@@ -60,11 +69,12 @@ def ladder_of_smaller(before: int, there: int, heal: tuple[Stage, ...]) -> list[
 
 @dataclass(frozen=True)
 class Parts:
-    """What a model is made of: numbers of weights, and bytes of all else."""
+    """What a model is made of: numbers of weights, of which some go with neurons, and bytes of all else."""
 
     matrices: int
     embeddings: int
     others: int
+    of_neurons: int
 
     @classmethod
     def of(cls, model: StreamedModel, before: int, runtime: Runtime) -> "Parts":
@@ -87,78 +97,115 @@ class Parts:
         if runtime == "llama.cpp":  # has them in float32, and the tokenizer in the same file
             tokenizer = model.checkpoint.path / "tokenizer.json"
             others = 2 * others + (int(1.25 * tokenizer.stat().st_size) if tokenizer.is_file() else 0)
-        return cls(sum(matrix.size for matrix in matrices), embeddings, others)
+        found = [mlp for i in range(len(model.blocks)) for mlp in mlps(model.matrices(i))]
+        of_neurons = sum(matrix.size for down, ups in found for matrix in (down, *ups))
+        return cls(sum(matrix.size for matrix in matrices), embeddings, others, of_neurons)
 
 
 @dataclass(frozen=True)
 class Ways:
-    """Those for "niwaki" and "llama.cpp": whole numbers of fewer and fewer bits, and then zeros or a smaller model.
+    """Those for "niwaki" and "llama.cpp".
 
-    ``heal`` is done in all of them before embeddings and head are put on their grid.
+    ``heal`` is done in all of them before embeddings and head are put on their grid. Without ``foresight`` there are
+    the largest and the smallest way alone.
     """
 
     parts: Parts
     runtime: Runtime
     heal: tuple[Stage, ...]
+    foresight: Foresight | None = None
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of mixed bits."""
+        return Grid(8, _GROUPS[self.runtime], 8.0)
+
+    @property
+    def ends_bits(self) -> tuple[int, ...]:
+        """Bits that embeddings and head can have, the most first."""
+        return (8, 6, 5, 4) if self.runtime == "niwaki" else (8,)
+
+    @cached_property
+    def largest(self) -> Way:
+        """8 bits for everything."""
+        return self._bits(8.0, 8)
+
+    @cached_property
+    def smallest(self) -> Way:
+        """The fewest bits, or the most that is removed."""
+        if self.runtime == "niwaki":
+            return self._bits(self.grid.choices[0], self.ends_bits[-1])
+        return self._smaller(_LEFT[0] / 100, 4.0, 8)
 
     def ladder(self) -> list[Way]:
         """Ways in descending order of size, from 8 bits on."""
-        found = [self._bits(8.0, 8)]
-        least = self._beyond()[-1].size
-        while (asked := int(found[-1].size * (1 - _STEP))) >= least:
+        found = [self.largest]
+        while (asked := int(found[-1].size * (1 - _STEP))) >= self.smallest.size:
             found.append(self.to(asked)[0])
         return found
 
-    def to(self, asked: int) -> tuple[Way, tuple[Way, ...]]:
-        """The way to a size, and others."""
-        eight, four = self._bits(8.0, 8), self._bits(4.0, self._ends_bits[-1])
-        beyond = self._beyond()
-        least = beyond[-1]
-        known = {way.size: way for way in (eight, four, least)}
-        if asked < least.size:
+    def check(self, asked: int) -> None:
+        """UsageError where the size cannot be reached."""
+        if asked < (least := self.smallest).size:
             raise UsageError(
                 f"{in_bytes(asked)} cannot be reached for {self.runtime}: {least.words} have {in_bytes(least.size)}; "
                 f"give at least that, or take a smaller model"
             )
-        if asked >= eight.size:
-            way = eight
-        elif asked >= four.size:
-            way = self._mixed(asked)
-        else:
-            way = next(each for each in beyond if each.size <= asked)
-        return way, tuple(each for _, each in sorted(known.items()) if each.words != way.words)
 
-    @property
-    def _ends_bits(self) -> tuple[int, ...]:
-        """Bits that embeddings and head can have, the most first."""
-        return (8, 6, 5, 4) if self.runtime == "niwaki" else (8,)
+    def to(self, asked: int) -> tuple[Way, list[Way]]:
+        """The way to a size that is foreseen to lose least, and the best of other kinds, in ascending order of loss."""
+        self.check(asked)
+        if asked >= self.largest.size:
+            return self.largest, []
+        best: dict[str, Way] = {}
+        for kind, way in self._to(asked):
+            if way.size <= asked and (kind not in best or (way.nats or 0.0) < (best[kind].nats or 0.0)):
+                best[kind] = way
+        first, *others = sorted(best.values(), key=lambda way: math.inf if way.nats is None else way.nats)
+        return first, others
 
-    def _mixed(self, asked: int) -> Way:
-        """Of the ways in which matrices have 4 to 8 bits, the one that loses least by what a bit is worth in each."""
-        averages = {ends: self._average(asked, ends) for ends in self._ends_bits}
-
-        def loss(ends: int) -> float:
-            return math.fsum([self.parts.matrices / 4 ** averages[ends], _ENDS * self.parts.embeddings / 4**ends])
-
-        ends = min((ends for ends, average in averages.items() if average >= 4), key=loss)
-        return self._bits(averages[ends], ends)
+    def _to(self, asked: int) -> Iterator[tuple[str, Way]]:
+        """All ways to a size that are compared, each with its kind."""
+        least = self.grid.choices[0]
+        for ends in self.ends_bits:
+            if (bits := self._average(asked, ends)) >= least:
+                yield f"bits, embeddings of {ends}", self._bits(bits, ends)
+            if self.runtime == "niwaki":
+                for bits in (8, 4):
+                    zeros = next((z / 100 for z in _ZEROS if self._zeros_size(z / 100, bits, ends) <= asked), None)
+                    if zeros is not None:
+                        yield f"zeros, {bits} bits", self._zeros(zeros, bits, ends)
+            # Neurons go in multiples of 32, so that groups of 64 may not fit what is left.
+            for left in _LEFT if self.runtime == "llama.cpp" else ():
+                if (bits := self._average(asked, ends, left / 100)) >= 4:
+                    yield "parameters", self._smaller(left / 100, bits, ends)
 
     def _bytes(self, bits: float, ends: int, matrices: float) -> int:
         scale = _SCALE / _GROUPS[self.runtime]
         whole = matrices * (bits / 8 + scale) + self.parts.embeddings * (ends / 8 + scale) + self.parts.others
         return int(whole * (1 + _HEADERS)) + _HEADER
 
-    def _average(self, asked: int, ends: int) -> float:
-        """The most bits a weight, in hundredths, with which the size is not exceeded."""
-        low, high = self._bytes(4, ends, self.parts.matrices), self._bytes(8, ends, self.parts.matrices)
-        return min(8.0, math.floor(100 * (4 + 4 * (asked - low) / (high - low))) / 100)
+    def _average(self, asked: int, ends: int, left: float = 1.0) -> float:
+        """The most bits a weight, in hundredths, with which the size is not exceeded; 8 at most, and maybe too few."""
+        matrices = self._matrices(left)
+        low, high = self._bytes(0, ends, matrices), self._bytes(8, ends, matrices)
+        return min(8.0, math.floor(100 * (8 * (asked - low) / (high - low))) / 100)
+
+    def _matrices(self, left: float) -> float:
+        """How many weights matrices have where so much of the parameters is left."""
+        return self.parts.matrices - (1 - left) * (self.parts.matrices + self.parts.embeddings)
+
+    def _grid(self, bits: float) -> str:
+        """The text of a grid of so many bits: of one number for all matrices where it can be."""
+        whole = bits in self.grid.choices
+        return f"int{bits:g}:{self.grid.group}" if whole and bits in (4, 8) else f"int{bits:.2f}:{self.grid.group}"
 
     def _bits(self, bits: float, ends: int) -> Way:
-        group = _GROUPS[self.runtime]
-        grid = f"int{bits:g}:{group}" if bits in (4, 8) else f"int{bits:.2f}:{group}"
         words = f"{bits:g} bits a weight, embeddings and head of {ends}"
-        stages: tuple[Stage, ...] = (Quantize(grid), *self.heal, *self._ends(ends, bits == 8))
-        return Way(words, self._bytes(bits, ends, self.parts.matrices), stages)
+        stages: tuple[Stage, ...] = (Quantize(self._grid(bits)), *self.heal, *self._ends(ends, bits == 8))
+        sight = self.foresight
+        nats = None if sight is None else sight.of_bits(bits) + sight.of_ends(ends)
+        return Way(words, self._bytes(bits, ends, self.parts.matrices), stages, nats)
 
     def _ends(self, bits: int, eight: bool = False) -> tuple[Stage, ...]:
         """Embeddings and head, and the format, for matrices of ``eight`` bits or of fewer and mixed ones."""
@@ -166,21 +213,27 @@ class Ways:
         file = Export("gguf-q8_0") if eight else Export("gguf-q4_0")
         return QuantizeEmbeddings(grid), Pack() if self.runtime == "niwaki" else file
 
-    def _beyond(self) -> list[Way]:
-        """The ways to sizes below 4 bits a weight, in descending order."""
-        if self.runtime == "niwaki":
-            return [self._zeros(percent / 100) for percent in range(_LEAST_ZEROS, _MOST_ZEROS + 1)]
-        return [self._smaller(percent / 100) for percent in range(99, _LEAST_LEFT - 1, -1)]
+    def _zeros_size(self, share: float, bits: int, ends: int) -> int:
+        return self._bytes(1 + bits * (1 - share), ends, self.parts.matrices)  # with the bits of a mask
 
-    def _zeros(self, share: float) -> Way:
-        bits = 1 + 4 * (1 - share)  # of a mask, and of what is not zero
-        stages: tuple[Stage, ...] = (Prune(share, quantize="int4:64"), *self.heal, *self._ends(4))
-        words = f"{100 * share:.3g} % zeros, 4 bits for each other weight, embeddings and head of 4"
-        return Way(words, self._bytes(bits, 4, self.parts.matrices), stages)
+    def _zeros(self, share: float, bits: int, ends: int) -> Way:
+        grid = f"int{bits}:{_GROUPS[self.runtime]}"
+        stages: tuple[Stage, ...] = (Prune(share, quantize=grid), *self.heal, *self._ends(ends))
+        words = f"{100 * share:.3g} % zeros, {bits} bits for each other weight, embeddings and head of {ends}"
+        sight = self.foresight
+        way = Way(words, self._zeros_size(share, bits, ends), stages)
+        if (sight := self.foresight) is None:
+            return way
+        rounded = (1 - share) * sight.of_bits(bits, alike=True)
+        return replace(way, nats=sight.of_zeros(share) + rounded + sight.of_ends(ends))
 
-    def _smaller(self, left: float) -> Way:
-        parts = self.parts
-        everything = parts.matrices + parts.embeddings
-        matrices = parts.matrices - (1 - left) * everything
-        stages: tuple[Stage, ...] = (Shrink(parameters=left), Quantize("int4:32"), *self.heal, *self._ends(8))
-        return Way(f"{left:g} of the parameters, 4 bits for each", self._bytes(4, 8, matrices), stages)
+    def _smaller(self, left: float, bits: float, ends: int) -> Way:
+        everything = self.parts.matrices + self.parts.embeddings
+        stages: tuple[Stage, ...] = (Shrink(parameters=left), Quantize(self._grid(bits)), *self.heal)
+        words = f"{left:g} of the parameters, {bits:g} bits for each, embeddings and head of {ends}"
+        way = Way(words, self._bytes(bits, ends, self._matrices(left)), (*stages, *self._ends(ends, bits == 8)))
+        if (sight := self.foresight) is None or not self.parts.of_neurons:
+            return way
+        if (removed := sight.of_neurons((1 - left) * everything / self.parts.of_neurons)) is None:
+            return way
+        return replace(way, nats=removed + sight.of_bits(bits) + sight.of_ends(ends))

@@ -48,11 +48,11 @@ class Grid:
     def choices(self) -> tuple[int, ...]:
         """The bits that a matrix may have: what the formats have that take such groups.
 
-        Packed models have 6 bits too, in groups of a multiple of 64; GGUF files, in groups of 32, have not.
+        Packed models, in groups of a multiple of 64, have more of them than GGUF files, in groups of 32.
         """
         if not self.is_mixed:
             return (self.bits,)
-        return (4, 5, 8) if self.group and self.group % 64 else (4, 5, 6, 8)
+        return (4, 5, 8) if self.group and self.group % 64 else (2, 3, 4, 5, 6, 8)
 
     def of(self, bits: int) -> "Grid":
         """The grid of a matrix with so many ``bits``."""

@@ -35,9 +35,11 @@ INDEX = PACKED_INDEX
 #: The second version is for models without two factors, the third for those whose factors are on no grid, the fourth
 #: for those all of whose matrices have masks, the fifth for those without numbers of 5 and 6 bits: readers of these
 #: versions can read them.
-FORMAT, VERSIONS = "niwaki-packed", (2, 3, 4, 5, 6)
+FORMAT, VERSIONS = "niwaki-packed", (2, 3, 4, 5, 6, 7)
 #: The first version that has them.
 _SINCE = {"inner": 3, "count_right": 3, "groups_right": 4, "whole": 5}
+#: The first version with whole numbers of so many bits.
+_BITS_SINCE = {2: 7, 3: 7, 5: 6, 6: 6}
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
@@ -88,8 +90,8 @@ class PackedTensor:
     @property
     def version(self) -> int:
         """The first one of the format that has such a tensor."""
-        narrow = [VERSIONS[-1]] if self.bits in (5, 6) else []
-        return max([VERSIONS[0], *narrow, *(since for name, since in _SINCE.items() if getattr(self, name))])
+        bits = _BITS_SINCE.get(self.bits, VERSIONS[0])
+        return max([bits, *(since for name, since in _SINCE.items() if getattr(self, name))])
 
     @property
     def size(self) -> int:

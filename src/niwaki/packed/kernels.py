@@ -31,8 +31,10 @@ TILE = 1 << 20
 #: units for bfloat16, which torch uses.
 FEW, MANY = 32, 128
 
-#: As the native library numbers them; uint8 are numbers of 4 bits, or in a matrix without a mask of as many as it has.
+#: As the native library numbers them; uint8 are numbers of 4 bits.
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3, torch.uint8: 4}
+#: The same of whole numbers without a mask, by their bits.
+_WHOLE = {2: 7, 3: 8, 4: 4, 5: 5, 6: 6, 8: 3}
 
 
 class NativeMatrix(ctypes.Structure):
@@ -226,7 +228,7 @@ def native_matrix(W: PackedMatrix) -> NativeMatrix:
     mask, starts = (None if part is None else part.data_ptr() for part in (W.mask, W.starts))
     pointers = (mask, W.values.data_ptr(), starts)
     scales, groups = (None, 1) if W.scales is None else (W.scales.data_ptr(), W.scales.shape[1])
-    dtype = W.bits if W.mask is None and W.bits < 8 else _DTYPES[W.values.dtype]
+    dtype = _DTYPES[W.values.dtype] if W.mask is not None else _WHOLE[W.bits]
     return NativeMatrix(dtype, W.shape[0], stride(W.columns), *pointers, scales, groups)
 
 

@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that a matrix can hav
 COMPONENTS = ("mask", "values", "starts", "scales")  # the tensors that a packed matrix consists of
 
 #: Of whole numbers in a matrix without a mask; with one there are 4 and 8.
-WHOLE_BITS = (4, 5, 6, 8)
+WHOLE_BITS = (2, 3, 4, 5, 6, 8)
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,10 +34,11 @@ class PackedMatrix:
             Rows are whole words of 64 columns; bits after the last column are 0. None: every column has one.
         values: (count + PADDING,) row by row, then zeros; of W's dtype, or with ``scales`` int8, or uint8 with two
             numbers of 4 bits in each, the first one in the lower half; those of a word of the mask begin with a byte.
-            Without a mask rows are whole words too, filled up with 0, and of 4 bits byte i of the 32 of a word has its
-            column i in the lower half and column i + 32 in the other one. Of 5 and 6 bits, which only such matrices
-            have, a word has the lower four like that, and then the others: of 5 bits bit i of 64 for column i, of 6
-            bits byte i of 16 for the columns i, i + 16, i + 32 and i + 48.
+            Without a mask rows are whole words too, filled up with 0. Numbers of 2, 3, 5 and 6 bits, which only such
+            matrices have, are made of fields of 4, 2 and 1 bits, as whole numbers are of powers of two, and a word has
+            those of all its columns one after the other, the one with the lowest bits first: of 4 bits byte i of 32
+            has the columns i and i + 32, of 2 bits byte i of 16 the columns i, i + 16, i + 32 and i + 48, the first of
+            them in its lowest bits, and bit i of 64 is that of column i.
         dtype: That of W.
         starts: (rows + 1,) int64: where each row's values begin, and where the last one's end. None without a mask.
         scales: (rows, groups) float32: W is a whole number times that of its row and group of columns, rounded to
@@ -95,7 +96,7 @@ def pack(
     """``W`` (rows, columns), a float tensor on the CPU, packed.
 
     ``codes`` int8, 0 only where W is 0, and ``scales`` replace its values; they have to give W to the bit. Of fewer
-    ``bits`` than 8 they are from -2^(bits-1) to 2^(bits-1) - 1; with a mask 5 and 6 are stored as 8. ``whole`` says
+    ``bits`` than 8 they are from -2^(bits-1) to 2^(bits-1) - 1; with a mask all are stored as 4 or 8. ``whole`` says
     whether all of them are kept, without a mask; None: if that takes fewer bytes.
     """
     if codes is not None and whole:
@@ -103,7 +104,7 @@ def pack(
     nonzero = W.contiguous().view(_BITS[W.dtype.itemsize]) != 0
     if codes is None:
         return _masked(nonzero, W, W.dtype)
-    masked = _masked(nonzero, codes, W.dtype, scales, 4 if bits == 4 else 8)
+    masked = _masked(nonzero, codes, W.dtype, scales, 4 if bits <= 4 else 8)
     assert masked.mask is not None
     if whole is None:
         whole = size_of_whole(*masked.shape, bits) < masked.mask.nbytes + masked.count
@@ -116,16 +117,25 @@ def _whole(codes: Tensor, dtype: torch.dtype, scales: Tensor | None, bits: int) 
     values = functional.pad(codes, (0, -columns % WORD))
     if bits < 8:
         words = values.view(torch.uint8).unflatten(1, (-1, WORD))
-        lower, upper = (words & 15).unflatten(2, (2, -1)).unbind(2)
-        parts = [lower | upper << 4]
-        if bits > 4:
-            # Eight or four numbers share a byte: next to each other of 5 bits, 16 apart of 6.
-            others = words >> 4 & (1 << (bits - 4)) - 1
-            shared = others.unflatten(2, (-1, 8)) if bits == 5 else others.unflatten(2, (4, -1)).transpose(2, 3)
-            shifts = torch.arange(0, 8, bits - 4, dtype=torch.uint8)
-            parts.append((shared << shifts).sum(dim=3, dtype=torch.uint8))
+        parts, below = [], 0
+        for width in _fields(bits):
+            apart = _by_bytes(words >> below & (1 << width) - 1, width)
+            parts.append((apart << torch.arange(0, 8, width, dtype=torch.uint8)).sum(dim=3, dtype=torch.uint8))
+            below += width
         values = torch.cat(parts, dim=2).flatten(1)
     return PackedMatrix(None, functional.pad(values.flatten(), (0, PADDING)), columns, dtype, None, scales)
+
+
+def _fields(bits: int) -> tuple[int, ...]:
+    """The widths of the fields that numbers of fewer than 8 ``bits`` are made of, from the lowest bits on."""
+    return tuple(width for width in (4, 2, 1) if bits & width)
+
+
+def _by_bytes(words: Tensor, width: int) -> Tensor:
+    """(rows, words, bytes, numbers of one byte) of ``words`` (rows, words, WORD), a field of that ``width``."""
+    each = 8 // width
+    apart: Tensor = words.unflatten(2, (-1, each) if width == 1 else (each, -1))
+    return apart if width == 1 else apart.transpose(2, 3)
 
 
 def _masked(
@@ -201,12 +211,13 @@ def _numbers(values: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return values
     words = values.unflatten(1, (-1, WORD // 8 * bits))
-    halves, others = words[..., : WORD // 2], words[..., WORD // 2 :]
-    found = torch.cat([halves & 15, halves >> 4], dim=2)
-    if bits > 4:
-        shifts = torch.arange(0, 8, bits - 4, dtype=torch.uint8, device=values.device)
-        shared = others.unsqueeze(3) >> shifts & (1 << (bits - 4)) - 1
-        found |= (shared if bits == 5 else shared.transpose(2, 3)).flatten(2) << 4
+    found, below = torch.zeros(*words.shape[:2], WORD, dtype=torch.uint8, device=values.device), 0
+    widths = _fields(bits)
+    for width, field in zip(widths, words.split([WORD // 8 * width for width in widths], dim=2), strict=True):
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=values.device)
+        apart = field.unsqueeze(3) >> shifts & (1 << width) - 1
+        found |= (apart if width == 1 else apart.transpose(2, 3)).flatten(2) << below
+        below += width
     return _signed(found.flatten(1), bits)
 
 

@@ -21,6 +21,12 @@ class Curve:
     points: tuple[tuple[float, float], ...]  # (sparsity, loss), both increasing, from the lowest to the highest allowed
     divisible: bool = True  # whether any number of zeros is possible, or only those of ``points``, as for n:m
 
+    def at(self, sparsity: float) -> float:
+        """The loss at a sparsity, on straight lines between the points."""
+        i = min(max(1, bisect.bisect_left(self.points, (sparsity,))), len(self.points) - 1)
+        (before, less), (after, more) = self.points[i - 1], self.points[i]
+        return less + (more - less) * (sparsity - before) / (after - before)
+
 
 def ceiling(weights: Sequence[int], zeros: int, whole: Callable[[float], int] = round) -> float:
     """The highest sparsity of matrices with so many ``weights``, of which ``zeros`` in total are to go.

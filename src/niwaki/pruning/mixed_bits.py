@@ -1,9 +1,11 @@
 """How many bits each matrix has on a grid of mixed bits: few where their errors cost the loss least."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from niwaki.choices import TF32
 from niwaki.errors import named
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.problem import Gram, LayerProblem
-from niwaki.layer.rounding import to_nearest
+from niwaki.layer.rounding import onto_grid
 from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
@@ -21,10 +23,10 @@ from niwaki.models.sensitivity import measured, pilot_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 
-#: The share of the calibration windows on which it is decided.
-_PILOT = 0.25
-#: About how many rows of a matrix are rounded for that.
-_ROWS = 256
+T = TypeVar("T")
+
+#: About how many tokens of the calibration text matrices are looked at on, and rows of each.
+_TOKENS, _ROWS = 8192, 128
 
 #: A matrix by block and name.
 Place = tuple[int, str]
@@ -38,57 +40,107 @@ class BitCosts:
     nats: dict[int, float]
 
 
+@dataclass(frozen=True)
+class Looked:
+    """A matrix that is looked at before anything is done to it.
+
+    Attributes:
+        block: Its block, in memory.
+        matrix: What it is.
+        gram: That of its inputs on one half of the text, for what is fitted; other matrices may share it.
+        other: That on the other half, by which errors count: what is fitted to few tokens looks too good on them.
+        importance: (out,) what a squared error of each output costs the loss, as of :func:`.sensitivities`.
+    """
+
+    block: DecoderBlock
+    matrix: Matrix
+    gram: Gram
+    other: Gram
+    importance: Tensor
+
+    def rows(self) -> tuple[Tensor, Callable[[Tensor], float]]:
+        """(rows, in) weights that stand for all, and what others in their place cost the loss, in nats a token.
+
+        That is half of the squared errors of all outputs, weighted by their importance.
+        """
+        W = self.block.weight(self.matrix)
+        rows = torch.randperm(len(W), generator=torch.Generator().manual_seed(0))[:_ROWS].sort().values
+        roots = self.importance[rows].to(W.device).sqrt().unsqueeze(1)
+        W = W[rows.to(W.device)]
+        problem, scale = LayerProblem(W * roots, self.other), self.matrix.shape[0] / len(rows) / 2
+        return W, lambda What: scale * problem.loss(What * roots)
+
+
+def examined(
+    model: StreamedModel,
+    samples: Tensor,
+    tf32: TF32,
+    world: World,
+    progress: Progress,
+    examine: Callable[[Looked], T],
+    at_end: Callable[[HiddenStates], None] | None = None,
+) -> dict[Place, T]:
+    """What ``examine`` makes of each matrix of ``model``, by some of this process's ``samples`` (count, length) int64.
+
+    ``at_end`` receives hidden states after the last block. Cost: two forward passes and one backward.
+    """
+    share = min(1.0, _TOKENS / sum(world.collected(samples.numel())))
+    pilot = pilot_of(samples, share, world)
+    sensitivity = measured(model, pilot_of(samples, share / 2, world), world, progress)
+    found: dict[Place, T] = {}
+    last = model.matrices()[-1].block
+    count = len(model.blocks) if at_end else last + 1
+    with model.budget.lent() as budget:
+        halves = [model.embed(half, budget=budget) for half in (pilot[::2], pilot[1::2]) if len(half)]
+        for block in islice(model.stream(), count):
+            progress.stage(block.index, "allocation", sum(len(half.hidden) for half in halves))
+            if block.index <= last:
+                for matrix, grams in _inputs(block, halves, progress, world, tf32):
+                    with named(matrix.label):
+                        importance = sensitivity[block.index][matrix.name]
+                        found[matrix.place] = examine(Looked(block, matrix, grams[0], grams[-1], importance))
+            if block.index < count - 1 or at_end:
+                for half in halves:
+                    block.advance(half)
+        if at_end:
+            at_end(halves[-1])
+    return world.received(found)
+
+
 def costs_of_bits(
     model: StreamedModel, grid: Grid, samples: Tensor, tf32: TF32, world: World, progress: Progress
 ) -> dict[Place, BitCosts]:
     """Those of all matrices of ``model`` with each of the :attr:`.Grid.choices`, by this process's ``samples``.
 
-        nats = 1/2 sum_o g_o (E H E^T)_oo,    E = W - its nearest numbers of the grid,
+        nats = 1/2 sum_o g_o (E H E^T)_oo,    E = W - numbers of the grid,
 
     where g_o is how sensitive the loss is to output o (:func:`.sensitivities`) and H the second moments of the inputs:
-    to second order, what independent errors of all outputs add to the loss. Rounding on a text regains a part of it, of
-    all matrices about the same. Some rows of each matrix stand for all.
-
-    Cost: a backward pass and two forward passes on a quarter of the windows.
+    to second order, what independent errors of all outputs add to the loss. The numbers are those of
+    :func:`.onto_grid`, as in the run itself: what it regains of the nearest numbers' errors is a tenth for some
+    matrices and nine tenths for others. Some rows of each matrix stand for all, and some windows for all of them.
     """
-    pilot = pilot_of(samples, _PILOT, world)
-    sensitivity = measured(model, pilot, world, progress)
-    found: dict[Place, BitCosts] = {}
-    last = model.matrices()[-1].block
-    with model.budget.lent() as budget:
-        states = model.embed(pilot, budget=budget)
-        for block in islice(model.stream(), last + 1):
-            progress.stage(block.index, "allocation", len(states.hidden))
-            for matrix, gram in _inputs(block, states, progress, world, tf32):
-                with named(matrix.label):
-                    found[matrix.place] = _costs(block, matrix, gram, grid, sensitivity[block.index][matrix.name])
-            if block.index < last:
-                block.advance(states)
-    return world.received(found)
+    return examined(model, samples, tf32, world, progress, partial(cost_of_bits, grid))
+
+
+def cost_of_bits(grid: Grid, looked: Looked) -> BitCosts:
+    """What is foreseen for one matrix: see :func:`costs_of_bits`."""
+    W, cost = looked.rows()
+    dtype = scale_dtype(looked.block.stored_dtype(looked.matrix))
+    problem = LayerProblem(W, looked.gram)
+    solution = problem.solution(W, torch.ones_like(W, dtype=torch.bool))
+    nats = {bits: cost(onto_grid(problem, solution, grid.of(bits), dtype)[0].W) for bits in grid.choices}
+    return BitCosts(looked.matrix.size, nats)
 
 
 def _inputs(
-    block: DecoderBlock, states: HiddenStates, progress: Progress, world: World, tf32: TF32
-) -> Iterator[tuple[Matrix, Gram]]:
+    block: DecoderBlock, states: Sequence[HiddenStates], progress: Progress, world: World, tf32: TF32
+) -> Iterator[tuple[Matrix, list[Gram]]]:
+    """Each matrix with the Gram matrices of its inputs in all ``states``."""
     matrices = {matrix.name: matrix for matrix in block.matrices}
-    for group in block.input_grams(states, progress.step, world, tf32):
-        gram = group.gram(shared=True)
-        yield from ((matrices[name], gram) for name in group.names)
-
-
-def _costs(block: DecoderBlock, matrix: Matrix, gram: Gram, grid: Grid, importance: Tensor) -> BitCosts:
-    W = block.weight(matrix)
-    rows = torch.randperm(len(W), generator=torch.Generator().manual_seed(0))[:_ROWS].sort().values
-    W, importance = W[rows.to(W.device)], importance[rows].to(W.device)
-    weighted = importance.sqrt().unsqueeze(1)
-    dtype = scale_dtype(block.stored_dtype(matrix))
-    scale = matrix.shape[0] / len(rows) / 2
-    problem = LayerProblem(W * weighted, gram)
-    nats = {}
-    for bits in grid.choices:
-        rounded, _ = to_nearest(W, grid.of(bits), dtype)
-        nats[bits] = scale * problem.loss(rounded * weighted)
-    return BitCosts(matrix.size, nats)
+    every = zip(*(block.input_grams(each, progress.step, world, tf32) for each in states), strict=True)
+    for groups in every:
+        grams = [group.gram(shared=True) for group in groups]
+        yield from ((matrices[name], grams) for name in groups[0].names)
 
 
 def choose_bits(costs: dict[Place, BitCosts], average: float) -> dict[Place, int]:

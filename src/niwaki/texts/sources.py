@@ -80,6 +80,8 @@ _USUAL = {
 EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
 #: Windows of the excerpt where it takes the place of the usual text: half of it, so that some is left to measure on.
 _FEW_SAMPLES = 24
+#: Seconds that the hub may take to say that it is there.
+_TIMEOUT = 10.0
 #: Prompts of many kinds that ship with niwaki, for a model to answer.
 PROMPTS = {OWN_ANSWERS: "prompts.jsonl"}
 
@@ -119,19 +121,32 @@ def read_text(source: str, field: str | None = None, template: ChatTemplate | No
 
 
 def usual_calibration(given: Calibration) -> tuple[Calibration, str]:
-    """``given``, or where it is the usual text, and the package that reads that is missing, one that ships with niwaki.
+    """``given``, or where it is the usual text and that is not available, one that ships with niwaki.
 
     That has fewer windows, as many as there are where nobody says how many. The second value says so, "" if not.
     """
     is_usual = isinstance(given.text, str) and given.text == USUAL_CALIBRATION
-    if not is_usual or importlib.util.find_spec("datasets") is not None:
+    if not is_usual or not (why := _not_available(DATASETS[USUAL_CALIBRATION])):
         return given, ""
     fewer = given.over({"samples": _FEW_SAMPLES})
     said = (
-        f"calibrating on {fewer.samples} windows of books that ship with niwaki, because reading {USUAL_CALIBRATION} "
-        f"needs an extra ({EXTRA}); give --calibration a file with text like what the model is for"
+        f"calibrating on {fewer.samples} windows of books that ship with niwaki, because {USUAL_CALIBRATION} {why}; "
+        "give --calibration a file with text like what the model is for"
     )
     return dataclasses.replace(fewer, text="demo"), said
+
+
+def _not_available(wanted: DataSet) -> str:
+    """Why a data set cannot be read, "" if it can."""
+    if importlib.util.find_spec("datasets") is None:
+        return f"needs an extra ({EXTRA})"
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(wanted.repository, timeout=_TIMEOUT)
+    except Exception:  # the library raises errors of its own, of httpx and of the OS
+        return "is on the Hugging Face hub, which cannot be reached"
+    return ""
 
 
 def check_field(field: str | None, sources: Iterable[object]) -> None:

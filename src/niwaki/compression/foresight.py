@@ -1,0 +1,190 @@
+"""What steps are foreseen to cost a model, in nats a token, before any of them is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.errors import UnsupportedModelError
+from niwaki.layer.grid import Grid, scale_dtype
+from niwaki.layer.linalg import STRIP
+from niwaki.layer.patterns import Unstructured
+from niwaki.layer.problem import LayerProblem
+from niwaki.layer.products import products
+from niwaki.layer.rounding import to_nearest
+from niwaki.layer.solvers import Wanda
+from niwaki.models.ends import embedding_keys
+from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.spill import MemoryBudget
+from niwaki.models.streamed import StreamedModel
+from niwaki.options import Calibration, Compute, Measurement
+from niwaki.pruning.allocation import Curve, allocate, smooth
+from niwaki.pruning.mixed_bits import BitCosts, Looked, Place, choose_bits, cost_of_bits, examined, foreseen
+from niwaki.records.progress import Progress
+from niwaki.runs.session import current_session
+from niwaki.shrinking.units import neurons_of
+from niwaki.texts.answers import with_answers
+from niwaki.texts.texts import Texts
+
+#: On how many tokens predictions are compared.
+_COMPARED = 512
+#: Shares of zeros and of neurons of which the cost is measured.
+_ZEROS, _NEURONS = (0.2, 0.35, 0.5, 0.65, 0.8), (0.05, 0.1, 0.2, 0.35, 0.5)
+#: What makes the zeros.
+_SOLVER = Wanda()
+#: What is left of each cost by what the stages fit on the text afterwards, on text of the same kind; of bits it is in
+#: the cost already.
+_LEFT = {"zeros": 0.65, "ends": 0.26, "neurons": 1.0}
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """What bits, zeros and fewer neurons are foreseen to cost, in nats a token.
+
+    To second order independent errors add up: each step has its own cost, and a list of steps the sum of theirs.
+
+    Attributes:
+        bits: For each matrix what rounding it to so many bits costs.
+        zeros: For each matrix what zeros in it cost.
+        ends: By bits what rounding the embeddings and the head costs.
+        neurons: For shares of the neurons, in ascending order, what it costs to remove these from each block; empty for
+            models that have none of a known kind.
+    """
+
+    bits: dict[Place, BitCosts]
+    zeros: list[Curve]
+    ends: dict[int, float]
+    neurons: tuple[tuple[float, float], ...]
+
+    def of_bits(self, average: float, alike: bool = False) -> float:
+        """Matrices of so many bits in the mean, each of as many as suit it or all ``alike``."""
+        chosen = dict.fromkeys(self.bits, int(average)) if alike else choose_bits(self.bits, average)
+        return foreseen(self.bits, chosen)
+
+    def of_zeros(self, share: float) -> float:
+        """That share of zeros, where they cost least."""
+        total = sum(curve.weights for curve in self.zeros)
+        counts = allocate(self.zeros, round(share * total))
+        costs = (curve.at(count / curve.weights) for curve, count in zip(self.zeros, counts, strict=True))
+        return _LEFT["zeros"] * math.fsum(costs)
+
+    def of_ends(self, bits: int) -> float:
+        """Embeddings and head of so many bits."""
+        return _LEFT["ends"] * self.ends[bits]
+
+    def of_neurons(self, share: float) -> float | None:
+        """A share of the neurons removed from each block; None where that is not known, or more than was measured."""
+        if not self.neurons or share > self.neurons[-1][0]:
+            return None
+        curve = Curve(1, ((0.0, 0.0), *self.neurons))
+        return _LEFT["neurons"] * curve.at(share)
+
+
+@torch.no_grad()
+def foresee(
+    checkpoint: Checkpoint,
+    grid: Grid,
+    ends: Sequence[int],
+    calibration: Calibration,
+    compute: Compute,
+    progress: Progress,
+) -> Foresight:
+    """Looks at the model in two passes forward and one backward over a little of the calibration text.
+
+    Bits are the :attr:`.Grid.choices` of ``grid``, and those of embeddings and head the ``ends``. Squared errors of the
+    outputs of matrices count by how sensitive the loss is to each of them (:func:`.sensitivities`): those of nearest
+    numbers, of zeros as Wanda chooses them, and of the neurons that add least to the outputs. What rounding the head
+    costs is measured: the divergence of its predictions. Memory: one block, or the head.
+
+    Raises:
+        UnsupportedModelError: the model has no head, or embeddings that are no matrices.
+        NiwakiError: see :mod:`niwaki.errors`; as of stages that calibrate on this text.
+    """
+    world = current_session().world
+    with contextlib.closing(MemoryBudget(compute.budget)) as budget:
+        model = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
+        text = with_answers(model, calibration, compute.budget, world, progress)
+        tokens = Texts.read(model, text, Measurement(samples=0)).windows.tokens
+        looking = _Looking(model, grid, ends)
+        with products(tf32=False):
+            found = examined(
+                model, world.share(tokens), compute.tf32, world, progress, looking.at_matrix, looking.at_head
+            )
+    removed = [each.neurons for each in found.values() if each.neurons]
+    shares = zip(_NEURONS, *removed, strict=True) if removed else ()
+    return Foresight(
+        {place: each.bits for place, each in found.items()},
+        [each.zeros for each in found.values()],
+        world.received(looking.ends),
+        tuple((share, math.fsum(nats)) for share, *nats in shares),
+    )
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What is foreseen for one matrix."""
+
+    bits: BitCosts
+    zeros: Curve
+    neurons: tuple[float, ...]  # for each of the _NEURONS, where the matrix is what neurons go into
+
+
+class _Looking:
+    """Looks at all parts of a model once."""
+
+    def __init__(self, model: StreamedModel, grid: Grid, ends: Sequence[int]) -> None:
+        self._model, self._grid = model, grid
+        self._neurons = _neuron_matrices(model)
+        #: By bits of the embeddings and the head.
+        self.ends = dict.fromkeys(ends, 0.0)
+
+    def at_matrix(self, looked: Looked) -> _Costs:
+        """What is foreseen for a matrix."""
+        matrix, (W, cost) = looked.matrix, looked.rows()
+        problem = LayerProblem(W, looked.gram)
+        points = [(share, cost(_SOLVER(problem, Unstructured(share)).W)) for share in _ZEROS]
+        zeros = smooth(matrix.size, points, cost(torch.zeros_like(W)))
+        neurons: tuple[float, ...] = ()
+        if matrix.place in self._neurons:
+            order = (W.square().sum(dim=0) * looked.gram.norm.square()).argsort()
+            neurons = tuple(cost(_without(W, order[: round(share * len(order))])) for share in _NEURONS)
+        return _Costs(cost_of_bits(self._grid, looked), zeros, neurons)
+
+    def at_head(self, states: HiddenStates) -> None:
+        """What rounding the head costs, by the divergence of predictions for some tokens."""
+        model, key = self._model, embedding_keys(self._model)[-1]
+        dtype = scale_dtype(model.checkpoint.dtype(key))
+        group = self._grid.group
+        with model.last_states() as normed:
+            x = normed(states.hidden[0], states.tokens[0]).flatten(0, 1).float()
+            x = x[:: math.ceil(len(x) / _COMPARED)]
+            weight = model.model.get_output_embeddings().weight
+            logits = {bits: list[Tensor]() for bits in (0, *self.ends)}
+            for rows in weight.split(STRIP):
+                W = rows.float()
+                logits[0].append(x @ W.T)
+                for bits in self.ends:
+                    logits[bits].append(x @ to_nearest(W, Grid(bits, group), dtype)[0].T)
+        dense = torch.cat(logits.pop(0), dim=1).log_softmax(-1)
+        for bits, parts in logits.items():
+            rounded = torch.cat(parts, dim=1).log_softmax(-1)
+            self.ends[bits] = float((dense.exp() * (dense - rounded)).sum(-1).mean())
+
+
+def _without(W: Tensor, columns: Tensor) -> Tensor:
+    """``W`` with zeros in these ``columns``."""
+    return W.index_fill(1, columns, 0.0)
+
+
+def _neuron_matrices(model: StreamedModel) -> frozenset[Place]:
+    """What the neurons of each block go into; none where there are none of a known kind."""
+    try:
+        return frozenset(matrix.place for matrix in neurons_of(model).matrices)
+    except UnsupportedModelError:
+        return frozenset()

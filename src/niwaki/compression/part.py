@@ -1,0 +1,49 @@
+"""Runs that are parts of a call: how they go, in the words of the whole, and what it adds to their records."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from niwaki.records.progress import Progress
+from niwaki.records.record import Record
+from niwaki.runs.session import current_session
+
+_NAME = "niwaki.json"
+
+
+def finished(directory: Path) -> Record:
+    """The record of the run whose output is there."""
+    return Record.load(directory / _NAME)
+
+
+def with_notes(record: Record, notes: Iterable[str], directory: Path) -> Record:
+    """``record`` with more notes, which that in the output ``directory`` gets too."""
+    notes = list(notes)
+    record.notes += notes
+    if current_session().world.first and (directory / _NAME).exists():
+        written = finished(directory)
+        written.notes += notes
+        written.save(directory / _NAME)
+    return record
+
+
+class PartOf(Progress):
+    """Tells ``outer`` in a line with a ``name`` what a part of it does, such as one trial of several."""
+
+    def __init__(self, outer: Progress, name: str) -> None:
+        self._outer, self._name, self._stage, self._blocks = outer, name, name, 0
+
+    def status(self, what: str, done: int = 0, count: int = 0) -> None:
+        self._outer.status(f"{self._stage}: {what}", done, count)
+
+    def turn(self, number: int, count: int, stage: str) -> None:
+        self._stage = f"{self._name}, {stage}"
+        self._outer.status(self._stage)
+
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        self._blocks = blocks
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self._outer.status(f"{self._stage}: {name}", block, self._blocks)
+
+    def stopped(self, done: int, blocks: int, where: str = "") -> None:
+        self._outer.stopped(done, blocks, ", ".join(filter(None, (self._name, where))))
