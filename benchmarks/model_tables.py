@@ -328,10 +328,9 @@ def finetune(made: Any) -> Lines:
     ]
 
 
-def sizes(made: Any, timed: Any = None) -> Lines:
-    """What is lost at each size: perplexity, nats above the dense model, and their mean; and tokens a second."""
+def sizes(made: Any) -> Lines:
+    """What is lost at each size: perplexity, nats above the dense model, and their mean."""
     dense = made["cells"][0]["losses"]
-    speeds = {form["form"]: form["tokens_per_second"] for form in timed["forms"]} if timed else {}
     rows = []
     for cell in sorted(made["cells"], key=lambda cell: -cell["bits"]):
         pairs = {text: paired(losses, dense[text]) for text, losses in cell["losses"].items()}
@@ -340,25 +339,15 @@ def sizes(made: Any, timed: Any = None) -> Lines:
             above = f" ({gap:.3f} ±{error:.3f})" if cell is not made["cells"][0] else ""
             row.append(f"{exp(fmean(cell['losses'][text])):.2f}{above}")
         row.append(f"{fmean(gap for gap, _ in pairs.values()):.3f}")
-        if timed:
-            speed = speeds.get(_runner(cell))
-            row.append(f"{speed:.0f}" if speed else "")
         rows.append(row)
     return [
-        *markdown(["zeros", "values", "bits a weight", *dense, "mean of nats", *(["tokens/s"] if timed else [])], rows),
+        *markdown(["zeros", "values", "bits a weight", *dense, "mean of nats"], rows),
         "",
         f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens of books at the default effort; "
         f"perplexity on {made['text_samples']} x {made['length']} tokens of each text and, in brackets, nats a token "
         "above the dense model with the standard error of that difference. Bits are those of the pruned matrices, with "
         "mask and scales.",
     ]
-
-
-def _runner(cell: Cell) -> str:
-    """What this form is called in the record of llama_cpp.py: niwaki writes with all but the dense model."""
-    if not cell["sparsity"] and not cell["grid"]:
-        return "transformers, bfloat16"
-    return f"packed, {cell['sparsity']:.0%} zeros" + (f", {cell['grid']}" if cell["grid"] else "")
 
 
 def _values(cell: Cell) -> str:

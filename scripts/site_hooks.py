@@ -16,6 +16,14 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+#: An entry of docs/api.md, which scripts/reference.py writes in plain Markdown.
+ENTRY = re.compile(r"^<!-- (niwaki\.\w+) -->$.*?^<!-- end of \1 -->$", re.MULTILINE | re.DOTALL)
+ERRORS = """
+    options:
+      show_root_heading: false
+      show_bases: true
+      filters: ["!^_", "!^NiwakiError$", "!^first_line$"]
+"""
 LINK = re.compile(r'(\]\(|\b(?:src|srcset|href)=")(?!\w+:|#)([^)"#\s]+)')
 
 log = logging.getLogger("mkdocs.hooks.site")
@@ -29,8 +37,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns each relative link into one that works on the site."""
+    """Turns each relative link into one that works on the site, and entries of the reference into whole docstrings."""
     name = page.file.src_uri
+    markdown = ENTRY.sub(lambda entry: f"::: {entry[1]}" + (ERRORS if entry[1] == "niwaki.errors" else ""), markdown)
     folder = "" if name in PAGES.values() else posixpath.join("docs", posixpath.dirname(name))
 
     def address(link: re.Match[str]) -> str:

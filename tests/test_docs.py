@@ -8,7 +8,9 @@ import re
 import shlex
 from pathlib import Path
 
+import concepts_picture
 import pytest
+import reference
 import typer.main
 
 import niwaki
@@ -28,9 +30,15 @@ def code(page: Path) -> list[ast.Module]:
     return [ast.parse(inspect.cleandoc("\n" + block)) for _, block in blocks]
 
 
-def test_the_reference_has_each_public_name() -> None:
-    named = re.findall(r"^::: niwaki\.([\w]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-    assert sorted(set(named) - {"errors"}) == niwaki.__all__
+def test_the_reference_is_that_of_the_program() -> None:
+    """Each command and each public name has its entry, with the options, arguments and words that it has now."""
+    for page, text in reference.render().items():
+        assert page.read_text(encoding="utf-8") == text, f"{page.name}: python scripts/reference.py"
+
+
+def test_the_picture_of_the_concepts_is_as_it_is_drawn() -> None:
+    for path, text in concepts_picture.pictures().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: python scripts/concepts_picture.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -13,7 +13,7 @@ from niwaki.packed import kernels
 from niwaki.packed.matrix import COMPONENTS, PackedMatrix, numbers_of
 
 #: The most vectors for which a product reads the packed matrix as it is, by the kind of other devices than processors.
-#: With more, unpacking it once for all is cheaper (docs/packed.md).
+#: With more, unpacking it once for all is cheaper (docs/results-speed.md).
 DIRECT = {"cuda": 16}
 
 
