@@ -49,7 +49,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if target in PAGES:
             return link[1] + PAGES[target]
         if target.startswith("docs/"):
-            return link[1] + target.removeprefix("docs/")
+            place = target.removeprefix("docs/")
+            # mkdocs makes links of Markdown relative to the page's address, and not those of HTML.
+            return link[1] + (place if link[1] == "](" else posixpath.relpath(place, page.file.url))
         return f"{link[1]}{config.repo_url}/blob/main/{target}"
 
     return LINK.sub(address, markdown)

@@ -7,6 +7,7 @@ import inspect
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import concepts_picture
 import pytest
@@ -65,6 +66,18 @@ def test_commands_have_the_options_that_are_shown(page: Path) -> None:
             known = {flag for option in commands[name].params for flag in (*option.opts, *option.secondary_opts)}
             shown = re.findall(r"(?<!\S)(--[a-z][a-z0-9-]*)", rest)
             assert set(shown) <= {*known, "--help"}, (name, rest)
+
+
+@pytest.mark.parametrize(("page", "address"), [("index.md", "./"), ("methods.md", "methods/")])
+def test_pictures_are_found_on_the_site(page: str, address: str) -> None:
+    """Where a page is a directory, what its HTML says is relative to that."""
+    hooks = pytest.importorskip("site_hooks")
+    file = SimpleNamespace(src_uri=page, url=address)
+    source = "docs/figures/zeros-dark.svg" if page == "index.md" else "figures/zeros-dark.svg"
+    said = f'<source srcset="{source}"> ![scaling]({source})'
+    made = hooks.on_page_markdown(said, SimpleNamespace(file=file), SimpleNamespace(repo_url=""), None)
+    up = "" if page == "index.md" else "../"
+    assert made == f'<source srcset="{up}figures/zeros-dark.svg"> ![scaling](figures/zeros-dark.svg)'
 
 
 # The table of names
