@@ -1,8 +1,8 @@
 # Two commands do everything on a machine with only Python:
 #   make demo   sets up and prunes the embedded model by every method
 #   make test   sets up and runs formatting, lint, types and all tests
-# and for those who change something, make results writes the documentation's tables from the records, and make dist
-# builds the sdist and the wheel.
+# and for those who change something, make results writes the documentation's tables from the records, make reference
+# its reference pages from the program, and make dist builds the sdist and the wheel.
 .POSIX:
 PYTHON = python3
 PYTHON_LOWEST = python3.10
@@ -27,6 +27,11 @@ demo: setup
 # The tables of the documentation and README's picture, from the records in benchmarks/results.
 results: setup
 	$(BIN)/python benchmarks/results.py
+
+# The reference of commands and of Python, from the program; and the picture of the concepts.
+reference: setup
+	$(BIN)/python scripts/reference.py
+	$(BIN)/python scripts/concepts_picture.py
 
 # The documentation as a site, in site/index.html.
 docs: setup
@@ -68,4 +73,4 @@ dist:
 clean:
 	rm -rf $(VENV) $(LOWEST) .llama-cpp .mypy_cache .ruff_cache build dist site src/niwaki/_kernels.*
 
-.PHONY: setup demo results docs check test llama-cpp campaign quick lowest dist clean
+.PHONY: setup demo results reference docs check test llama-cpp campaign quick lowest dist clean
