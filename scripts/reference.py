@@ -61,13 +61,16 @@ def command_entry(name: str, command: Any) -> str:
 
 
 def _option(option: Any) -> str:
-    """An option with what it takes: "`--order first|random`"."""
+    """An option with what it takes: "`--order first/random`"."""
     if option.is_flag:
         return ", ".join(f"`{each}`" for each in (*option.opts, *option.secondary_opts))
-    kind = option.type_descriptor.annotation
-    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-    takes = "\\|".join(choices) if choices else option.metavar or option.name.upper()
-    return ", ".join(f"`{each}`" for each in option.opts[:-1]) + f"`{option.opts[-1]} {takes}`".replace("\\|", "/")
+    if hasattr(option, "type_descriptor"):  # of a typer that has no click below it
+        kind = option.type_descriptor.annotation
+        choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    else:
+        choices = getattr(option.type, "choices", ())
+    takes = "/".join(choices) or option.metavar or option.name.upper()
+    return ", ".join(f"`{each} {takes}`" for each in option.opts)
 
 
 def _help(option: Any) -> str:
