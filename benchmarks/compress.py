@@ -3,15 +3,16 @@
     python benchmarks/compress.py recipes MODEL CORPUS WORK --record benchmarks/results/compress.json
     python benchmarks/compress.py speeds MODEL --record benchmarks/results/compress_speed.json
 
-Each recipe is a list of stages whose files are at most as large as the size says: what compress decides on, and what
-else niwaki has for its packed format at that size. All are calibrated on books and measured on texts of several kinds,
+Each recipe is a list of stages whose files are at most as large as the size says: what compress decides on, what it
+names besides, and what somebody would make by hand. All are calibrated on books and measured on texts of several kinds,
 see corpus.py.
 """
 
 import contextlib
+import itertools
 import platform
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,7 +25,7 @@ from corpus import ALL_MEASURED, MEASURED, Texts
 from typer import Option
 
 import niwaki
-from niwaki import Calibration, Pack, Prune, Quantize, QuantizeEmbeddings, Shrink
+from niwaki import Calibration, Pack, Prune, Quantize, QuantizeEmbeddings
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.compression.compress import plan_compression
 from niwaki.compression.ways import Parts
@@ -33,42 +34,38 @@ from niwaki.runs.stage import Stage
 
 #: Bits a weight that scales take, one of 2 bytes for 64 weights, and the mask of a matrix with zeros.
 SCALE, MASK = 0.25, 1.0
-#: Zeros and parameters that stay, between which a recipe is one that somebody would try.
-ZEROS, LEFT = (0.1, 0.5), (0.75, 0.99)
+#: Zeros, between which a recipe is one that somebody would try.
+ZEROS = (0.1, 0.7)
 #: For headers, a share of the size.
 HEADERS = 0.995
 
 
-def _others(model: StreamedModel, asked: int, shrunk: bool) -> Iterator[tuple[str, list[Stage]]]:
-    """Recipes of that size in bytes besides compress's own, by their names."""
+def _by_hand(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage]]]:
+    """Recipes of that size in bytes as somebody would make them by hand, by their names.
+
+    They have one number of bits for all matrices or mixed ones, zeros with 4, 8 or 16 bits for the others, embeddings
+    and head of 8 to 4 bits, and the efforts `fast` and `balanced`.
+    """
     before = sum(entry.size for entry in model.checkpoint.entries.values())
     parts = Parts.of(model, before, "niwaki")
     room = 8 * (HEADERS * asked - parts.others)  # bits for matrices and embeddings
-    for ends in (8, 6, 4):
+    for ends, effort in itertools.product((8, 6, 5, 4), ("balanced", "fast")):
         last: list[Stage] = [QuantizeEmbeddings(f"int{ends}:64"), Pack()]
         bits = (room - parts.embeddings * (ends + SCALE)) / parts.matrices
-        mixed = bits - SCALE
-        if 4 <= mixed < 8:
-            yield f"{mixed:.1f} bits, embeddings of {ends}", [Quantize(f"int{mixed:.2f}:64"), *last]
-        for values in (16, 8, 4) if ends != 6 else ():
-            scale = SCALE if values < 16 else 0.0
-            zeros = 1 - (bits - MASK - scale) / values
+        tail = f", embeddings of {ends}, {effort}"
+        mixed = min(8.0, bits - SCALE)
+        if mixed >= 2:
+            yield f"{mixed:.2f} bits{tail}", [Quantize(f"int{mixed:.2f}:64", effort=effort), *last]
+        if alike := max((each for each in (3, 4, 5, 6) if each <= mixed), default=None):
+            yield f"{alike} bits for all{tail}", [Quantize(f"int{alike}:64", effort=effort), *last]
+        for values in (16, 8, 4):
+            zeros = 1 - (bits - MASK - (SCALE if values < 16 else 0.0)) / values
             if ZEROS[0] <= zeros <= ZEROS[1]:
                 grid = None if values == 16 else f"int{values}:64"
-                name = f"{zeros:.0%} zeros, {values} bits, embeddings of {ends}"
-                yield name, [Prune(round(zeros, 3), quantize=grid), *last]
-        for values in (8, 6, 4) if shrunk and ends == 8 else ():
-            matrices = (room - parts.embeddings * (ends + SCALE)) / (values + SCALE)
-            left = (matrices + parts.embeddings) / (parts.matrices + parts.embeddings)
-            if LEFT[0] <= left <= LEFT[1]:
-                grid = f"int{values}:64" if values != 6 else "int6.0:64"
-                name = f"{left:.0%} of the parameters, {values} bits, embeddings of {ends}"
-                yield name, [Shrink(parameters=round(left - 0.005, 3)), Quantize(grid), *last]
-
-
-def _kind(stages: Sequence[Stage]) -> tuple[str, str]:
-    """What a recipe does first, and the embeddings' grid: two of a kind differ by hundredths of a bit."""
-    return stages[0].name, str(stages[1])
+                yield (
+                    f"{zeros:.0%} zeros, {values} bits{tail}",
+                    [Prune(round(zeros, 3), None, effort, quantize=grid), *last],
+                )
 
 
 def recipes(
@@ -77,7 +74,8 @@ def recipes(
     work: Work,
     record: Annotated[Path, Option(help="Write JSON there after each model, and resume from it.")],
     sizes: Annotated[str, Option(help="Shares of the model's bytes.")] = "0.35,0.45,0.27,0.31",
-    shrunk: Annotated[bool, Option(help="Also smaller models, each of which takes ten minutes.")] = False,
+    others: Annotated[int, Option(help="How many of the others that compress names are made too.")] = 2,
+    by_hand: Annotated[bool, Option(help="Also all that somebody would make by hand.")] = False,
     texts: common.Measured = ALL_MEASURED,
     samples: Samples = 16,
     text_samples: TextSamples = 16,
@@ -96,13 +94,12 @@ def recipes(
     if not sheet.has(recipe="dense"):
         add(model, size=1.0, recipe="dense", bytes=before, seconds=0.0)
     for size in common.fractions(sizes):
-        plan = plan_compression(model, size)
-        own = _kind(plan.way.stages)
-        others = [each for each in _others(dense, plan.asked, shrunk) if _kind(each[1]) != own]
-        asked = [("compress", list(plan.way.stages)), *others]
-        if not sheet.has(size=size, recipe="compress"):
-            print(plan, flush=True)
-        for name, stages in asked:
+        plan = plan_compression(model, size, calibration=books)
+        print(plan, flush=True)
+        asked = [("compress", plan.way.stages, plan.way.nats)]
+        asked += [(way.words, way.stages, way.nats) for way in plan.others[:others]]
+        asked += [(name, tuple(stages), None) for name, stages in _by_hand(dense, plan.asked) if by_hand]
+        for name, stages, foreseen in asked:
             if sheet.has(size=size, recipe=name):
                 continue
             with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
@@ -111,7 +108,8 @@ def recipes(
                 weights = sum(file.stat().st_size for file in out.glob("*.safetensors"))
                 seconds = sum(stage.seconds for stage in done.stages)
                 words = [f"{stage.name} {stage}".strip() for stage in stages]
-                add(out, size=size, recipe=name, stages=words, bytes=weights, seconds=seconds)
+                facts = {"stages": words, "bytes": weights, "seconds": seconds, "foreseen": foreseen}
+                add(out, size=size, recipe=name, **facts)
 
 
 def speeds(

@@ -24,6 +24,7 @@ from niwaki.recipes import run
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
+from niwaki.runs.session import remembering
 from niwaki.runs.stage import Stage
 from niwaki.texts.sources import usual_calibration
 
@@ -64,6 +65,7 @@ class Compression:
 
 
 @checked
+@remembering()
 def compress(
     model: str | Path,
     out: str | Path,

@@ -25,7 +25,16 @@ from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.pruning.allocation import Curve, allocate, smooth
-from niwaki.pruning.mixed_bits import BitCosts, Looked, Place, choose_bits, cost_of_bits, examined, foreseen
+from niwaki.pruning.mixed_bits import (
+    BitCosts,
+    Looked,
+    Place,
+    choose_bits,
+    cost_of_bits,
+    examined,
+    foreseen,
+    remembered_costs,
+)
 from niwaki.records.progress import Progress
 from niwaki.runs.session import current_session
 from niwaki.shrinking.units import neurons_of
@@ -111,15 +120,15 @@ def foresee(
         model = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
         text = with_answers(model, calibration, compute.budget, world, progress)
         tokens = Texts.read(model, text, Measurement(samples=0)).windows.tokens
-        looking = _Looking(model, grid, ends)
+        looking, own = _Looking(model, grid, ends), world.share(tokens)
         with products(tf32=False):
-            found = examined(
-                model, world.share(tokens), compute.tf32, world, progress, looking.at_matrix, looking.at_head
-            )
+            found = examined(model, own, compute.tf32, world, progress, looking.at_matrix, looking.at_head)
+        bits = {place: each.bits for place, each in found.items()}
+        remembered_costs(model, grid, own, compute.tf32, lambda: bits)
     removed = [each.neurons for each in found.values() if each.neurons]
     shares = zip(_NEURONS, *removed, strict=True) if removed else ()
     return Foresight(
-        {place: each.bits for place, each in found.items()},
+        bits,
         [each.zeros for each in found.values()],
         world.received(looking.ends),
         tuple((share, math.fsum(nats)) for share, *nats in shares),

@@ -1,5 +1,6 @@
 """How many bits each matrix has on a grid of mixed bits: few where their errors cost the loss least."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.choices import TF32
 from niwaki.errors import named
 from niwaki.layer.grid import Grid, scale_dtype
@@ -22,6 +24,7 @@ from niwaki.models.processes import World
 from niwaki.models.sensitivity import measured, pilot_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
+from niwaki.runs.session import remembered
 
 T = TypeVar("T")
 
@@ -119,7 +122,18 @@ def costs_of_bits(
     :func:`.onto_grid`, as in the run itself: what it regains of the nearest numbers' errors is a tenth for some
     matrices and nine tenths for others. Some rows of each matrix stand for all, and some windows for all of them.
     """
-    return examined(model, samples, tf32, world, progress, partial(cost_of_bits, grid))
+    return remembered_costs(
+        model, grid, samples, tf32, lambda: examined(model, samples, tf32, world, progress, partial(cost_of_bits, grid))
+    )
+
+
+def remembered_costs(
+    model: StreamedModel, grid: Grid, samples: Tensor, tf32: TF32, find: Callable[[], dict[Place, BitCosts]]
+) -> dict[Place, BitCosts]:
+    """What ``find`` finds, unless an earlier run of the same call has found it: see :func:`.remembered`."""
+    text = hashlib.sha256(raw_bytes(samples)).hexdigest()
+    how = grid.choices, grid.group, text, str(model.device), str(model.dtype), tf32
+    return remembered("costs of bits", model.checkpoint, how, find)
 
 
 def cost_of_bits(grid: Grid, looked: Looked) -> BitCosts:

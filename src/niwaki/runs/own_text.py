@@ -6,6 +6,7 @@ from torch import Tensor
 from niwaki.errors import UnsupportedModelError
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
+from niwaki.runs.session import remembered
 from niwaki.runs.stage import Run
 from niwaki.texts.synthesis import synthesize
 
@@ -21,8 +22,13 @@ def written(
     world = run.world
     count = max(world.size, round(share * sum(world.collected(len(samples)))))
     record.calibration["synthetic"] = count
+    length, compute = samples.shape[1], run.compute
+
+    def write() -> Tensor:
+        return synthesize(model, count, length, compute.budget, world, run.progress, bos=bos)
+
     try:
-        return synthesize(model, count, samples.shape[1], run.compute.budget, world, run.progress, bos=bos)
+        return remembered("own text", model.checkpoint, (count, length, bos, compute), write)
     except UnsupportedModelError as error:
         record.calibration["synthetic"] = 0
         reason = f"the dense model wrote no text to calibrate on: {error}; more --samples of real text do as well"
