@@ -133,6 +133,7 @@ def test_the_same_call_resumes(model: Path, tmp_path: Path) -> None:
         ({"size": "much"}, "much"),
         ({"size": 0.4, "loss": 0.1}, "one of them"),
         ({"loss": 0.1, "speed": 2}, "one of them"),
+        ({"size": 0.4, "also": ["demo"]}, "are for a loss"),
         ({"loss": "little"}, "loss is a number"),
         ({"loss": 0}, "loss is a number"),
         ({"loss": "nan"}, "loss is a number"),
@@ -207,6 +208,27 @@ def test_the_smallest_within_a_loss(model: Path, text: Calibration, tmp_path: Pa
     stages = niwaki.Recipe.read(tmp_path / "out").stages
     niwaki.run(model, tmp_path / "same", niwaki.Recipe(stages), calibration=text, compute=CPU)
     assert files(tmp_path / "same", "recipe.toml", "README.md") == files(tmp_path / "out", "recipe.toml", "README.md")
+
+
+def test_a_loss_that_is_kept_on_several_texts(model: Path, text: Calibration, tmp_path: Path) -> None:
+    """The worst of them counts: what is within the bound on one alone is not on both."""
+    other = tmp_path / "other.txt"
+    other.write_text("def f(x): return [x, x + 1, x * 2]\n" * 200)
+    given: dict[str, Any] = {"loss": 0.03, "calibration": text, "compute": CPU}
+    alone = niwaki.compress(model, tmp_path / "alone", **given)
+    both = niwaki.compress(model, tmp_path / "both", also=[str(other)], **given)
+    measurement = Measurement(str(other), samples=16, length=24)
+    lost = []
+    for name in ("alone", "both"):
+        after = niwaki.evaluate(tmp_path / name, measurement, compute=CPU)
+        difference = after.above(niwaki.evaluate(model, measurement, compute=CPU))
+        assert difference.standard_error is not None
+        lost.append(difference.nats + 1.96 * difference.standard_error)
+    assert lost[1] <= 0.03
+    assert weights(tmp_path / "both") >= weights(tmp_path / "alone")
+    if lost[0] > 0.03:
+        assert f"on {other}" in "".join(both.notes)
+    assert alone.notes[-1].startswith("the smallest within the bound")
 
 
 def test_trials_that_are_there_are_not_repeated(model: Path, text: Calibration, tmp_path: Path) -> None:

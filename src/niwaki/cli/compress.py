@@ -18,6 +18,7 @@ def compress(
     loss: Annotated[str | None, "NATS"] = None,
     speed: Annotated[str | None, "TIMES"] = None,
     parameters: Annotated[str | None, "COUNT"] = None,
+    also: Annotated[list[str] | None, "TEXT"] = None,
     runtime: Annotated[Runtime | None, "--for"] = None,
     max_time: Annotated[str | None, "TIME"] = None,
     plan: bool = False,
@@ -32,6 +33,8 @@ def compress(
         size: What the weights may take in files: a share of what they take now, such as 0.4, or 80MB. Never exceeded.
         loss: The loss that may be added, in nats a token of --text: 0.05 is a perplexity 5 % higher. Some sizes are
             tried, and the smallest whose 95 % upper bound is within the limit is written.
+        also: With --loss, another text on which it has to be kept, such as another kind of text that the model is for.
+            May be given several times.
         speed: Tokens a second, as a multiple of the dense model's on this machine, such as 2.0; the largest model that
             reaches it is written.
         parameters: For transformers: how many of the parameters stay, such as 0.75 or 110M.
@@ -55,4 +58,4 @@ def compress(
     with work.begun(f"compressing {model}", output) as common:
         from niwaki.compression.compress import compress as run
 
-        run(model, output, size, loss=loss, speed=speed, **asked, **common)
+        run(model, output, size, loss=loss, speed=speed, also=also or (), **asked, **common)

@@ -1,7 +1,7 @@
 """One number instead of many commands: how small, how fast or at what loss, for the program that runs the result."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.session import remembering
-from niwaki.runs.stage import Stage
+from niwaki.runs.stage import USUAL_WINDOWS, Stage
 from niwaki.texts.sources import usual_calibration
 
 
@@ -74,6 +74,7 @@ def compress(
     parameters: float | str | None = None,
     loss: float | str | None = None,
     speed: float | str | None = None,
+    also: Sequence[str] = (),
     runtime: Runtime | None = None,
     max_time: float | str | None = None,
     calibration: Calibration | Text = Calibration(),
@@ -97,6 +98,8 @@ def compress(
             ``measurement``: the smallest model of which the upper end of the 95 % interval is within it.
         speed: Or how many times as many tokens a second as the dense model it has to write on this machine: the largest
             model that does.
+        also: More texts on which the loss has to be kept, such as other kinds of text that the model is for: other
+            kinds than that of ``calibration`` lose more. As many windows of each as of ``measurement``.
         runtime: What runs the result: "niwaki" (a packed model), "llama.cpp" (a GGUF file), "transformers" (a smaller
             dense model) or "2:4" (a dense model with two zeros in every four, which has no size). By default
             transformers where ``parameters`` are given, and else niwaki.
@@ -116,12 +119,14 @@ def compress(
             the model.
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
+    if also and loss is None:
+        raise UsageError("more texts to measure on are for a loss; give one too, or measure the result with eval")
     if loss is None and speed is None:
-        texts: dict[str, Any] = {"calibration": calibration, "compute": compute, "progress": progress}
-        planned = plan_compression(model, size, parameters=parameters, runtime=runtime, max_time=max_time, **texts)
+        given: dict[str, Any] = {"calibration": calibration, "compute": compute, "progress": progress}
+        planned = plan_compression(model, size, parameters=parameters, runtime=runtime, max_time=max_time, **given)
         if progress:
             progress.note(str(planned))
-        record = run(model, out, planned.way.stages, measurement=measurement, restart=restart, **texts)
+        record = run(model, out, planned.way.stages, measurement=measurement, restart=restart, **given)
         return with_notes(record, _compared(planned.way, record), Path(out))
     if sum(each is not None for each in (size, parameters, loss, speed)) != 1:
         raise UsageError("give one of them: a size, parameters, a loss or a speed")
@@ -140,7 +145,9 @@ def compress(
     checkpoint, before, there = _numbers(model)
     bound: LossBound | SpeedBound
     if loss is not None:
-        bound = LossBound(_positive("loss", loss))
+        length = asked.length or calibration.length
+        texts = tuple(replace(asked, text=text, samples=asked.samples or USUAL_WINDOWS, length=length) for text in also)
+        bound = LossBound(_positive("loss", loss), texts, checkpoint.path, Compute.of(compute))
     else:
         assert speed is not None
         bound = SpeedBound(_positive("speed", speed), before, checkpoint.path, Compute.of(compute))

@@ -12,10 +12,12 @@ from niwaki.compression.part import PartOf, finished, with_notes
 from niwaki.compression.ways import Way
 from niwaki.errors import UsageError
 from niwaki.evaluation.bench import bench
+from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import locked, output_errors
 from niwaki.models.locate import locate_model
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.recipes import run
+from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import RECIPE, Recipe
 from niwaki.records.record import Record
@@ -47,17 +49,29 @@ class LossBound:
     """At most so many ``nats`` a token above the model, at the upper end of the 95 % interval of what is measured."""
 
     nats: float
+    #: Texts on which it has to be kept besides that of the runs, and how they are measured.
+    also: tuple[Measurement, ...] = ()
+    dense: Path = Path()
+    compute: Compute = Compute()
     #: Ways are tried from large to small: if one is within the bound, so are those before it.
     from_large: bool = True
+    _known: dict[str, Perplexity] = field(default_factory=dict, init=False)
 
     def check(self, trial: Trial) -> tuple[bool, float, str]:
         """Whether it is kept, the most that it may lose, and words for it; UsageError where nothing was measured."""
         measured = trial.record.perplexity
         if not {"before", "after"} <= measured.keys():
             raise UsageError("a bound on the loss needs text to measure it on, and there is none left; give more text")
-        lost = measured["after"].above(measured["before"])
-        most = lost.nats + _ERRORS * (lost.standard_error or math.inf)
-        return self.within(most), max(most, 1e-4), f"{lost.words}, at most {most:.4f}"
+        losses = {"": measured["after"].above(measured["before"])}
+        for each in self.also:
+            name = str(each.text)
+            if name not in self._known:
+                self._known[name] = evaluate(self.dense, each, compute=self.compute)
+            losses[f" on {name}"] = evaluate(trial.directory, each, compute=self.compute).above(self._known[name])
+        most = {on: lost.nats + _ERRORS * (lost.standard_error or math.inf) for on, lost in losses.items()}
+        worst = max(most, key=lambda on: most[on])
+        words = f"{losses[worst].words}{worst}, at most {most[worst]:.4f}"
+        return self.within(most[worst]), max(most[worst], 1e-4), words
 
     def within(self, value: float) -> bool:
         """Whether a way of which ``check`` says that value is kept."""
