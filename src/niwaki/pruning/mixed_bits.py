@@ -203,5 +203,5 @@ def in_words(costs: dict[Place, BitCosts], chosen: dict[Place, int], grid: Grid)
     mean = sum(bits * costs[place].weights for place, bits in chosen.items()) / weights
     return (
         f"{grid}: {which}, {mean:.3g} bits a weight, by what rounding each matrix is foreseen to cost the loss: "
-        f"{foreseen(costs, chosen):.2g} nats a token in all, of which what is fitted on the text regains a part"
+        f"{foreseen(costs, chosen):.2g} nats a token in all"
     )

@@ -223,7 +223,8 @@ class Pruning:
                 f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"
             )
         record.notes += sharing_notes(model.matrices(), fits=self.effort.fit.epochs > 0)
-        record.notes += self.format.notes(model.matrices())
+        if run.stages[-1].name != "pack":  # which makes them small at once
+            record.notes += self.format.notes(model.matrices())
         if record.kept_format:
             record.notes.append(
                 f"the model's files are in {record.kept_format}, and what is pruned is written in that format again"
