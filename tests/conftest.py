@@ -55,6 +55,13 @@ def _no_waiting_for_disks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_measuring_of_the_machine() -> None:
+    from support.speed import measure_once
+
+    measure_once()
+
+
 # The same examples on every machine and in every run, however slow it is.
 settings.register_profile("niwaki", derandomize=True, deadline=None)
 settings.load_profile("niwaki")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -57,7 +58,10 @@ def _place() -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_watch = Watch()
+@functools.cache
+def _watch() -> Watch:
+    """The only one of this process: not before it is needed, because all tests after it are watched too."""
+    return Watch()
 
 
 @pytest.fixture
@@ -65,7 +69,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watch:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = save_model_with_tokenizer(tmp_path / "model")
     niwaki.prune(model, tmp_path / "pruned", 0.5, solver="magnitude", compute="cpu", **_TEXTS)
-    return _watch
+    return _watch()
 
 
 def _heal(at: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from niwaki.cli import main as cli
 from niwaki.cli.common import quiet_libraries
+from support.speed import measure_once
 
 #: Seconds after which a command is killed, which then counts as one that does not end.
 PATIENCE = 120.0
@@ -38,6 +39,7 @@ def warm_up() -> None:
     """Imports what a first command imports, so that forks have it: more than half of the time of a tiny model's run."""
     quiet_libraries()
     importlib.import_module("niwaki.recipes")  # what `inspect` does not import
+    measure_once()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         sys.argv = ["niwaki", "inspect", "demo"]
         cli.main()
