@@ -253,47 +253,52 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 import niwaki
-how = sys.argv[1]
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 5))
-with torch.no_grad():
-    model[0].weight.mul_(torch.rand(9, 12) > 0.6)
-    model[0].weight[:5] = 0  # all of what one process has
-before = {name: (value.detach() == 0).clone() for name, value in model.named_parameters()}
-if how == "ddp":
-    trained = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-else:
-    trained = fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
-kept = niwaki.keep_zeros(trained)
-assert kept.zeros == int(before["0.weight"].sum()), kept.zeros
-optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1, weight_decay=0.1)
-for step in range(3):
-    drawing = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    trained(torch.randn(4, 12, generator=drawing)).square().sum().backward()
-    norm = nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-kept.check()
-value = model[0].weight
-value = value.full_tensor() if isinstance(value, DTensor) else value.detach()
-assert torch.equal(value == 0, before["0.weight"])
-norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-if dist.get_rank() == 0:
-    print(f"norm {float(norm):.5f} sum {float(value.sum()):.5f}")
-dist.destroy_process_group()
+
+def train(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 5))
+    with torch.no_grad():
+        model[0].weight.mul_(torch.rand(9, 12) > 0.6)
+        model[0].weight[:5] = 0  # all of what one process has
+    before = {name: (value.detach() == 0).clone() for name, value in model.named_parameters()}
+    if how == "ddp":
+        trained = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        trained = fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+    kept = niwaki.keep_zeros(trained)
+    assert kept.zeros == int(before["0.weight"].sum()), kept.zeros
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        drawing = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        trained(torch.randn(4, 12, generator=drawing)).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    kept.check()
+    value = model[0].weight
+    value = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+    assert torch.equal(value == 0, before["0.weight"])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if dist.get_rank() == 0:
+        print(f"norm {float(norm):.5f} sum {float(value.sum()):.5f}", flush=True)
+
+def both(rank):
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2)
+    train("ddp")
+    train("fsdp")
+    dist.destroy_process_group()
+
+torch.multiprocessing.start_processes(both, nprocs=2, start_method="fork")  # which have all loaded
 """
 
 
 @pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     """With DDP and FSDP 2 the same, in two processes."""
-    script, said = tmp_path / "train.py", list[str]()
+    script = tmp_path / "train.py"
     script.write_text(_PROCESSES)
-    for how in ("ddp", "fsdp"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        run = subprocess.run([*command, script, how], capture_output=True, text=True, check=False, timeout=300)
-        assert run.returncode == 0, run.stderr[-2000:]
-        said += [line for line in run.stdout.splitlines() if line.startswith("norm")]
+    run = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    said = [line for line in run.stdout.splitlines() if line.startswith("norm")]
     assert len(said) == 2
     assert said[0] == said[1]
