@@ -151,33 +151,35 @@ def test_readme_has_rows_of_the_one_table() -> None:
         assert all_of_them[want].startswith(do.split("`")[1].join("``")), want
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
-def test_commands_for_the_embedded_model_run(
-    page: str, niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As they stand, one after the other, on less text."""
-    monkeypatch.chdir(tmp_path)
+def _shown(page: str) -> list[str]:
+    """The commands that a page shows with the embedded model or with what came of it."""
     lines = re.findall(r"^ {4}(?:\$ )?niwaki (.*)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
-    shown = [line.partition(" #")[0].split() for line in lines]
-    made = [words for words in shown if not {"MODEL", "path/to/model"} & set(words)]
-    assert len(made) > 1
-    for words in made:
-        text = shlex.join(words).replace("--samples 64 --length 256", "--samples 4 --length 64 --text-samples 2")
-        done = niwaki_(*shlex.split(text.replace("'\"", "").replace("\"'", "")))
-        assert done.code == 0, (words, done.err)
+    shown = [line.partition(" #")[0].strip() for line in lines]
+    return [line for line in shown if not {"MODEL", "path/to/model"} & set(line.split())]
+
+
+@pytest.mark.slow
+def test_commands_for_the_embedded_model_run(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they stand, one after the other, on less text, and each once."""
+    monkeypatch.chdir(tmp_path)
+    assert len(_shown("README.md")) > 1
+    for line in dict.fromkeys([*_shown("docs/quick-start.md"), *_shown("README.md")]):
+        text = line.replace("--samples 64 --length 256", "--samples 4 --length 64 --text-samples 2")
+        done = niwaki_(*shlex.split(text))
+        assert done.code == 0, (line, done.err)
     assert (tmp_path / "small" / "packed.json").exists()
 
 
 @pytest.mark.slow
 def test_readme_commands_run(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row of its table, of the embedded model and with little text."""
+    """Each row of its table, of half of the embedded model and with little text."""
     monkeypatch.chdir(tmp_path)
     text = ["--calibration", "demo", "--samples", "2", "--length", "32"]
-    niwaki_("prune", "demo", "PRUNED", "--sparsity", "0.5", *text)
+    niwaki_("shrink", "demo", "MODEL", "--blocks", "3", *text)
+    niwaki_("prune", "MODEL", "PRUNED", "--sparsity", "0.5", *text)
     for number, do in enumerate(_table(ROOT / "README.md").values()):
         for command in re.findall(r"`niwaki ([^`]+)`", do):
-            words = command.replace("MODEL", "demo").replace("OUT", f"out{number}").replace("2h", "5s").split()
+            words = command.replace("OUT", f"out{number}").replace("2h", "5s").split()
             if words[0] == "push":
                 words = ["push", "PRUNED", *words[2:], "--dry-run", "--base-model", "none"]
             elif words[0] == "compare":

@@ -41,6 +41,13 @@ def dense(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_pair_model(tmp_path_factory.mktemp("both") / kind, kind)
 
 
+@pytest.fixture(scope="module")
+def pruned(kind: str, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("both") / "pruned"
+    niwaki.prune(dense, out, 0.6, effort="fast", **text(kind))
+    return out
+
+
 def text(kind: str) -> dict[str, Any]:
     every = rows(kind, PAIRS)
     return {"calibration": every[:32], "measurement": Measurement(every[32:]), "compute": CPU}
@@ -58,7 +65,10 @@ def divergence(dense: list[Tensor], other: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("effort", ["fast", "balanced"])
+@pytest.mark.slow
 def test_half_of_each_model_goes(dense: Path, kind: str, effort: str, tmp_path: Path) -> None:
+    if kind != "t5" and effort == "fast":
+        pytest.skip("what healing starts from")
     record = niwaki.prune(dense, tmp_path / "out", 0.5, effort=effort, **text(kind))
     before, after = tensors(dense), tensors(tmp_path / "out")
     changed = {key: value for key, value in after.items() if not torch.equal(value, before[key])}
@@ -104,19 +114,20 @@ def test_weights_go_on_a_grid(some: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "norms", "blocks"])
-def test_healing_comes_nearer_to_the_dense_model(dense: Path, kind: str, method: HealingMethod, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_healing_comes_nearer_to_the_dense_model(
+    dense: Path, pruned: Path, kind: str, method: HealingMethod, tmp_path: Path
+) -> None:
     if kind not in ("t5", "whisper") and method != "full":
         pytest.skip("much the same in all")
-    niwaki.prune(dense, tmp_path / "pruned", 0.6, effort="fast", **text(kind))
-    record = niwaki.heal(
-        tmp_path / "pruned", tmp_path / "healed", teacher=dense, method=method, tokens=6000, rate=3e-3, **text(kind)
-    )
-    before, after = tensors(tmp_path / "pruned"), tensors(tmp_path / "healed")
+    healed, given = tmp_path / "healed", {"tokens": 2000, "rate": 3e-3, **text(kind)}
+    record = niwaki.heal(pruned, healed, teacher=dense, method=method, **given)
+    before, after = tensors(pruned), tensors(healed)
     for key, value in before.items():
         if value.ndim == 2 and 0.3 < zeros(value) / value.numel() < 1:
             assert torch.equal(value == 0, after[key] == 0)
     said = logits(dense, kind)
-    first, last = (divergence(said, logits(tmp_path / name, kind)) for name in ("pruned", "healed"))
+    first, last = (divergence(said, logits(path, kind)) for path in (pruned, healed))
     assert last < first
     assert record.healing
     assert record.healing.own_text == 0
@@ -135,9 +146,12 @@ def test_what_healing_starts_from_is_the_divergence_of_targets(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("removed", [{"blocks": 2}, {"neurons": 0.5}, {"blocks": 1, "neurons": 0.5}])
+@pytest.mark.slow
 def test_blocks_and_neurons_go(kind: str, dense: Path, removed: dict[str, Any], tmp_path: Path) -> None:
     if kind == "switch_transformers":
         pytest.skip("has experts, and two blocks in each list")
+    if kind != "t5" and len(removed) == 1:
+        pytest.skip("both at once")
     record = niwaki.shrink(dense, tmp_path / "out", **removed, **text(kind))
     model, info = class_of(kind).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
