@@ -20,6 +20,7 @@ from niwaki.finetuning.grids import plain_name
 from niwaki.layer.grid import parse_grid
 from niwaki.models.formats import format_of
 from niwaki.models.streamed import StreamedModel
+from support.covering import FULL
 from support.models import message
 
 TEXT = Calibration("demo", samples=4, length=64)
@@ -42,8 +43,10 @@ def train(model: nn.Module, rate: float = 1e-3, steps: int = 3) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("stored", "frozen"),
+    [(torch.float32, True), (torch.bfloat16, False), *[(torch.float32, False), (torch.bfloat16, True)] * FULL],
+)
 def test_what_is_trained_is_on_it(
     pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, frozen: bool
 ) -> None:
@@ -119,9 +122,8 @@ def test_refused(pruned: Path, tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(pruned)
     model.config._name_or_path = str(tmp_path / "nowhere")
     assert "load it from the directory" in message(lambda: niwaki.keep_zeros(model), CheckpointError)
-    niwaki.prune(
-        *("demo", tmp_path / "factors", 0.5), solver="double-sparse", effort="fast", calibration=TEXT, measurement=NONE
-    )
+    given: dict[str, Any] = {"blocks": (0, 1), "calibration": TEXT, "measurement": NONE, "effort": "fast"}
+    niwaki.prune("demo", tmp_path / "factors", 0.5, solver="double-sparse", **given)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "factors")
     assert "only niwaki heal trains" in message(lambda: niwaki.keep_zeros(model), UsageError)
 

@@ -263,13 +263,11 @@ def test_only_some_blocks(start: Team, model: Path, text: Path, quick: Path, tmp
         assert torch.equal(value, source[key]) == (".layers.0." not in key or not is_pruned("llama", key))
 
 
-def test_errors_of_masks_without_choices(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+def test_errors_of_masks_without_choices(start: Team, model: Path, text: Path, quick: Path, tmp_path: Path) -> None:
     """Where few things hang on rounding the errors are the same to more digits, in all blocks."""
-    records = [
-        prune(start, size, command(model, tmp_path / str(size), text, "--solver", "wanda")) for size in (1, *OTHERS)
-    ]
-    for record in records[1:]:
-        for one, other in zip(record.matrices, records[0].matrices, strict=True):
+    for size in OTHERS:
+        record = prune(start, size, command(model, tmp_path / str(size), text, *QUICK))
+        for one, other in zip(record.matrices, record_of(quick).matrices, strict=True):
             assert one.error == pytest.approx(other.error, rel=1e-4), one
 
 
@@ -716,26 +714,23 @@ def healing(model: Path, pruned: Path, out: Path, text: Path) -> list[str]:
     ]
 
 
-def test_healed(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+def test_healed(start: Team, model: Path, alone: Path, tmp_path: Path) -> None:
     """As by one process, whose batches are those of all together; the same bytes each time, and after an end."""
-    pruned, few = tmp_path / "pruned", tmp_path / "few.txt"
+    pruned, few = alone, tmp_path / "few.txt"
     few.write_text(chosen(words()[:40], 18 * LENGTH))
-    prune(start, 1, command(model, pruned, text))
     points = {}
-    for name, size in (("alone", 1), ("two", 2), ("again", 2)):
+    for name, size in (("one", 1), ("two", 2), ("again", 2)):
         healed = prune(start, size, healing(model, pruned, tmp_path / name, few)).healing
         assert healed
         points[name] = [point.error for point in healed.points]
-    alone, two = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "two"))
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     before = load_file(pruned / "model.safetensors")
-    changed = {key for key, value in alone.items() if not torch.equal(value, before[key])}
+    changed = {key for key, value in one.items() if not torch.equal(value, before[key])}
     assert len(changed) > 10, points
     for key in changed:
-        torch.testing.assert_close(
-            two[key], alone[key], rtol=0, atol=2e-2 * float((alone[key] - before[key]).abs().max())
-        )
+        torch.testing.assert_close(two[key], one[key], rtol=0, atol=2e-2 * float((one[key] - before[key]).abs().max()))
     assert files(tmp_path / "two") == files(tmp_path / "again")
-    assert points["two"] == pytest.approx(points["alone"], rel=1e-3)
+    assert points["two"] == pytest.approx(points["one"], rel=1e-3)
     assert min(points["two"]) < 0.95 * points["two"][0]
 
     arguments = healing(model, pruned, tmp_path / "ended", few)
@@ -748,13 +743,13 @@ def test_healed(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
     assert files(tmp_path / "ended") == files(tmp_path / "two")
 
 
-def test_healed_by_blocks(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+def test_healed_by_blocks(start: Team, model: Path, alone: Path, tmp_path: Path) -> None:
     """On own text too: the same bytes each time, nearer to the dense model, with the same zeros."""
-    pruned, few = tmp_path / "pruned", tmp_path / "few.txt"
-    few.write_text(chosen(words()[:40], 66 * LENGTH))
-    prune(start, 1, command(model, pruned, text))
+    pruned, few = alone, tmp_path / "few.txt"
+    few.write_text(chosen(words()[:40], 34 * LENGTH))
+    less = ["--method", "blocks", "--own-text", "0.25", "--tokens", str(32 * LENGTH)]
     for name in ("out", "again"):
-        arguments = [*healing(model, pruned, tmp_path / name, few), "--method", "blocks", "--own-text", "0.25"]
+        arguments = [*healing(model, pruned, tmp_path / name, few), *less]
         record = prune(start, 2, arguments)
     assert files(tmp_path / "out") == files(tmp_path / "again")
     assert record.healing

@@ -74,6 +74,7 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, case: str) -> None
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "olmoe", "gpt_oss", "llama4_text", "deepseek_v3"])
+@pytest.mark.slow
 def test_models_that_give_the_outputs_of_routers(tmp_path: Path, case: str) -> None:
     """For a loss that balances experts while they are trained: niwaki has losses of its own, and the file stays."""
     for name, router_logits in (("a", False), ("b", True)):

@@ -22,7 +22,7 @@ from support.contract import OF_ONE_MATRIX
 from support.covering import FULL
 from support.models import (
     each_case,
-    each_case_and,
+    each_family_and,
     edit_json,
     is_pruned,
     random_tokens,
@@ -49,7 +49,7 @@ def out(tmp_path: Path) -> Path:
 # What is written
 
 
-@each_case_and(("dtype", "shards"), [(torch.float32, False), (torch.bfloat16, True)])
+@each_family_and(1, ("dtype", "shards"), [(torch.float32, False), (torch.bfloat16, True)])
 @pytest.mark.slow
 def test_a_solver_that_does_nothing_changes_nothing(
     tmp_path: Path, out: Path, case: str, dtype: torch.dtype, shards: bool

@@ -229,13 +229,14 @@ def each_family(turn: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", some_of_each_family(turn))
 
 
-def each_case_and(names: tuple[str, ...], values: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Every case with one of ``values``, in turns."""
-    parameters = []
-    for i, case in enumerate(CASES):
-        for value in values if FULL else [values[i % len(values)]]:
-            marks = () if case in COMMON else pytest.mark.slow
-            parameters.append(pytest.param(case, *value, marks=marks, id="-".join(map(str, (case, *value)))))
+def each_family_and(turn: int, names: tuple[str, ...], values: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """A case of every family with one of ``values``, in turns."""
+    parameters = [
+        pytest.param(case, *value, marks=each.marks, id="-".join(map(str, (case, *value))))
+        for i, each in enumerate(some_of_each_family(turn))
+        for case in each.values
+        for value in (values if FULL else [values[i % len(values)]])
+    ]
     return pytest.mark.parametrize(("case", *names), parameters)
 
 
