@@ -14,6 +14,17 @@ Runtime = Literal["niwaki", "llama.cpp", "transformers", "2:4"]
 #: "auto" is what memory is for.
 HealingMethod = Literal["auto", "full", "lora", "norms", "blocks"]
 
+#: The names of ``niwaki.stages.STAGES``, as a test checks, each with the parameter that may stand without its name.
+FIRST_PARAMETERS = {
+    "vocabulary": "size",
+    "shrink": "",
+    "prune": "pattern",
+    "quantize": "grid",
+    "heal": "",
+    "embeddings": "grid",
+    "pack": "",
+    "export": "format",
+}
 #: The names of ``niwaki.layer.solvers.SOLVERS``, for help that does not wait for torch; a test compares them. The first
 #: is the default. Solvers choose a mask and weights for it, a mask alone, or weights for a mask.
 SOLVER_NAMES = ("continuation", "admm-grad", "alps", "sparsegpt", "obc", "double-sparse")

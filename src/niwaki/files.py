@@ -9,10 +9,13 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, get_args
 
-from niwaki.errors import CheckpointError, OutputError, UsageError, first_line
+from niwaki.choices import ExportFormat
+from niwaki.errors import CheckpointError, OutputError, UsageError, either, first_line
 
+#: How the names of files for llama.cpp end.
+GGUF = ".gguf"
 _PIECE = 1 << 20  # bytes
 
 
@@ -36,6 +39,16 @@ def given_path(given: str | os.PathLike[str], longer: int = 0) -> Path:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise UsageError(f"{str(given)!r} cannot be used as a path: {reason}") from error
     return path
+
+
+def is_gguf_file(out: str | os.PathLike[str], form: str) -> bool:
+    """Whether ``out`` is one file for llama.cpp, by its name; UsageError where ``form`` is a format of directories."""
+    if Path(out).suffix.lower() != GGUF:
+        return False
+    if not form.startswith("gguf-"):
+        formats = either(each for each in get_args(ExportFormat) if each.startswith("gguf-"))
+        raise UsageError(f"{out} would be a file for llama.cpp; its format is {formats}")
+    return True
 
 
 def nearest(path: Path) -> Path:

@@ -1,12 +1,17 @@
-"""What is chosen by name, with parameters as in ``adam:iterations=50``: solvers and efforts, which are dataclasses."""
+"""What is chosen by name: solvers and efforts as in ``adam:iterations=50``, and stages as in ``prune 2:4``."""
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
+from niwaki.choices import FIRST_PARAMETERS
 from niwaki.errors import UnknownNameError, UsageError
 
 T = TypeVar("T")
+
+#: Of stages, for words without a name.
+_EXAMPLES = {"shrink": "neurons=0.25", "prune": "pattern=0.5", "quantize": "grid=int4:128", "heal": "max_time=30m"}
 
 
 def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, Any] | None = None) -> T:
@@ -29,6 +34,31 @@ def parse_name(text: str) -> tuple[str, dict[str, Any]]:
         if "=" not in pair:
             raise UsageError(f"{name}:{pair}: parameters are written {name}:NAME=VALUE")
     return name, dict(pair.split("=", 1) for pair in pairs)
+
+
+def parse_stage(text: str) -> tuple[str, dict[str, Any]]:
+    """The name of a stage and its parameters, of text such as "prune 2:4 effort=best".
+
+    UsageError where it is not valid; UnknownNameError, which is one, for its name.
+    """
+    try:
+        name, *words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise UsageError(f"{text!r} is no stage: {error}; such as 'shrink neurons=0.25'") from None
+    find("stage", name, FIRST_PARAMETERS)
+    given: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            first = FIRST_PARAMETERS[name]
+            if not first or first in given:
+                hint = f", such as {_EXAMPLES[name]}" if name in _EXAMPLES else ""
+                raise UsageError(f"{word!r} of the stage {text!r} has no name; parameters are written NAME=VALUE{hint}")
+            key, value = first, word
+        if key in given:
+            raise UsageError(f"the stage {text!r} gives {key} twice")
+        given[key] = value
+    return name, given
 
 
 def find(kind: str, name: str, known: Mapping[str, T]) -> T:

@@ -33,6 +33,8 @@ HEALING_RATE, BLOCKS_RATE, HEALING_BATCH = 0.0007, 0.01, 512
 OWN_TEXT = 0.25
 #: The text that stands for the model's own answers to the prompts that ship with niwaki.
 OWN_ANSWERS = "answers"
+#: What a model runs in.
+DTYPES = ("float32", "bfloat16", "float16")
 #: A text by name (see :mod:`niwaki.texts.sources`), windows of one, or (samples, length) int64 tokens.
 Text: TypeAlias = Union[str, os.PathLike[str], "Windows", "Tensor"]
 Chosen = TypeVar("Chosen", bound="_Options")
@@ -241,6 +243,18 @@ def _one_or_several(text: Any) -> Any:
     if isinstance(texts, tuple) and not texts:
         raise UsageError("no text to calibrate on was given")
     return texts[0] if isinstance(texts, tuple) and len(texts) == 1 else texts
+
+
+def check_device(name: str) -> None:
+    """UsageError where no device can be called ``name``."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", name):
+        raise UsageError(f"the device {name!r} cannot be used; it is cpu, cuda, cuda:1 ... or auto")
+
+
+def check_dtype(name: str) -> None:
+    """UsageError where ``name`` is no dtype to compute in."""
+    if name not in ("auto", *DTYPES):
+        raise UsageError(f"dtype must be auto, {', '.join(DTYPES)}; got {name}")
 
 
 def check_count(name: str, given: int | None, least: int) -> None:

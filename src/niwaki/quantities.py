@@ -1,13 +1,27 @@
-"""Shares, sizes, times and ranges as people write them."""
+"""Shares, patterns, sizes, times and ranges as people write them."""
 
+import math
 import re
 from decimal import Decimal
+from typing import Any
 
+from niwaki.choices import TWO_FACTORS
 from niwaki.errors import PatternError, UsageError, shown
 
 #: In texts, as short as anybody needs.
-_NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"  #: No model has fewer parameters.
+_NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
+#: No model has fewer parameters.
 _FEW_PARAMETERS = 1000
+#: Logits are divided by the temperature: far below it they are infinite.
+COLDEST = 1e-3
+#: How small, where a command is not told that.
+HOW_SMALL = (
+    "say how small: a size such as 0.4 or 80MB, or for transformers a share of the parameters; or a loss such as 0.05, "
+    "or a speed such as 2.0"
+)
+#: What is said where a command is not told what to do.
+HOW_SPARSE = "say how sparse: a sparsity such as 0.6, or a pattern such as 2:4"
+NOTHING_TO_REMOVE = "there is nothing to remove; give parameters, blocks, neurons, heads, experts or expert_neurons"
 
 
 def fraction(given: float | str) -> Decimal | None:
@@ -24,6 +38,44 @@ def check_sparsity(given: float) -> None:
     """PatternError where it is not a fraction of zeros that a matrix can have."""
     if not 0 <= given < 1:
         raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {as_fraction(given)}")
+
+
+def check_n_of_m(pattern: str, n: int, m: int) -> None:
+    """PatternError where a ``pattern`` cannot keep ``n`` of every ``m`` weights."""
+    if not 0 < n <= m:
+        raise PatternError(f"the pattern {pattern} keeps n of every m weights; n must be 1 to m")
+
+
+def read_pattern(text: str) -> list[tuple[Any, ...]]:
+    """What the text of a pattern says, as the kind and numbers of its one or two parts; PatternError if not valid.
+
+    Of "2:4" that is ("", 2, 4), of "mixed-2:4" ("mixed-", 2, 4), of "per-row:0.6" ("per-row", 0.6), and of
+    "two-factors:0.5:int8" ("two-factors", 0.5, "int8"), whose last part may be "". "2:4+per-row:0.6" has two parts.
+    """
+    within, plus, quota = text.strip().partition("+")
+    kind, _, rest = within.partition(":")
+    if match := re.fullmatch(r"(mixed-|)(\d{1,9}):(\d{1,9})", within):
+        check_n_of_m(within, int(match[2]), int(match[3]))
+        read: list[tuple[Any, ...]] = [(match[1], int(match[2]), int(match[3]))]
+        if not plus:
+            return read
+        if "+" not in quota and (others := read_pattern(quota))[0][0] in _SHARED:
+            return read + others
+    elif kind in (*_SHARED, TWO_FACTORS) and not plus:
+        number, _, grid = rest.partition(":") if kind == TWO_FACTORS else (rest, "", "")
+        if (share := fraction(number)) is not None:
+            check_sparsity(float(share))
+            if grid:
+                parse_bits(grid)
+            return [(kind, float(share), grid)] if kind == TWO_FACTORS else [(kind, float(share))]
+    raise PatternError(
+        f"{shown(text)} is not a valid pattern; try 2:4, unstructured:0.6 or per-row:0.6, or mixed-2:4, "
+        "2:4+per-row:0.6 or two-factors:0.5"
+    )
+
+
+#: Kinds of patterns that have a fraction of zeros, of one matrix.
+_SHARED = ("unstructured", "per-row")
 
 
 def parse_bits(text: str) -> tuple[int, int | None, float | None]:
@@ -77,6 +129,53 @@ def parse_parameters(given: float | str) -> float:
     if (share is not None and text.strip().endswith("%")) or number < _FEW_PARAMETERS:
         raise UsageError(f"parameters is how much is left, such as 0.75, 75% or 110M; got {shown(given)}")
     return float(number)
+
+
+def parse_vocabulary(given: float | str) -> tuple[int | None, float | None, float | None]:
+    """How many tokens stay, the share to remove, or how much of a text those that stay make up: one of the three.
+
+    Of 24576, "24576", 0.5, "50 %", "used" or "used:0.9995"; UsageError for all else.
+    """
+    text = str(given).strip()
+    if match := re.fullmatch(r"used(?::(.+))?", text):
+        used = fraction(match[1] or "1")
+        if used is None or not 0 < used <= 1:
+            raise UsageError(
+                f"used takes a share of the text's tokens, from above 0 to 1, such as used:0.9995; got {shown(given)}"
+            )
+        return None, None, float(used)
+    asked = fraction(text)
+    if asked is not None and asked < 1:
+        if not (share := parse_share("vocabulary", given)):
+            raise UsageError("vocabulary 0 removes no tokens; give how many stay, such as 24576, or a share to remove")
+        return None, share, None
+    try:
+        count = parse_number(text.removesuffix(".0"))
+    except UsageError:
+        count = 0
+    if count < 2:
+        raise UsageError(
+            f"vocabulary is how many tokens stay, such as 24576, a share to remove, such as 0.5 or 50%, or "
+            f"used:0.9995; got {shown(given)}"
+        )
+    return count, None, None
+
+
+def parse_positive(name: str, given: float | str) -> float:
+    """The number above 0 that a loss or a speed is; UsageError with its ``name`` for all else."""
+    number = fraction(given)
+    if number is None or not number.is_finite() or not 0 < number < 1000 or str(given).strip().endswith("%"):
+        example = "0.05 for a perplexity 5 % higher" if name == "loss" else "2.0 for twice the tokens a second"
+        raise UsageError(f"{name} is a number above 0, such as {example}; got {given!r}")
+    return float(number)
+
+
+def check_temperature(given: float) -> None:
+    """UsageError where no token can be sampled at this temperature."""
+    if given != 0 and not COLDEST <= given < math.inf:
+        raise UsageError(
+            f"the temperature must be 0, for the most likely token each time, or {COLDEST} or more; got {given}"
+        )
 
 
 def as_fraction(given: float) -> str:

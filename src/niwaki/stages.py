@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, cast, get_args, get_type_hints
 
@@ -14,7 +13,7 @@ from niwaki.healing.heal import Heal
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, parse_pattern
 from niwaki.layer.solvers import Solver, make_solver, solver_text
-from niwaki.named import find
+from niwaki.named import find, parse_stage
 from niwaki.pruning.embeddings import QuantizeEmbeddings
 from niwaki.pruning.prune import Prune, Quantize
 from niwaki.records.recipe import Recipe, public_name
@@ -33,10 +32,6 @@ STAGES: dict[str, Callable[..., Stage]] = {
     "pack": Pack,
     "export": Export,
 }
-#: The parameter that may stand without its name.
-_FIRST = {"vocabulary": "size", "prune": "pattern", "quantize": "grid", "embeddings": "grid", "export": "format"}
-#: For words without a name.
-_EXAMPLES = {"shrink": "neurons=0.25", "prune": "pattern=0.5", "quantize": "grid=int4:128", "heal": "max_time=30m"}
 #: Parameters that may be the directory of another model.
 _MODELS = {"teacher", "mask_from"}
 #: Of values that are no text, the text that stands for one, and what makes one of text.
@@ -70,23 +65,7 @@ def make_stage(text: str) -> Stage:
 
     UsageError where it is not valid; UnknownNameError, which is one, for names.
     """
-    try:
-        name, *words = shlex.split(text) or [""]
-    except ValueError as error:
-        raise UsageError(f"{text!r} is no stage: {error}; such as 'shrink neurons=0.25'") from None
-    find("stage", name, STAGES)
-    given: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            if name not in _FIRST or _FIRST[name] in given:
-                hint = f", such as {_EXAMPLES[name]}" if name in _EXAMPLES else ""
-                raise UsageError(f"{word!r} of the stage {text!r} has no name; parameters are written NAME=VALUE{hint}")
-            key, value = _FIRST[name], word
-        if key in given:
-            raise UsageError(f"the stage {text!r} gives {key} twice")
-        given[key] = value
-    return _made(name, given)
+    return _made(*parse_stage(text))
 
 
 def _made(name: str, given: dict[str, Any]) -> Stage:

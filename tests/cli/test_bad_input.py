@@ -395,9 +395,9 @@ def test_records_that_cannot_be_written(model: Path, tmp_path: Path, niwaki_: Co
     (tmp_path / "file").write_text("keep me")
     before = listing(tmp_path)
     for command in (
-        ("eval", "./nowhere", "--text", "demo"),
-        ("eval", "./nowhere", "--tasks", "which-follows"),
-        ("bench", "./nowhere"),
+        ("eval", "demo", "--text", "demo"),
+        ("eval", "demo", "--tasks", "which-follows"),
+        ("bench", "demo"),
         ("demo", "--samples", "1"),
     ):
         for record in (tmp_path / "file" / "record.json", tmp_path):

@@ -11,15 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+import typer.main
 
 import niwaki
 from niwaki.checkpoints.reading import Checkpoint
+from niwaki.cli.app import app
+from niwaki.cli.options import first_sentence
 from niwaki.layer.solvers import SOLVERS
 from niwaki.models.block import DecoderBlock
 from niwaki.records.record import Record
 from support.command import Command, Result
 from support.models import edit_json, save_model_with_tokenizer
 from support.runs import SMALL, listing
+
+
+def _commands() -> dict[str, Any]:
+    return typer.main.get_command(app).commands  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.fixture
@@ -277,7 +284,7 @@ def test_version_and_help(niwaki_: Command) -> None:
     assert helped.code == 0
     for command in ("prune", "eval", "inspect", "compare", "demo"):
         assert re.search(rf"\b{command}\b", helped.out)
-    options = niwaki_("prune", "--help").out
+    options = niwaki_("prune", "--help-all").out
     for option in (
         "--solver",
         "--set",
@@ -307,13 +314,38 @@ def test_help_and_version_are_commands_too(niwaki_: Command, words: list[str], o
     assert ran == niwaki_(*options)
 
 
-def test_help_tells_defaults_that_depend(niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Rich takes what is in square brackets for markup, and leaves it out.
-    for command, hints in (
-        ("prune", ["2048, or the model's positions if fewer", "the calibration text after its windows"]),
-        ("eval", ["2048, or the model's positions if fewer", "all"]),
+@pytest.mark.parametrize("command", sorted(_commands()))
+def test_help_is_a_screen_with_an_example(niwaki_: Command, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    helped = niwaki_(command, "--help").out
+    assert len(helped.splitlines()) <= 45
+    assert re.findall(r"Example: niwaki (\w+)", helped) == [command]
+    everything = niwaki_(command, "--help-all").out
+    for option in _commands()[command].params:
+        assert (option.opts[0] if option.param_type_name == "option" else option.metavar) in everything
+    assert set(re.findall(r" (--[a-z0-9-]+)", helped)) <= set(re.findall(r" (--[a-z0-9-]+)", everything))
+
+
+def test_help_has_the_first_sentence_of_options() -> None:
+    for text, first in (
+        ("A file.", "A file."),
+        ("A file, such as x.txt or 0.5. Not a directory.", "A file, such as x.txt or 0.5."),
+        ("No stop", "No stop"),
+        (r"A file. Of text. \[default: c4]", r"A file. \[default: c4]"),
+        (r"A file. \[default: c4]", r"A file. \[default: c4]"),
+        (r"cpu, cuda:1 ...; or auto \[default: a. b]", r"cpu, cuda:1 ...; or auto \[default: a. b]"),
     ):
-        helped = re.sub(r"[\s│]+", " ", niwaki_(command, "--help").out)
+        assert first_sentence(text) == first
+
+
+def test_help_tells_defaults_that_depend(niwaki_: Command) -> None:
+    # Rich takes what is in square brackets for markup, and leaves it out.
+    for command, asked, hints in (
+        ("prune", "--help", ["the calibration text after its windows"]),
+        ("prune", "--help-all", ["2048, or the model's positions if fewer", "the calibration text after its windows"]),
+        ("eval", "--help-all", ["2048, or the model's positions if fewer", "all"]),
+    ):
+        helped = re.sub(r"[\s│]+", " ", niwaki_(command, asked).out)
         for hint in hints:
             assert f"default: {hint}" in helped
 

@@ -13,6 +13,7 @@ from niwaki.cli.evaluate import evaluate
 from niwaki.cli.generate import generate
 from niwaki.cli.heal import heal
 from niwaki.cli.inspect import inspect
+from niwaki.cli.options import Command
 from niwaki.cli.pack import export, pack, unpack
 from niwaki.cli.prune import prune
 from niwaki.cli.push import push
@@ -51,7 +52,7 @@ _COMMANDS = (
     demo,
 )
 for _command in _COMMANDS:
-    app.command("eval" if _command is evaluate else None)(_command)
+    app.command("eval" if _command is evaluate else None, cls=Command)(_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -20,15 +20,19 @@ def bench(
     compute: Compute = Compute(),
     record: RecordFile = None,
 ) -> None:
-    """Measure how fast MODEL writes and how much memory and disk it takes: dense, and packed if it is pruned.
+    """Measure how fast MODEL generates text and how much memory and disk it takes, dense and packed.
 
-    The form that is not there is made in the temporary directory (TMPDIR), for as long as it takes.
+    The form that does not exist is made in the temporary directory (TMPDIR) and removed afterwards.
+
+    Example: niwaki bench MODEL
 
     Options:
-        prompt_tokens: Tokens of the prompt.
-        tokens: Tokens to write after it.
+        prompt_tokens: Tokens in the prompt.
+        tokens: Tokens to generate after it.
         repeats: Repetitions; the median is shown.
-        record: [default: niwaki-bench.json in a MODEL of niwaki's, for its report]
+
+    More options:
+        record: JSON file for the results. [default: niwaki-bench.json in MODEL, if niwaki wrote it]
     """
     with Screen(f"measuring {model}") as screen, in_session():
         from niwaki.evaluation.bench import bench as run

@@ -1,22 +1,34 @@
-"""What can be seen to be wrong with an option before torch is imported, which takes seconds."""
+"""What can be seen to be wrong with what is given before torch is imported, which takes seconds."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from niwaki.checkpoints.foreign import recognised
+from niwaki.checkpoints.local import find_local
 from niwaki.choices import MASK_NAMES, SOLVER_NAMES, WEIGHT_NAMES
 from niwaki.effort import NO_EFFORT, make_effort
-from niwaki.named import find, parse_name
+from niwaki.errors import CheckpointError, UnknownNameError, UsageError
+from niwaki.files import given_path, is_gguf_file
+from niwaki.named import find, parse_name, parse_stage
+from niwaki.options import check_count, check_device, check_dtype
 from niwaki.quantities import (
     check_sparsity,
+    check_temperature,
     fraction,
     parse_bits,
     parse_number,
     parse_parameters,
+    parse_positive,
+    parse_range,
     parse_share,
     parse_size,
     parse_time,
+    parse_vocabulary,
+    read_pattern,
 )
+from niwaki.runs.workplace import check_comparison, check_file, check_output
+from niwaki.texts.sources import check_text
 
 _SOLVERS = dict.fromkeys((*MASK_NAMES, *SOLVER_NAMES, *WEIGHT_NAMES))
 
@@ -31,35 +43,106 @@ def _solver(text: str) -> None:
         find("solver", parse_name(each)[0], _SOLVERS)
 
 
+def _compared(text: str) -> None:
+    for each in filter(None, map(str.strip, text.split(","))):
+        name, at, effort = each.partition("@")
+        _solver(name)
+        if at:
+            _effort(effort)
+
+
+def _mask(text: str) -> None:
+    if given_path(text).is_dir() or "/" in text:
+        find_local(text)
+        return
+    try:
+        _solver(text)
+    except UnknownNameError as error:
+        raise UsageError(f"there is no directory {text} to take masks from, and {error}") from None
+
+
 def _size(text: str) -> None:
     if (share := fraction(text)) is None or not share.is_finite():
         parse_size(text)
 
 
-def _sparsity(text: str) -> None:
-    if (share := fraction(text)) is not None:  # lists and patterns are for others
+def _pattern(text: str) -> None:
+    if (share := fraction(text)) is None:
+        read_pattern(text)
+    else:
         check_sparsity(float(share))
 
 
-#: By the name of an option that takes text.
+def _patterns(text: str) -> None:
+    for each in filter(None, map(str.strip, text.split(","))):
+        _pattern(each)
+
+
+def _stage(text: str) -> None:
+    name, given = parse_stage(text)
+    check({key: value for key, value in given.items() if (name, key) not in _OTHERS})
+
+
+def _model(text: str) -> None:
+    path = find_local(text)
+    if path and path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.safetensors*")):
+        raise CheckpointError(recognised(path, False) or f"{path} has no config.json; is it a model directory?")
+
+
+def _directory(text: str) -> None:
+    if not given_path(text).is_dir():
+        raise UsageError(f"there is no directory {text}; give one that niwaki wrote")
+
+
+#: By the name of an option or argument that takes text, or several.
 _CHECKS: Mapping[str, Callable[[str], Any]] = {
-    "sparsity": _sparsity,
+    **dict.fromkeys(("model", "pruned", "teacher"), _model),
+    **dict.fromkeys(("grid", "quantize", "embeddings"), parse_bits),
+    **dict.fromkeys(("tokens", "batch"), parse_number),
+    **dict.fromkeys(("calibration", "text"), check_text),
+    **{name: partial(parse_share, name) for name in ("neurons", "heads", "experts", "expert_neurons", "own_text")},
+    **{name: partial(parse_positive, name) for name in ("loss", "speed")},
+    "directory": _directory,
+    "record": check_file,
+    "sparsity": _pattern,
+    "pattern": _pattern,
+    "patterns": _patterns,
     "solver": _solver,
+    "solvers": _compared,
+    "mask_from": _mask,
     "effort": _effort,
-    "grid": parse_bits,
-    "quantize": parse_bits,
-    "embeddings": parse_bits,
+    "stages": _stage,
+    "blocks": parse_range,
+    "vocabulary": parse_vocabulary,
     "parameters": parse_parameters,
     "size": _size,
     "max_time": parse_time,
-    "tokens": parse_number,
-    "batch": parse_number,
-    **{name: partial(parse_share, name) for name in ("neurons", "heads", "experts", "expert_neurons", "own_text")},
+    "device": check_device,
+    "dtype": check_dtype,
 }
+#: The least of whole numbers.
+_LEAST = {"prompt_tokens": 1, "tokens": 1, "repeats": 1, "limit": 1, "seed": 0}
+#: Parameters of stages that are something else than the option of that name.
+_OTHERS = {("vocabulary", "size"), ("shrink", "blocks")}
 
 
 def check(given: Mapping[str, Any]) -> None:
-    """UsageError where one of the options that were ``given``, by name, is not valid."""
+    """UsageError where something that was ``given``, by the name of its option or argument, is not valid.
+
+    CalibrationError for texts, CheckpointError for models that cannot be read.
+    """
     for name, value in given.items():
-        if name in _CHECKS and isinstance(value, str):
-            _CHECKS[name](value)
+        if name in _CHECKS:
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, str):
+                    _CHECKS[name](each)
+        if isinstance(value, int) and name in _LEAST:
+            check_count(name, value, _LEAST[name])
+    if isinstance(temperature := given.get("temperature"), float):
+        check_temperature(temperature)
+    if isinstance(results := given.get("results"), str):
+        model = given["model"]
+        check_comparison(given_path(results).resolve(), given_path(model), find_local(model))
+    if isinstance(output := given.get("output"), str) and not is_gguf_file(output, given.get("form", "gguf-")):
+        models = (given.get(name) for name in ("model", "pruned"))
+        check_output(next((find_local(each) for each in models if isinstance(each, str)), None), output)

@@ -19,11 +19,13 @@ class Comparing:
     """How all methods are compared: arguments of :func:`niwaki.compare`.
 
     Options:
-        effort: For solvers that have none of their own: {efforts}.
-        text: What to measure perplexity on; may be given several times. [default: {usual_text}]
+        effort: {efforts}, for solvers that are given without one.
+        text: Text to measure perplexity on; may be repeated. {text} [default: {usual_text}]
+        max_time: Time limit, such as 90m or 2h; no run starts that would end later.
+
+    More options:
         text_samples: Windows of each. [default: all, or 256 of the calibration text]
         keep: Keep the pruned models, in DIR/models.
-        max_time: Such as 90m or 2h: start no run that would end later.
     """
 
     effort: Annotated[str, "NAME"] = PLAIN_EFFORT
@@ -37,32 +39,35 @@ class Comparing:
 @options(without=("tf32",), text=Annotated[list[str] | None, "TEXT"])
 def compare(
     model: Model,
-    output: Annotated[str, "DIR", "-o", "--out"],
+    results: Annotated[str, "DIR", "-o", "--out"],
     solvers: Annotated[str, "NAMES"] = _USUAL,
-    sparsity: Annotated[str, "PATTERNS"] = "0.5,0.6,0.7,0.8,2:4",
+    patterns: Annotated[str, "PATTERNS", "--sparsity"] = "0.5,0.6,0.7,0.8,2:4",
     comparing: Comparing = Comparing(),
 ) -> None:
-    """Prune MODEL by several methods to several sparsities; tables (also for LaTeX), JSON and all records go to DIR.
+    """Compare pruning methods on MODEL: tables (also for LaTeX), JSON and all records go to DIR.
 
-    What is done in DIR is not done again: an interrupted command resumes when it is repeated, and one with more solvers
-    or sparsities adds to the table.
+    Interrupted runs resume when the command is repeated; more solvers or sparsities are added to the table.
+
+    Example: niwaki compare MODEL -o DIR --solvers wanda,continuation --sparsity 0.5,2:4
 
     Options:
-        output: For the table and all records; what is there is resumed.
-        solvers: Names as for prune --solver, each with an effort after an @ if you like.
-        sparsity: Fractions, and patterns such as 2:4 or per-row:0.6.
+        results: Output directory; existing results are reused.
+        solvers: Names as for 'prune --solver', each with an effort after an @ if you like.
+        patterns: Fractions of zeros, and patterns such as 2:4 or per-row:0.6.
     """
     with TableDisplay(f"comparing methods on {model}") as display, in_session():
         from niwaki.evaluation.compare import compare as run
 
-        asked = {"solvers": names(solvers), "patterns": names(sparsity), **vars(comparing)}
-        run(model, output, **asked, progress=display)
-        written(output)
+        asked = {"solvers": names(solvers), "patterns": names(patterns), **vars(comparing)}
+        run(model, results, **asked, progress=display)
+        written(results)
 
 
 @options()
 def demo(samples: Annotated[int, "N"] = 64, text_samples: Annotated[int, "N"] = 64, record: RecordFile = None) -> None:
-    """Prune the embedded model by the methods of table 1 of Boza 2024 and by the default.
+    """Compare the methods of table 1 of Boza 2024 and the default method on the embedded model.
+
+    Example: niwaki demo
 
     Options:
         samples: Windows of 256 tokens to calibrate on.

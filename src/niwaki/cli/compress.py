@@ -8,6 +8,7 @@ from niwaki.cli.display import Display
 from niwaki.cli.options import Model, Output, options
 from niwaki.cli.work import Work
 from niwaki.errors import UsageError
+from niwaki.quantities import HOW_SMALL
 
 
 @options()
@@ -19,34 +20,37 @@ def compress(
     speed: Annotated[str | None, "TIMES"] = None,
     parameters: Annotated[str | None, "COUNT"] = None,
     also: Annotated[list[str] | None, "TEXT"] = None,
-    runtime: Annotated[Runtime | None, "--for"] = None,
+    runtime: Annotated[Runtime | None, "PROGRAM", "--for"] = None,
     max_time: Annotated[str | None, "TIME"] = None,
     plan: bool = False,
     work: Work = Work(),
 ) -> None:
-    """Make MODEL as small or as fast as you ask for, and write it to OUT; all else is decided by the model.
+    """Make MODEL as small or as fast as you ask for and write it to OUT; how is decided by the model.
 
-    For example 'niwaki compress MODEL OUT --size 0.4', or '--loss 0.05' for the smallest model that loses no more than
-    that. An interrupted run resumes when the command is repeated.
+    Interrupted runs resume when the command is repeated.
+
+    Example: niwaki compress MODEL OUT --size 0.4
 
     Options:
-        size: What the weights may take in files: a share of what they take now, such as 0.4, or 80MB. Never exceeded.
-        loss: The loss that may be added, in nats a token of --text: 0.05 is a perplexity 5 % higher. Some sizes are
-            tried, and the smallest whose 95 % upper bound is within the limit is written.
-        also: With --loss, another text on which it has to be kept, such as another kind of text that the model is for.
-            May be given several times.
-        speed: Tokens a second, as a multiple of the dense model's on this machine, such as 2.0; the largest model that
-            reaches it is written.
-        parameters: For transformers: how many of the parameters stay, such as 0.75 or 110M.
-        runtime: What runs the result: niwaki (packed), llama.cpp (GGUF), transformers (a smaller dense model) or 2:4
-            (two zeros in every four weights). [default: niwaki, or transformers with --parameters]
-        max_time: What the run may take (with --loss or --speed each trial), such as 1h: healing gets what is left.
-            [default: no healing]
-        plan: Only say what would be done for a size, and what else there is; not for --loss and --speed.
+        size: Size of the weight files: a share of the present one, such as 0.4, or 80MB. Never exceeded.
+        loss: Loss that may be added, in nats per token; 0.05 is a perplexity 5 % higher. It is measured on --text. Some
+            sizes are tried; the smallest whose 95 % upper bound is within the limit is written.
+        also: With --loss, another text on which the loss has to be kept. May be given several times.
+        speed: Tokens per second, as a multiple of the dense model's, such as 2.0. Measured on this machine; the largest
+            model that reaches it is written.
+        parameters: For transformers: parameters to keep, such as 0.75 or 110M.
+        runtime: What runs the result: niwaki, llama.cpp, transformers or 2:4. The result is a packed model, a GGUF
+            file, a smaller dense model, or a dense model with two zeros in every four weights. [default: niwaki;
+            transformers with --parameters]
+        max_time: Time limit, such as 1h; what is left of it is used for healing. With --loss or --speed it is for each
+            trial. [default: no healing]
+        plan: Only look at the model, and show what would be done for a size and the alternatives.
     """
     asked: dict[str, Any] = {"parameters": parameters, "runtime": runtime, "max_time": max_time}
     if plan and (loss is not None or speed is not None):
         raise UsageError("--plan is for sizes: what a loss or a speed takes is found by trying")
+    if size is loss is speed is parameters is None and runtime != "2:4":
+        raise UsageError(HOW_SMALL)
     if plan:
         with Display(f"looking at {model}") as display:
             from niwaki.compression.compress import plan_compression

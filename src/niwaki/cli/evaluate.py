@@ -27,13 +27,15 @@ def evaluate(
     compute: Compute = Compute(),
     record: RecordFile = None,
 ) -> None:
-    """Measure the perplexity of MODEL, or its scores on tasks, or both.
+    """Measure the perplexity of MODEL, its scores on tasks, or both.
+
+    Example: niwaki eval MODEL --text wikitext2
 
     Options:
-        text: {text} [default: {usual_text}; with --tasks none]
-        samples: The first N windows of the text. [default: all]
+        text: Text to measure perplexity on. {text} [default: {usual_text}; none with --tasks]
+        samples: Use the first N windows of the text. [default: all]
         tasks: Tasks of lm-evaluation-harness, such as boolq,arc_easy; files of questions (.jsonl); which-follows.
-        limit: The first N questions of each task. [default: all]
+        limit: Ask the first N questions of each task. [default: all]
     """
     if tasks is None:
         text = USUAL_TEXT if text is None else text
@@ -42,6 +44,7 @@ def evaluate(
     elif text is None and (length is not None or samples is not None or field is not None or not bos):
         raise UsageError("--length, --samples, --field and --no-bos are for --text; --limit is for --tasks")
     measurement = Measurement(text, samples=samples, length=length, bos=bos, field=field)
+    measurement.some()
     with Screen(f"evaluating {model}") as screen, in_session():
         from niwaki.records.record import versions
         from niwaki.runs.session import current_session

@@ -21,14 +21,16 @@ def generate(
     raw: bool = False,
     compute: Compute = Compute(),
 ) -> None:
-    """Write what MODEL, dense or packed, answers to PROMPT, or how it continues it if it has no chat template.
+    """Generate text with MODEL, dense or packed: its answer to PROMPT, or without a chat template a continuation.
+
+    Example: niwaki generate MODEL "What is a bonsai?"
 
     Options:
-        prompt: A message to the model, or a text to continue; if it is too long for the context, its end.
-        tokens: Write at most N tokens.
-        temperature: 0: the most likely token each time; 1: sampled by the model's probabilities.
-        seed: The random seed for sampling.
-        raw: Continue PROMPT as it stands, also with a model that has a chat template.
+        prompt: Prompt; truncated from the left if it exceeds the context.
+        tokens: Generate at most N tokens.
+        temperature: 0 takes the most likely token each time, 1 samples by the model's probabilities.
+        seed: Random seed for sampling.
+        raw: Continue PROMPT as it is, without the chat template.
     """
     with Screen(f"loading {model}") as screen, in_session():
         from niwaki.evaluation.generate import write

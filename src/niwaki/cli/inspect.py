@@ -8,7 +8,10 @@ from niwaki.cli.tables import inspection_tables
 
 @options()
 def inspect(model: Model) -> None:
-    """Show what would be pruned in MODEL, and how sparse it is."""
+    """Show which matrices of MODEL would be pruned, and how sparse it is.
+
+    Example: niwaki inspect MODEL
+    """
     with Screen(f"reading {model}"), in_session():
         from niwaki.evaluation.inspect import extra_tensors, inspect as run, left_dense, pattern_of_factors
 

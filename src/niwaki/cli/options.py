@@ -3,7 +3,8 @@
 A parameter of a command, or a field of a group, is an option: ``rate: Annotated[float, "RATE"] = 1.0`` is ``--rate
 RATE``. Words of the annotation are what the help calls the value, and with dashes the names of an option that is not
 called like the parameter, or has several. Without a default and without such names it is an argument. The help is what
-the docstring says of it under "Options"; ``{solvers}`` and the like stand for names in :data:`_NAMES`.
+the docstring says of it under "Options" or "More options"; ``{solvers}`` and the like stand for names in
+:data:`_NAMES`. ``--help`` shows the first sentence of what is under "Options", ``--help-all`` all of both.
 """
 
 import dataclasses
@@ -12,9 +13,11 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from inspect import Parameter
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+import typer
 from typer import Argument, Context, Option
+from typer.core import TyperCommand
 
 from niwaki.choices import MASK_NAMES, PATTERN_NAMES, SOLVER_NAMES, TF32, WEIGHT_NAMES, Order
 from niwaki.cli.checks import check
@@ -22,7 +25,13 @@ from niwaki.effort import EFFORTS, Allocation
 from niwaki.errors import either
 from niwaki.options import BLOCKS_RATE, HEALING_LENGTH, HEALING_RATE, USUAL_TEXT, Calibration, Compute, Measurement
 
-Command = TypeVar("Command", bound=Callable[..., None])
+Function = TypeVar("Function", bound=Callable[..., None])
+
+#: The section of a docstring, and of the help, for options that few need.
+_MORE = "More options"
+_SECTIONS = re.compile(rf"\n*^(Options|{_MORE}):$", re.MULTILINE)
+#: In the context of a command, whether all of its help is asked for.
+_ALL = "niwaki.help_all"
 
 # Paths are text: an empty one would become the working directory.
 Model = Annotated[str, "MODEL"]
@@ -40,7 +49,7 @@ _NAMES = {
     "patterns": ", ".join(PATTERN_NAMES),
     "efforts": either(EFFORTS),
     "allocations": either(get_args(Allocation)),
-    "text": "A file (text, JSONL, JSON, CSV, Parquet), data set (c4, c4-validation, ptb, wikitext2, "
+    "text": "It is a file (text, JSONL, JSON, CSV, Parquet), a data set (c4, c4-validation, ptb, wikitext2, "
     "REPO:CONFIG:SPLIT), demo or demo-held.",
     "usual_text": USUAL_TEXT,
     "healing_length": HEALING_LENGTH,
@@ -49,18 +58,27 @@ _NAMES = {
 }
 
 
+class Help(NamedTuple):
+    """What the help says of an option, and whether that is one that few need."""
+
+    text: str = ""
+    is_more: bool = False
+
+
 class _Shared:
-    """What several commands have, where their own docstrings say nothing of it.
+    """Options that several commands have, unless their own docstrings describe them.
 
     Options:
-        model: A model directory, a GGUF file, a hub id, or 'demo' for the embedded model.
-        output: A directory that does not exist or is empty.
+        model: Directory, GGUF file or hub id of a model, or 'demo'. That is a small model that ships with niwaki.
+        output: Output directory, new or empty.
+        restart: Start over instead of resuming an interrupted run.
+
+    More options:
         record: Also write the record to this JSON file.
-        restart: Start over instead of resuming an interrupted run that was to write OUT.
         length: Tokens in a window. [default: 2048, or the model's positions if fewer]
-        field: The column of files and data sets of rows that has texts or conversations. [default: text, or messages,
+        field: Column with the texts or conversations, for files and data sets with rows. [default: text, or messages,
             or columns such as instruction and output]
-        bos: Begin each window with the token that the model's tokenizer puts before a text, where it puts one.
+        bos: Begin each window with the token that the model's tokenizer puts before a text, if it has one.
     """
 
 
@@ -68,13 +86,16 @@ class _Calibration:
     """Options for :class:`niwaki.Calibration`.
 
     Options:
-        calibration: {text} answers: what the model itself answers to prompts that ship with niwaki. May be given
-            several times, for equal shares. For prune also JSONL of conversations with images.
+        calibration: Text to calibrate on: a file, a data set or 'answers'. {text} 'answers' stands for the model's own
+            answers to prompts that ship with niwaki. May be repeated, for equal shares. 'prune' also accepts JSONL with
+            images.
         samples: Windows of calibration text.
+
+    More options:
         order: The first windows of the text, or random ones from all of it. [default: first]
-        seed: For random windows, and for what the model writes itself.
-        answers: Where the (first) text is a file of prompts ('prompt' or 'messages'): the model answers them, also in
-            the place of answers that are there.
+        seed: Random seed, for random windows and for the text that the model writes.
+        answers: Let the model answer the (first) text, a file of prompts ('prompt' or 'messages'). Answers in the file
+            are replaced.
     """
 
     calibration: Annotated[list[str], "TEXT"]
@@ -91,8 +112,10 @@ class _Measurement:
     """Options for :class:`niwaki.Measurement`.
 
     Options:
-        text: What to measure perplexity on, as --calibration. [default: the calibration text after its windows]
-        text_samples: Windows of it; 0 for no perplexity.
+        text: Text to measure perplexity on. {text} [default: the calibration text after its windows]
+
+    More options:
+        text_samples: Windows to measure on; 0 measures nothing.
     """
 
     text: Annotated[str | None, "TEXT"]
@@ -105,11 +128,13 @@ class _Compute:
     """Options for :class:`niwaki.Compute`.
 
     Options:
-        device: cpu, cuda, cuda:1 ...; auto is a GPU if there is one.
-        dtype: Numbers to compute in: float32, bfloat16, float16 or auto.
-        tf32: TF32 in products on a GPU: auto for Gram matrices of half-precision activations, where no factor changes;
-            always for all products of float32; never.
-        max_memory: Memory to use, such as 8GiB; hidden states beyond it go to a temporary file.
+        device: cpu, cuda, cuda:1 ...; auto uses a GPU if there is one.
+        max_memory: Memory limit, such as 8GiB. Hidden states beyond it are spilled to disk.
+
+    More options:
+        dtype: Compute dtype: float32, bfloat16, float16 or auto.
+        tf32: When to use TF32 on a GPU. auto: for Gram matrices of half-precision activations, which it leaves exact;
+            always: for all products in float32; never.
     """
 
     device: Annotated[str, "DEVICE"]
@@ -124,29 +149,31 @@ _OPTIONS: Mapping[type, type] = {Calibration: _Calibration, Measurement: _Measur
 _FIELDS = {"calibration": "text", "text_samples": "samples"}
 
 
-def options(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Command], Command]:
+def options(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Function], Function]:
     """Makes a function a command for typer, with an option for each parameter, or for each field of a group.
 
     Options ``without`` are left out and keep their default; ``changed`` are annotations of options that are of another
     type here than in their group.
     """
 
-    def decorate(command: Command) -> Command:
+    def decorate(command: Function) -> Function:
         parameters = inspect.signature(command, eval_str=True).parameters
         helps = _helps(_Shared) | _helps(command)
         known: dict[str, Parameter] = {}
         for name, each in parameters.items():
             known |= _options(name, each.annotation, each.default, helps, changed)
         shown = {name: each for name, each in known.items() if name not in without}
+        shown["help_all"] = _HELP_ALL
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
+            del given["help_all"]
             check(given)
             groups = {name for name, each in parameters.items() if _is_group(each.annotation)}
             made = {name: _made(each.default, given) for name, each in parameters.items() if name in groups}
             command(**{name: made[name] if name in groups else given[name] for name in parameters})
 
-        run.__doc__ = (inspect.getdoc(command) or "").partition("\nOptions:\n")[0]
+        run.__doc__ = _SECTIONS.split(inspect.getdoc(command) or "")[0]
         run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
         run.__annotations__ = {name: each.annotation for name, each in shown.items()}
         return run  # type: ignore[return-value]
@@ -194,13 +221,13 @@ def chosen(group: Any, context: Context) -> dict[str, dict[str, Any]]:
 
 
 def _options(
-    name: str, hint: Any, default: Any, helps: Mapping[str, str], changed: Mapping[str, Any]
+    name: str, hint: Any, default: Any, helps: Mapping[str, Help], changed: Mapping[str, Any]
 ) -> dict[str, Parameter]:
     """What typer is to know of a parameter, or of all options of a group; the outermost of the ``helps`` counts."""
     if hint is Context:
         return {name: Parameter(name, Parameter.KEYWORD_ONLY, annotation=hint)}
     if not _is_group(hint):
-        return {name: _option(name, changed.get(name, hint), default, helps.get(name))}
+        return {name: _option(name, changed.get(name, hint), default, helps.get(name, Help()))}
     helps = {**_helps(_OPTIONS.get(hint, hint)), **helps}
     found: dict[str, Parameter] = {}
     for option, (field, kind) in _fields(hint).items():
@@ -208,7 +235,7 @@ def _options(
     return found
 
 
-def _option(name: str, hint: Any, default: Any, about: str | None) -> Parameter:
+def _option(name: str, hint: Any, default: Any, about: Help) -> Parameter:
     kind, *words = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if not all(isinstance(word, str) for word in words):  # typer's own
         return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
@@ -225,12 +252,54 @@ def _option(name: str, hint: Any, default: Any, about: str | None) -> Parameter:
         # Left to itself, typer 0.27 and 0.28 would call --device --DEVICE, after its value in the help.
         flags = flags or [dashed]
     make: Any = Argument if is_argument else Option
-    info = make(*flags, metavar=metavar, help=about and about.replace("[", r"\["))  # no markup
+    panel = _MORE if about.is_more else None
+    info = make(*flags, metavar=metavar, help=about.text.replace("[", r"\["), rich_help_panel=panel)  # no markup
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
-def _helps(described: Any) -> dict[str, str]:
+def _helps(described: Any) -> dict[str, Help]:
     """What a docstring says of parameters or attributes, by name."""
-    text = (inspect.getdoc(described) or "").format_map(_NAMES)
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
-    return {name: " ".join(words.split()) for name, words in entries}
+    _, *parts = _SECTIONS.split((inspect.getdoc(described) or "").format_map(_NAMES))
+    found = {}
+    for title, text in zip(parts[::2], parts[1::2], strict=True):
+        for name, words in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE):
+            found[name] = Help(" ".join(words.split()), is_more=title == _MORE)
+    return found
+
+
+class Command(TyperCommand):
+    """A command whose ``--help`` fits on a screen: common options, a sentence each; ``--help-all`` has all of both."""
+
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        for each in () if ctx.meta.get(_ALL) else self.params:
+            option: Any = each
+            option.hidden = _is_more(option)
+            option.help = first_sentence(option.help or "")
+        super().format_help(ctx, formatter)
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of an option's help, with its default, if that is at the end."""
+    said, default = re.fullmatch(r"(.*?)(\s*\\?\[default: [^]]*\])?", text).groups("")  # type: ignore[union-attr]
+    return re.split(r"(?<=[^.]\.)\s", said)[0] + default
+
+
+def _is_more(option: Any) -> bool:
+    return getattr(option, "rich_help_panel", None) == _MORE
+
+
+def _show_all(context: Context, is_asked: bool) -> None:
+    if is_asked:
+        context.meta[_ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+_HELP_ALL = Parameter(
+    "help_all",
+    Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool, Option("--help-all", metavar="", is_eager=True, callback=_show_all, help="Show all options in full.")
+    ],
+)

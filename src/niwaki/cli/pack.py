@@ -15,14 +15,19 @@ Format = Annotated[
     Option(
         "--format",
         case_sensitive=False,
-        help="Packed integers of a grid of 4 or 8 bits, what 'pack' writes, or one file for llama.cpp.",
+        help="Packed integers of 4 or 8 bits (compressed-tensors), what 'pack' writes, or GGUF.",
     ),
 ]
 
 
 @options()
 def pack(model: Model, output: Output) -> None:
-    """Write the pruned MODEL to OUT without its zeros: smaller on disk, in memory and on the way to the processor."""
+    """Write MODEL to OUT without its zeros and with as few bits as its weights have: smaller and faster.
+
+    For a pruned or quantized model. 'niwaki generate' runs the result, and 'niwaki unpack' undoes it.
+
+    Example: niwaki pack MODEL OUT
+    """
     with Screen(f"packing {model}") as screen, screen.all_or_nothing(output), in_session():
         from niwaki.packed.pack import pack as run
 
@@ -34,9 +39,11 @@ def pack(model: Model, output: Output) -> None:
 
 @options()
 def unpack(model: Model, output: Output) -> None:
-    """Write the dense model that MODEL was packed from to OUT; its weight files are the same, byte for byte.
+    """Write the dense model that MODEL was packed from to OUT, with the same weight files, byte for byte.
 
     Products of two factors are computed again, which may change their last digits.
+
+    Example: niwaki unpack PACKED OUT
 
     Options:
         model: A directory that 'pack' wrote.
@@ -50,10 +57,12 @@ def unpack(model: Model, output: Output) -> None:
 
 @options()
 def export(model: Model, output: Output, form: Format = "compressed-tensors") -> None:
-    """Write MODEL in another format: for llama.cpp and Ollama, for vLLM and transformers, or without its zeros.
+    """Write MODEL in another format: GGUF for llama.cpp and Ollama, packed integers for vLLM and transformers.
+
+    Example: niwaki export MODEL model.gguf --format gguf-q8_0
 
     Options:
-        output: A directory that does not exist or is empty; or a file for llama.cpp that ends in .gguf.
+        output: Output directory, new or empty; or a file for llama.cpp that ends in .gguf.
     """
     with Screen(f"exporting {model}") as screen, screen.all_or_nothing(output), in_session():
         from niwaki.exports.export import export as run

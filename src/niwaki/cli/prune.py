@@ -8,7 +8,9 @@ from niwaki.cli.options import Model, Output, RecordFile, options
 from niwaki.cli.work import Work
 from niwaki.effort import usual_effort
 from niwaki.errors import UsageError
+from niwaki.files import given_path
 from niwaki.options import DEFAULT_SOLVER
+from niwaki.quantities import HOW_SPARSE
 
 
 @dataclass(frozen=True)
@@ -16,14 +18,15 @@ class Pruning:
     """What to prune to, besides the method: arguments of :func:`niwaki.prune`.
 
     Options:
-        mask_from: Take the mask of this solver or pruned model, update the weights for it. With --pattern the mask of a
-            model gets the zeros that it lacks, and swaps and dsnot refine it within that.
-        quantize: Put the remaining weights on a grid: int4:128 has 4 bits and a scale for each row and 128 inputs, int8
-            a scale for each row. Without zeros that is niwaki quantize.
-        keep_format: Write the pruned matrices of a model in FP8 or MXFP4 in that format again, instead of bfloat16.
-        revive: Let weights that are 0 in MODEL become others again: prune as if they were not 0. Without it they stay
-            0.
-        blocks: Prune only these blocks, such as 0:2 for the first two.
+        quantize: Put the remaining weights on a grid too. int4:128 has 4 bits and a scale for each row and 128 inputs,
+            int8 a scale for each row. Without zeros that is 'niwaki quantize'.
+
+    More options:
+        mask_from: Take the mask of this solver or pruned model and update the weights for it. With --pattern a model's
+            mask gets the zeros that it lacks, and swaps and dsnot refine it within that.
+        keep_format: Write pruned matrices of an FP8 or MXFP4 model in that format again, instead of bfloat16.
+        revive: Let weights that are 0 in MODEL become nonzero. Without it they stay 0.
+        blocks: Prune only these decoder blocks, such as 0:2 for the first two.
     """
 
     mask_from: Annotated[str | None, "SOURCE"] = None
@@ -47,21 +50,27 @@ def prune(
     work: Work = Work(),
     record: RecordFile = None,
 ) -> None:
-    """Prune MODEL and write the result to OUT. An interrupted run resumes when the command is repeated.
+    """Prune MODEL and write the result to OUT. Interrupted runs resume when the command is repeated.
+
+    Example: niwaki prune MODEL OUT --sparsity 0.6 --calibration text.txt
 
     Options:
         sparsity: Fraction of zeros in the matrices, such as 0.6 or 60%.
-        pattern: A pattern instead: {patterns}.
-        solver: {solver} (the default), {solvers}; for masks {masks}; for weights {weights}; or several, as in
-            wanda+swaps+exact.
-        settings: A parameter of the solver.
-        effort: {efforts}: what is done for the model as a whole and for its parts to fit together; heal is best with
-            three times the training; with parameters as in best:healing=0. [default: balanced; with --solver or
-            --mask-from fast, methods as they were published]
+        pattern: A pattern instead, such as 2:4. There are {patterns}.
+        solver: Method for each matrix, such as {solver} or wanda; see 'niwaki solvers'. It is {solver} (the default),
+            {solvers}; for masks {masks}; for weights {weights}; or several, as in wanda+swaps+exact.
+        effort: {efforts}: what is done for the model as a whole, beyond each matrix. It shares out zeros, fits blocks
+            and heals; heal is best with three times the training. With parameters as in best:healing=0. [default:
+            balanced; fast with --solver or --mask-from]
+
+    More options:
+        settings: Set a parameter of the solver. May be repeated.
         allocation: How zeros are shared out among matrices: {allocations}. [default: the effort's]
     """
     if sparsity is not None and pattern is not None:
         raise UsageError("give --sparsity or --pattern, not both")
+    if sparsity is None and pattern is None and not _is_model(pruning.mask_from):
+        raise UsageError(HOW_SPARSE)
     parameters = dict(map(_setting, settings or []))
     if allocation is not None:
         effort = f"{effort or usual_effort(solver, pruning.mask_from)}:allocation={allocation}"
@@ -75,6 +84,10 @@ def prune(
         result = run(model, output, zeros, solver=made, effort=effort, **vars(pruning), **common)
         if file is not None:
             result.save(file)
+
+
+def _is_model(mask_from: str | None) -> bool:
+    return mask_from is not None and ("/" in mask_from or given_path(mask_from).is_dir())
 
 
 def _setting(pair: str) -> tuple[str, str]:

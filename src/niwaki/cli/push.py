@@ -15,17 +15,18 @@ def push(
     base_model: Annotated[str | None, "OWNER/NAME"] = None,
     dry_run: bool = False,
 ) -> None:
-    """Publish DIR, which niwaki wrote, as the model OWNER/NAME on the Hugging Face hub, with your own login.
+    """Publish DIR, which niwaki wrote, as the model OWNER/NAME on the Hugging Face hub, with your login.
 
-    All its files are listed first, and then uploaded in one commit: the weights, the model card, the record niwaki.json
-    and recipe.toml, by which others can make the same model again.
+    All files are listed first and then uploaded in one commit: the weights, the model card, the record niwaki.json and
+    recipe.toml, by which others can make the same model again.
+
+    Example: niwaki push OUT OWNER/NAME --dry-run
 
     Options:
         directory: A directory that niwaki wrote, in any format.
-        name: What the model is to be called on the hub, where it must be new.
-        private: Only you will see the model.
-        base_model: The model of the hub that it was made from, where that was a local directory; 'none' for one that is
-            not on the hub.
+        name: Name of the new model on the hub.
+        private: Make the model private.
+        base_model: Hub id of the original model, if it was a local directory; 'none' if it is not on the hub.
         dry_run: Only list what would be uploaded.
     """
     with Screen(f"reading {directory}") as screen, in_session():

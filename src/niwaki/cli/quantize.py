@@ -17,15 +17,18 @@ def quantize(
     work: Work = Work(),
     record: RecordFile = None,
 ) -> None:
-    """Put the weights of MODEL on a grid of few bits and write the result to OUT; 'niwaki pack' then makes it small.
+    """Quantize the weights of MODEL and write the result to OUT. 'niwaki pack' then makes it small.
+
+    Example: niwaki quantize MODEL OUT int8:64
 
     Options:
-        grid: int8, int4:64 and the like: bits, and how many inputs share a scale; int8 has a scale for each row.
-        embeddings: A grid for the token embeddings and the head as well, such as int8:64. In small models they are much
-            of the size, and packed they are read for each token.
-        effort: none rounds to the nearest, in seconds, without a text; fast, balanced and best make up for what
-            rounding changes, on --calibration. [default: none for int8, where more gains next to nothing; balanced
-            below]
+        grid: Bits and group size, such as int8 or int4:64. Each group of inputs shares a scale; int8 has a scale for
+            each row.
+        embeddings: Also quantize token embeddings and the head, to a grid such as int8:64. In small models they are a
+            large part of the size, and when packed they are read for each token.
+        effort: none, fast, balanced or best: how hard to compensate for rounding. none rounds to the nearest, in
+            seconds and without text; the others use --calibration. [default: none for int8, where more gains next to
+            nothing; balanced below]
     """
     with work.begun(f"quantizing {model}", output) as common:
         from niwaki.recipes import quantize as run

@@ -19,7 +19,10 @@ _BY_PARAMETERS = {
 
 @options()
 def solvers() -> None:
-    """List the solvers and their parameters, for --solver and --set."""
+    """List the solvers and their parameters, for --solver and --set.
+
+    Example: niwaki solvers
+    """
     from niwaki.layer.solvers import SOLVERS
 
     table = Table("name", "what it does", "parameters and defaults", box=None, padding=(0, 2, 0, 0))

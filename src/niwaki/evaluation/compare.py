@@ -33,6 +33,7 @@ from niwaki.records.record import Record, versions
 from niwaki.records.wording import in_words
 from niwaki.runs.carried import find_carried
 from niwaki.runs.session import current_session
+from niwaki.runs.workplace import check_comparison
 from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
@@ -113,7 +114,7 @@ def compare(
         patterns_of(cell.pattern, None, streamed)
     if out is not None:
         out = given_path(out).resolve()
-        _check(out, given_path(model), checkpoint.path)
+        check_comparison(out, given_path(model), checkpoint.path)
     progress.status("reading texts")
     written = with_answers(streamed, calibration, compute.budget, current_session().world, progress)
     texts = Texts.read(streamed, written, measurement)
@@ -269,22 +270,6 @@ class _Work:
             for text, windows in self.texts.heldout.items()
         }
         return found, time.monotonic() - began
-
-
-def _check(out: Path, model: Path, source: Path) -> None:
-    """Raises UsageError unless ``out`` may have a comparison of ``model``, which is in ``source``."""
-    if out == model.resolve():  # the next cell would find it, and not the model
-        raise UsageError(f"{out} is what the model is called; choose another directory")
-    if source.resolve() in [out, *out.parents]:
-        raise UsageError(f"{out} is inside the model's own directory; choose another place")
-    with output_errors(out):
-        # A kill may have left a temporary file of compare.json, and nothing else.
-        there = [path.name for path in out.iterdir()] if out.is_dir() else [""] if out.exists() else []
-        if "compare.json" not in there and not all(name.startswith("compare.json") for name in there):
-            raise UsageError(f"{out} exists and has no comparison to resume; choose another directory")
-        for folder in (out / "models", out / "records"):
-            if os.path.lexists(folder) and not folder.is_dir():
-                raise UsageError(f"{folder} is in the way of a directory; move it away")
 
 
 def _fingerprint(model: str, streamed: StreamedModel, texts: Texts, compute: Compute) -> dict[str, Identity]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +16,13 @@ from niwaki.models.locate import check_continues, locate_model
 from niwaki.models.tokens import check_known, check_tokens, encode, load_tokenizer
 from niwaki.options import Compute, check_count
 from niwaki.packed.load import load
+from niwaki.quantities import check_temperature
 from niwaki.texts.chat_templates import rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
-#: Logits are divided by the temperature: far below it they are infinite.
-_COLDEST = 1e-3
 
 
 @checked
@@ -95,10 +93,7 @@ def check(prompt: str, tokens: int, temperature: float, seed: int) -> None:
     """Raises UsageError for what no model continues."""
     check_count("tokens", tokens, 1)
     check_count("the seed", seed, 0)
-    if temperature != 0 and not _COLDEST <= temperature < math.inf:
-        raise UsageError(
-            f"the temperature must be 0, for the most likely token each time, or {_COLDEST} or more; got {temperature}"
-        )
+    check_temperature(temperature)
     try:
         prompt.encode()
     except (AttributeError, UnicodeEncodeError) as error:

@@ -14,6 +14,7 @@ from niwaki.choices import ExportFormat
 from niwaki.errors import UsageError
 from niwaki.exports.compressed_tensors import CompressedTensors
 from niwaki.exports.gguf_file import KINDS, Gguf, write_gguf
+from niwaki.files import GGUF, is_gguf_file
 from niwaki.models.locate import locate_model
 from niwaki.packed.pack import Packed
 from niwaki.records.progress import Progress
@@ -22,8 +23,6 @@ from niwaki.runs.conversion import Form, convert, model_name, write_form
 from niwaki.runs.stage import Run, Stage
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
-
-_GGUF = ".gguf"
 
 
 @checked
@@ -53,11 +52,7 @@ def export(
         OutputError: weights are not on their grid any more, or a file cannot be written.
         NiwakiError: see :mod:`niwaki.errors`. Nothing is left then.
     """
-    is_file = Path(out).suffix.lower() == _GGUF
-    if is_file and format not in KINDS:
-        raise UsageError(
-            f"{out} would be a file for llama.cpp; its format is {', '.join([*KINDS][:-1])} or {[*KINDS][-1]}"
-        )
+    is_file = is_gguf_file(out, format)
     form = _opened(format, Checkpoint(locate_model(str(model))), str(model), progress or Progress())
     if is_file and isinstance(form, Gguf):
         return write_gguf(form, model, out)
@@ -128,8 +123,8 @@ class Exporting:
 
     def __init__(self, stage: Export, run: Run) -> None:
         self._format = stage.format
-        if run.out.suffix.lower() == _GGUF:
-            raise UsageError(f"{run.out} would be a directory with a file in it; give it a name without {_GGUF}")
+        if run.out.suffix.lower() == GGUF:
+            raise UsageError(f"{run.out} would be a directory with a file in it; give it a name without {GGUF}")
         checkpoint = Checkpoint(run.reading)
         checkpoint.config = {**checkpoint.config, **run.foreseen}
         form = _opened(stage.format, checkpoint, run.model, run.progress, run.foreseen)

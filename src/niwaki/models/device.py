@@ -13,9 +13,10 @@ import torch
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError, raised_as
 from niwaki.models.processes import World
+from niwaki.options import DTYPES, check_device, check_dtype
 from niwaki.records.wording import counted
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 #: Of processors, for products of bfloat16 matrices: the names that torch has for them.
 _UNITS = ("amx_bf16", "avx512_bf16")
 
@@ -24,8 +25,7 @@ def find_device(name: str) -> torch.device:
     """The device called ``name``; "auto" is a GPU if there is one. Raises UsageError if it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", name):
-        raise UsageError(f"the device {name!r} cannot be used; it is cpu, cuda, cuda:1 ... or auto")
+    check_device(name)
     with raised_as(UsageError, f"the device {name!r} cannot be used", (RuntimeError, AssertionError)):
         torch.zeros(1, device=name)
     return torch.device(name)
@@ -35,8 +35,7 @@ def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch
     """The dtype called ``name``; "auto": float32 on a CPU, else the checkpoint's. Raises UsageError for others."""
     if name == "auto":  # half precision is 100 times slower on a CPU without instructions for it
         return torch.float32 if device.type == "cpu" else stored_dtype(checkpoint)
-    if name not in _DTYPES:
-        raise UsageError(f"dtype must be auto, {', '.join(_DTYPES)}; got {name}")
+    check_dtype(name)
     return _DTYPES[name]
 
 

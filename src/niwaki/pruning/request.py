@@ -20,7 +20,7 @@ from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describ
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
-from niwaki.quantities import fraction, parse_range
+from niwaki.quantities import HOW_SPARSE, fraction, parse_range
 from niwaki.records.wording import counted
 
 PatternOf = Callable[[Matrix], Pattern]
@@ -216,7 +216,7 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
                 wanted.check(matrix.shape)
     if mask_model is None:
         if wanted is None:
-            raise UsageError("say how sparse: a sparsity such as 0.6, or a pattern such as 2:4")
+            raise UsageError(HOW_SPARSE)
         return lambda _: wanted
     lender, own = Checkpoint(locate_model(mask_model)), streamed.checkpoint
     for matrix in matrices:

@@ -44,17 +44,18 @@ _FORMER = (".plan.safetensors", ".scratch", ".first", ".first.plan.safetensors",
 _PARTS = {"matrices", "cells", "speeds"}
 
 
-def check_output(source: Path, given: str | Path, *read: Path) -> Path:
+def check_output(source: Path | None, given: str | Path, *read: Path) -> Path:
     """``given`` as an absolute path; UsageError where it is not empty, may not be written, or is inside the model's.
 
-    ``read`` are directories of other models that the run reads, in which it may not be either.
+    ``source`` is the model's directory, None where that is not here yet; ``read`` are directories of other models that
+    the run reads, in which it may not be either.
     """
     out = given_path(given, _LONGER).resolve()
     path = _place(out)
     # What is in it may be our own where a run was stopped while it moved its directory.
     if _taken(out, path) and not _is_complete(path):
         raise _exists(out)
-    for directory in (source, *read):
+    for directory in filter(None, (source, *read)):
         if out.is_relative_to(directory.resolve()):
             whose = "the model's own directory" if directory == source else f"{directory}, which the run reads"
             raise UsageError(f"{out} is inside {whose}; choose another place")
@@ -75,12 +76,37 @@ def check_record(given: str | Path, part: str = "") -> Path:
         values: dict[str, Any] = json.load(file)
         return {"command", "model"} <= values.keys() and {part} - {""} == values.keys() & _PARTS
 
+    file = check_file(given)
+    check_replaced(file, ours, "is not a record that this command wrote")
+    return file
+
+
+def check_file(given: str | Path) -> Path:
+    """``given`` as an absolute path; UsageError where no record can be written to it."""
     file = given_path(given, 12).absolute()  # as many more has a temporary file
     _check_folder(nearest(file.parent), f"{given} cannot be the record's file")
     if file.exists() and not file.is_file():
         raise UsageError(f"{given} cannot be the record's file: something else has this name")
-    check_replaced(file, ours, "is not a record that this command wrote")
     return file
+
+
+def check_comparison(out: Path, model: Path, source: Path | None) -> None:
+    """Raises UsageError unless ``out`` may have a comparison of ``model``.
+
+    ``source`` is the model's directory, None where that is not here yet.
+    """
+    if out == model.resolve():  # the next cell would find it, and not the model
+        raise UsageError(f"{out} is what the model is called; choose another directory")
+    if source and source.resolve() in [out, *out.parents]:
+        raise UsageError(f"{out} is inside the model's own directory; choose another place")
+    with output_errors(out):
+        # A kill may have left a temporary file of compare.json, and nothing else.
+        there = [path.name for path in out.iterdir()] if out.is_dir() else [""] if out.exists() else []
+        if "compare.json" not in there and not all(name.startswith("compare.json") for name in there):
+            raise UsageError(f"{out} exists and has no comparison to resume; choose another directory")
+        for folder in (out / "models", out / "records"):
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise UsageError(f"{folder} is in the way of a directory; move it away")
 
 
 def _check_folder(folder: Path, what: str) -> None:

@@ -15,7 +15,7 @@ from niwaki.models.extra import find_extra, notes_of
 from niwaki.models.factors import check_one_matrix
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.streamed import StreamedModel
-from niwaki.quantities import parse_parameters, parse_share
+from niwaki.quantities import NOTHING_TO_REMOVE, parse_parameters, parse_share
 from niwaki.records.record import Record
 from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import pruning_config
@@ -71,9 +71,7 @@ class Shrink:
             if gone:
                 raise UsageError("parameters says how much is left, and then blocks, neurons and heads follow from it")
         elif not gone:
-            raise UsageError(
-                "there is nothing to remove; give parameters, blocks, neurons, heads, experts or expert_neurons"
-            )
+            raise UsageError(NOTHING_TO_REMOVE)
         if shares["experts"] and shares["expert_neurons"]:
             raise UsageError("experts and their neurons are removed in two runs, one after the other")
 

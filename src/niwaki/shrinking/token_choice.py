@@ -1,14 +1,13 @@
 """Which tokens stay: those that are common, in the text that was counted and in the text the tokenizer is from."""
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from niwaki.errors import UsageError, shown
-from niwaki.quantities import fraction, parse_number, parse_share
+from niwaki.errors import UsageError
+from niwaki.quantities import parse_vocabulary
 from niwaki.shrinking.tokenizer_file import TokenizerFile
 
 #: How much of a token's score is how common it was in the tokenizer's own text, and not in what was counted. On SmolLM2
@@ -16,7 +15,6 @@ from niwaki.shrinking.tokenizer_file import TokenizerFile
 PRIOR = 0.3
 #: Sizes that are not asked for as such are multiples of it.
 _MULTIPLE = 64
-_USED = re.compile(r"used(?::(.+))?")
 
 
 @dataclass(frozen=True)
@@ -30,32 +28,7 @@ class Size:
     @classmethod
     def of(cls, given: float | str) -> "Size":
         """24576, "24576", 0.5, "50 %", "used" or "used:0.9995"; UsageError for all else."""
-        text = str(given).strip()
-        if match := _USED.fullmatch(text):
-            used = fraction(match[1] or "1")
-            if used is None or not 0 < used <= 1:
-                raise UsageError(
-                    "used is of a share of the text's tokens, from above 0 to 1, such as used:0.9995; got "
-                    f"{shown(given)}"
-                )
-            return cls(used=float(used))
-        asked = fraction(text)
-        if asked is not None and asked < 1:
-            if not (share := parse_share("vocabulary", given)):
-                raise UsageError(
-                    "vocabulary 0 removes no tokens; give how many stay, such as 24576, or a share to remove"
-                )
-            return cls(share=share)
-        try:
-            count = parse_number(text.removesuffix(".0"))
-        except UsageError:
-            count = 0
-        if count < 2:
-            raise UsageError(
-                f"vocabulary is how many tokens stay, such as 24576, a share to remove, such as 0.5 or 50%, or "
-                f"used:0.9995; got {shown(given)}"
-            )
-        return cls(number=count)
+        return cls(*parse_vocabulary(given))
 
 
 def score(file: TokenizerFile, counts: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from niwaki.errors import CalibrationError, first_line, raised_as, shown
 from niwaki.records.wording import several
 from niwaki.texts.chat_templates import TemplateError, rendered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Rows: TypeAlias = Iterator[tuple[str, Any]]
 Messages: TypeAlias = list[dict[str, Any]]

@@ -321,24 +321,12 @@ def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
 
 def _dataset_rows(wanted: DataSet, source: str) -> Rows:
     """The rows of a data set."""
-    if source in DATASETS:
-        pass
-    elif (directory := given_path(source)).is_dir():
-        below = (name for _, _, names in os.walk(directory) for name in names)
-        if len(list(itertools.islice(below, _MOST_FILES + 1))) > _MOST_FILES:  # which the library looks at for hours
-            raise CalibrationError(f"the directory {source} has more than {_MOST_FILES:,} files; is it a data set?")
-    elif source.startswith((".", "/", "~")) or Path(source).suffix.lower() in SUFFIXES:
-        raise CalibrationError(f"there is no file {source}")
-    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", wanted.repository):  # all of the hub's have an owner today
-        instead = "give a file, or a data set as OWNER/NAME:CONFIG:SPLIT"
-        raise UnknownNameError("text", source, [*EXCERPTS, *DATASETS], instead)
+    _check_data_set(wanted, source)
     named = f"the data set {_USUAL.get(source, source)}"
     try:
         import datasets
     except ImportError as error:
-        hint = f"give a file, 'demo' or 'demo-held', or install the extra: {EXTRA}"
-        what = f"{named} needs" if source in DATASETS else f"{source} is not a file, and data sets need"
-        raise CalibrationError(f"{what} an extra; {hint}") from error
+        raise _extra(source) from error
     try:
         files = wanted.files and {wanted.split: wanted.files}
         which = {"split": wanted.split, "data_files": files, "revision": wanted.revision}
@@ -350,3 +338,44 @@ def _dataset_rows(wanted: DataSet, source: str) -> Rows:
             f"{named} is not available ({first_line(error)}); give a text file instead, or "
             "'demo' (to calibrate) or 'demo-held' (to measure) for the excerpts that ship with niwaki"
         ) from error
+
+
+def _check_data_set(wanted: DataSet, source: str) -> None:
+    """CalibrationError where ``source`` is no data set, as its name shows; UnknownNameError where it may be another."""
+    if source in DATASETS:
+        pass
+    elif (directory := given_path(source)).is_dir():
+        below = (name for _, _, names in os.walk(directory) for name in names)
+        if len(list(itertools.islice(below, _MOST_FILES + 1))) > _MOST_FILES:  # which the library looks at for hours
+            raise CalibrationError(f"the directory {source} has more than {_MOST_FILES:,} files; is it a data set?")
+    elif source.startswith((".", "/", "~")) or Path(source).suffix.lower() in SUFFIXES:
+        raise CalibrationError(f"there is no file {source}")
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", wanted.repository):  # all of the hub's have an owner today
+        instead = "give a file, or a data set as OWNER/NAME:CONFIG:SPLIT"
+        raise UnknownNameError("text", source, [*EXCERPTS, *DATASETS], instead)
+
+
+def _extra(source: str) -> CalibrationError:
+    """Says that the package that reads data sets is missing."""
+    hint = f"give a file, 'demo' or 'demo-held', or install the extra: {EXTRA}"
+    named = f"the data set {_USUAL.get(source, source)} needs"
+    what = named if source in DATASETS else f"{source} is not a file, and data sets need"
+    return CalibrationError(f"{what} an extra; {hint}")
+
+
+def check_text(source: str) -> None:
+    """Raises what reading the text called ``source`` would raise at its very beginning; a hub is not asked.
+
+    CalibrationError where there is no such file, or it has no text; UnknownNameError where no text has this name.
+    """
+    if not source:
+        raise UsageError("the name of a text is empty")
+    if source in PROMPTS:
+        return
+    if (path := find_file(source)) is None:
+        _check_data_set(find_data_set(source), source)
+        if importlib.util.find_spec("datasets") is None and source != USUAL_CALIBRATION:  # for which there is another
+            raise _extra(source)
+        return
+    beginning = rows(path, source) if kind(path) in ROWS else pieces(path, source)
+    next(iter(beginning), None)

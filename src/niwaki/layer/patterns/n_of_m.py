@@ -13,6 +13,7 @@ from niwaki.layer.patterns._base import ByRows, Counted, Pattern, Slices, runs, 
 from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.patterns.selection import keep_highest_of_each, middle_of_each
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
+from niwaki.quantities import check_n_of_m
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,7 @@ class NM(ByRows):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 < self.n <= self.m:
-            raise PatternError(f"the pattern {self} keeps n of every m weights; n must be 1 to m")
+        check_n_of_m(str(self), self.n, self.m)
 
     @property
     def sparsity(self) -> float:

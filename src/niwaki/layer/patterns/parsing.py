@@ -1,6 +1,5 @@
 """Patterns from text."""
 
-import re
 from collections.abc import Callable
 from numbers import Real
 
@@ -11,12 +10,15 @@ from niwaki.layer.patterns._base import Pattern
 from niwaki.layer.patterns.factors import TwoFactors
 from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
-from niwaki.quantities import fraction
+from niwaki.quantities import fraction, read_pattern
 
-#: By the word before a fraction of zeros.
-_SHARED: dict[str, Callable[[float], Pattern]] = {
+#: By what :func:`~niwaki.quantities.read_pattern` calls each.
+_KINDS: dict[str, Callable[..., Pattern]] = {
+    "": NM,
+    "mixed-": MixedNM,
     "unstructured": Unstructured,
     "per-row": PerRow,
+    TWO_FACTORS: lambda share, grid: TwoFactors(share, parse_grid(grid) if grid else None),
 }
 
 
@@ -35,32 +37,9 @@ def make_pattern(given: float | str | Pattern, usual: Callable[[float], Pattern]
 
 def parse_pattern(text: str) -> Pattern:
     """A pattern from its ``str``, such as ``"2:4"`` or ``"2:4+unstructured:0.6"``; PatternError if not valid."""
-    within, plus, quota = text.strip().partition("+")
-    kind, _, number = within.partition(":")
-    try:
-        if plus:
-            nm, rest = parse_pattern(within), None if "+" in quota else parse_pattern(quota)
-            if isinstance(nm, NM) and isinstance(rest, PerRow | Unstructured):
-                return Quota(nm, rest)
-        elif match := re.fullmatch(r"(mixed-|)(\d+):(\d+)", within):
-            return (MixedNM if match[1] else NM)(int(match[2]), int(match[3]))
-        elif kind == TWO_FACTORS:
-            number, _, grid = number.partition(":")
-            return TwoFactors(_share(number), parse_grid(grid) if grid else None)
-        elif kind in _SHARED:
-            return _SHARED[kind](_share(number))
-    except ValueError as error:
-        if isinstance(error, PatternError):
-            raise
-    raise PatternError(
-        f"{shown(text)} is not a valid pattern; try 2:4, unstructured:0.6 or per-row:0.6, or mixed-2:4, "
-        "2:4+per-row:0.6 or two-factors:0.5"
-    )
-
-
-def _share(text: str) -> float:
-    """Of a pattern, as "0.6" or "60 %"; ValueError where it is no number."""
-    share = fraction(text)
-    if share is None:
-        raise ValueError(text)
-    return float(share)
+    whole, *quota = (_KINDS[kind](*numbers) for kind, *numbers in read_pattern(text))
+    if not quota:
+        return whole
+    assert isinstance(whole, NM)
+    assert isinstance(quota[0], PerRow | Unstructured)
+    return Quota(whole, quota[0])

@@ -1,0 +1,130 @@
+"""What is wrong with the arguments alone is refused at once: without torch, whose import takes seconds."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from niwaki.choices import FIRST_PARAMETERS
+from niwaki.stages import STAGES
+
+#: Runs each list of arguments on standard input; says the exit code, standard output and error of each.
+_EACH = """
+import contextlib, io, json, sys
+sys.modules.update(dict.fromkeys(["torch", "transformers", "datasets"]))  # to import them is an error
+from niwaki.cli.main import main
+said = []
+for arguments in json.load(sys.stdin):
+    sys.argv, out, err = ["niwaki", *arguments], io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            said.append((ended.code, out.getvalue(), err.getvalue()))
+json.dump(said, sys.stdout)
+"""
+_REFUSED = {
+    "prune demo out": "say how sparse",
+    "prune demo out --mask-from wanda": "say how sparse",
+    "prune demo out --pattern foo": "'foo' is not a valid pattern",
+    "prune demo out --pattern 4:2": "n must be 1 to m",
+    "prune demo out --pattern 2:4+half": "is not a valid pattern",
+    "prune demo out --pattern two-factors:0.5:int1": "2 to 8 bits",
+    "prune demo out --sparsity 0.5,0.6": "is not a valid pattern",
+    "prune demo out --sparsity 60": "did you mean 0.6",
+    "prune ./nowhere out --sparsity 0.5": "there is no directory ./nowhere",
+    "prune empty out --sparsity 0.5": "empty has no config.json",
+    "prune demo full --sparsity 0.5": "is not an empty directory",
+    "prune demo full/x/y --sparsity 0.5": "is not a directory",
+    "prune demo out --sparsity 0.5 --solver sparsgpt": "did you mean sparsegpt",
+    "prune demo out --sparsity 0.5 --mask-from wandaa": "there is no directory wandaa to take masks from",
+    "prune demo out --sparsity 0.5 --mask-from ./nowhere": "there is no directory ./nowhere",
+    "prune demo out --sparsity 0.5 --effort bset": "did you mean best",
+    "prune demo out --sparsity 0.5 --quantize int99": "a grid has 2 to 8 bits",
+    "prune demo out --sparsity 0.5 --calibration nowhere.txt": "there is no file nowhere.txt",
+    "prune demo out --sparsity 0.5 --calibration binary.txt": "cannot be read as UTF-8 text",
+    "prune demo out --sparsity 0.5 --calibration bad.jsonl": "line 1: not a JSON object",
+    "prune demo out --sparsity 0.5 --calibration wikitex2": "did you mean wikitext2",
+    "prune demo out --sparsity 0.5 --text nowhere.txt": "there is no file nowhere.txt",
+    "prune demo out --sparsity 0.5 --samples 0": "samples must be 1 or more",
+    "prune demo out --sparsity 0.5 --max-memory 8": "did you mean 8GiB",
+    "prune demo out --sparsity 0.5 --device quantum": "'quantum' cannot be used",
+    "prune demo out --sparsity 0.5 --dtype float8": "got float8",
+    "prune demo out --sparsity 0.5 --blocks 7": "give FROM:TO",
+    "quantize demo out int77": "a grid has 2 to 8 bits",
+    "quantize demo out four": "is not a valid grid",
+    "quantize ./nowhere out int8": "there is no directory ./nowhere",
+    "shrink demo out": "there is nothing to remove",
+    "shrink demo out --neurons 25": "did you mean 0.25",
+    "shrink demo out --parameters lots": "parameters is how much is left",
+    "shrink demo out --vocabulary lots": "vocabulary is how many tokens stay",
+    "heal ./nowhere out --teacher demo": "there is no directory ./nowhere",
+    "heal demo out --teacher ./nowhere": "there is no directory ./nowhere",
+    "heal demo out --teacher demo --max-time 5": "did you mean 5m or 5h",
+    "heal demo out --teacher demo --tokens lots": "invalid number 'lots'",
+    "compress demo out": "say how small",
+    "compress demo out --size small": "invalid size 'small'",
+    "compress demo out --loss none": "loss is a number above 0",
+    "compress demo out --speed=-1": "speed is a number above 0",
+    "compress demo full --size 0.5": "is not an empty directory",
+    "run demo out": "say what to do",
+    "run demo out --stage purne": "did you mean prune",
+    "run demo out -s 'prune foo'": "'foo' is not a valid pattern",
+    "run demo out -s 'shrink blocks=1' -s 'quantize int99'": "a grid has 2 to 8 bits",
+    "run demo out --recipe nowhere.toml": "nowhere.toml cannot be read",
+    "compare demo -o out --solvers wanda,foo": "no solver is called 'foo'",
+    "compare demo -o out --solvers wanda@foo": "no effort is called 'foo'",
+    "compare demo -o out --sparsity 0.5,foo": "'foo' is not a valid pattern",
+    "compare demo -o full": "has no comparison to resume",
+    "eval ./nowhere": "there is no directory ./nowhere",
+    "eval demo --text nowhere.txt": "there is no file nowhere.txt",
+    "eval demo --text demo --samples 0": "samples must be 1 or more",
+    "export demo model.gguf": "its format is gguf-f16, gguf-q8_0 or gguf-q4_0",
+    "export demo full": "is not an empty directory",
+    "export demo out --format gptq": "'gptq' is not one of",
+    "pack ./nowhere out": "there is no directory ./nowhere",
+    "pack demo full": "is not an empty directory",
+    "unpack ./nowhere out": "there is no directory ./nowhere",
+    "push nowhere owner/name": "there is no directory nowhere",
+    "generate ./nowhere hello": "there is no directory ./nowhere",
+    "generate demo hello --tokens 0": "tokens must be 1 or more",
+    "generate demo hello --temperature=-1": "the temperature must be 0",
+    "bench ./nowhere": "there is no directory ./nowhere",
+    "bench demo --repeats 0": "repeats must be 1 or more",
+    "report nowhere": "there is no directory nowhere",
+    "inspect ./nowhere": "there is no directory ./nowhere",
+    "demo --samples 0": "samples must be 1 or more",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    place = tmp_path_factory.mktemp("refused")
+    (place / "full").mkdir()
+    (place / "empty").mkdir()
+    (place / "full" / "x").write_text("x")
+    (place / "binary.txt").write_bytes(b"\xff\xfe\x00\x01")
+    (place / "bad.jsonl").write_text("no JSON")
+    given = json.dumps([shlex.split(line) for line in _REFUSED])
+    ran = subprocess.run([sys.executable, "-c", _EACH], input=given, capture_output=True, text=True, cwd=place)
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(path.name for path in place.iterdir()) == ["bad.jsonl", "binary.txt", "empty", "full"]
+    return dict(zip(_REFUSED, json.loads(ran.stdout), strict=True))
+
+
+@pytest.mark.parametrize("line", _REFUSED)
+def test_refused_without_torch(refusals: dict[str, tuple[int, str, str]], line: str) -> None:
+    code, out, err = refusals[line]
+    assert code in (1, 2)
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert _REFUSED[line] in err
+
+
+def test_names_of_stages() -> None:
+    assert [*FIRST_PARAMETERS] == [*STAGES]
