@@ -485,11 +485,11 @@ def test_an_interruption(
     ran = niwaki_(name, model, tmp_path / "out", *options, *SMALL)
     assert ran.code not in (0, 2)
     assert [line.partition(":")[0] for line in ran.err.splitlines()] == ["stopped"]
-    assert "nothing of it is kept" in ran.err
+    assert "nothing was written" in ran.err
     assert listing(tmp_path) == before
 
 
-def interrupt(*_: object) -> None:
+def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
@@ -525,11 +525,39 @@ def test_an_interruption_of_what_is_all_or_nothing(
             patch.setattr(place, interrupt)
             ran = niwaki_(*arguments)
         assert ran.code == 130
-        assert ran.err.splitlines() == ["stopped: nothing of it is kept; repeat the command to start over"]
+        assert ran.err.splitlines() == ["stopped: nothing was written; repeat the command to start over"]
         assert listing(tmp_path) == before
     if "gguf" not in command:
         with monkeypatch.context() as patch:
             patch.setattr("niwaki.runs.workplace.Workplace.move", interrupt)
             ran = niwaki_(*arguments)
-        assert (ran.code, ran.err) == (130, "")
+        assert ran.code == 130
+        assert ran.err.splitlines() == ["stopped: what is done is kept; repeat the command to resume"]
         assert niwaki_(*arguments).code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("prune demo out --sparsity 0.5", "nothing was written; repeat the command to start over"),
+        ("eval demo --text demo", "stopped before the result: nothing was written"),
+        ("bench demo", "stopped before the result: nothing was written"),
+        ("inspect demo", "stopped before the result: nothing was written"),
+        ("generate demo hello", "stopped"),
+        ("compare demo -o out --calibration demo --text demo-held", "stopped before the result: nothing was written"),
+        ("push packed owner/name", "stopped: nothing was published"),
+        ("solvers", "stopped before anything was done"),
+    ],
+)
+def test_each_command_says_something_when_it_is_stopped(
+    tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch, command: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("packed").mkdir()
+    for place in ("niwaki.cli.common.quiet_libraries", "niwaki.cli.solvers.Table"):
+        monkeypatch.setattr(place, interrupt)
+    ran = niwaki_(*command.split())
+    assert ran.code == 130
+    assert ran.err.count("\n") == 1
+    assert said in ran.err
+    assert listing(tmp_path) == ["packed"]

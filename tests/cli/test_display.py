@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from niwaki.cli import display as module
-from niwaki.cli.display import Display
+from niwaki.cli.display import Display, TableDisplay
 from niwaki.cli.tables import summary
 from niwaki.effort import EFFORTS, describe
 from niwaki.records.healing import HealingPoint, HealingRecord
@@ -457,3 +457,35 @@ def test_the_summary_of_more_effort() -> None:
     shown.print(summary(finished))
     assert "50.00 % of 2 matrices, 25.0 to 75.0 % in one" in text(shown)
     assert "error of blocks' outputs 0.5 to 0.25 (mean, on held-out samples)" in text(shown)
+
+
+# About how long it takes
+
+
+def test_the_first_line_says_about_how_long_it_takes(clock: Clock) -> None:
+    where = console(False)
+    display = Display("pruning", where)
+    display.estimate(14)
+    assert text(where) == ""
+    display.estimate(700)
+    assert text(where).splitlines() == ["this takes about 10 min"]
+    display.begin(record(), 2, 6)
+    display.stage(0, "sensitivity", 4)
+    clock.now += 400
+    assert "about 5 min left" in display.describe()
+    display.stage(0, "capture", 4)
+    assert "about 5 min left" in display.describe()
+    clock.now += 400  # later than that it says nothing
+    assert "left" not in display.describe()
+
+
+def test_a_comparison_that_knows_nothing_yet_takes_the_estimate_of_its_first_run(clock: Clock) -> None:
+    where = console(False)
+    display = TableDisplay("comparing", where)
+    display.run("wanda", "50 %", 0, 3, [0.0, 0.0, 0.0])
+    display.estimate(100)
+    display.estimate(1)  # of the next part of the same run
+    assert text(where).splitlines() == ["this takes about 5 min"]
+    display.run("alps", "50 %", 1, 3, [20.0, 20.0])
+    display.estimate(1000)
+    assert display.describe().endswith("about 40 s left")

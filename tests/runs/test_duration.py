@@ -65,8 +65,12 @@ def test_a_pass_takes_what_its_products_take(model: Path) -> None:
     assert measured - without == pytest.approx(2 * 2 * 128 * ((1 + 280 / 32) * blocks + head) / SPEED)
 
 
-def test_nothing_is_said_where_nobody_knows(model: Path) -> None:
-    assert estimated(model, Shrink(neurons=0.5)) == []
+def test_a_smaller_model_is_looked_for_and_fitted(model: Path) -> None:
+    (neurons,) = estimated(model, Shrink(neurons=0.5, effort="fast"))
+    (fitted,) = estimated(model, Shrink(neurons=0.5))
+    (blocks,) = estimated(model, Shrink(neurons=0.5, blocks=1, effort="fast"))
+    (sized,) = estimated(model, Shrink(parameters=0.75, effort="fast"))
+    assert all(neurons < other for other in (fitted, blocks, sized))
 
 
 def test_on_the_screen() -> None:

@@ -121,7 +121,7 @@ _CHECKS: Mapping[str, Callable[[str], Any]] = {
     "dtype": check_dtype,
 }
 #: The least of whole numbers.
-_LEAST = {"prompt_tokens": 1, "tokens": 1, "repeats": 1, "limit": 1, "seed": 0}
+_LEAST = {"prompt_tokens": 1, "tokens": 1, "repeats": 1, "limit": 1}
 #: Parameters of stages that are something else than the option of that name.
 _OTHERS = {("vocabulary", "size"), ("shrink", "blocks")}
 

@@ -17,8 +17,6 @@ from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.record import FitRecord, MatrixRecord, Record
 from niwaki.records.wording import counted, duration, estimated, kind, short, text_in_words
 
-#: Seconds that nobody has to be told of.
-_SOON = 15
 #: Stages that are a walk over all blocks before or after that which prunes.
 _PLANNING = ("sensitivity", "allocation", "sharing", "synthesis", "influence", "perplexity")
 _DETAILS = {
@@ -37,11 +35,12 @@ _DETAILS = {
 class Display(Screen):
     """Draws a pruning run: a line for each block as it is done, and on a terminal a bar with the time left.
 
-    The time left comes from how long the parts of the last block took, so there is none before the first block is done.
+    The time left comes from how long the parts of the last block took, and before the first block is done from the
+    estimate for all of the run.
     """
 
-    def __init__(self, what: str, console: Console = out) -> None:
-        super().__init__(what, console)
+    def __init__(self, what: str, console: Console = out, *, output: str = "") -> None:
+        super().__init__(what, console, output=output)
         self.wants_steps = console.is_terminal
         columns = "{task.description}", bars.BarColumn(), "{task.percentage:>3.0f} %", "{task.fields[left]}"
         detail = bars.TextColumn("{task.fields[detail]}", style="dim")
@@ -56,6 +55,7 @@ class Display(Screen):
         self._names: list[str] = []
         self._healed: HealingPoint | None = None  # the last one
         self._at: tuple[str, float, str] | None = None  # where healing is
+        self._end = 0.0  # when all should be done, while nothing better is known
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -65,11 +65,12 @@ class Display(Screen):
         self._close_stage()
         self._close_block()
         self._at, self._names = None, []
+        self._end = 0.0  # which is that of all stages
         self.line(f"stage {number} of {count}: {stage}", style="bold")
 
     def estimate(self, seconds: float) -> None:
-        if seconds >= _SOON:
-            self.line(f"this takes about {estimated(seconds)}")
+        super().estimate(seconds)
+        self._end = time.monotonic() + seconds
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         self._close_stage()  # of an earlier part
@@ -192,11 +193,13 @@ class Display(Screen):
         if self._at:
             return self._at
         part = min(1.0, self._done / max(1, self._steps))
+        rest = self._end - time.monotonic()
+        left = f"about {estimated(rest)} left" if rest > 0 else ""
         if self._planning:
             of_all = self._stage in ("sensitivity", "synthesis")
-            return "planning", part if of_all else (self._block + part) / self._blocks, ""
+            return "planning", part if of_all else (self._block + part) / self._blocks, left
         done = sum(self._shares[: len(self._spent)]) + sum(self._shares[len(self._spent) :][:1]) * part
-        fraction, left = (self._block + done) / self._blocks, ""
+        fraction = (self._block + done) / self._blocks
         if self._block > 0:
             left = f"{duration((time.monotonic() - self._began) * (1 - fraction) / fraction)} left"
         return f"block {self._block + 1}/{self._blocks}", fraction, left
@@ -237,6 +240,12 @@ class TableDisplay(Screen):
         self._doing, self._where, self._expected = f"{number}{method} {pattern}".strip(), "", expected
         self._began = time.monotonic()
         self.show()
+
+    def estimate(self, seconds: float) -> None:
+        """Of a run of a method, for those that are not known from earlier ones."""
+        if self._expected and not self._expected[0]:
+            self._expected = [each or seconds for each in self._expected]
+            super().estimate(sum(self._expected))
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         self._blocks = blocks

@@ -32,7 +32,7 @@ def generate(
         seed: Random seed for sampling.
         raw: Continue PROMPT as it is, without the chat template.
     """
-    with Screen(f"loading {model}") as screen, in_session():
+    with Screen(f"loading {model}", stopped="stopped") as screen, in_session():
         from niwaki.evaluation.generate import write
 
         def say(text: str) -> None:

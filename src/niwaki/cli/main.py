@@ -67,6 +67,8 @@ class _Stop:
 def main() -> None:
     """The entry point; docs/commands.md has the exit codes."""
     stop, hook, code, line = _Stop(), sys.unraisablehook, 0, ""
+    if (screen := getattr(sys.modules.get("niwaki.cli.screen"), "Screen", None)) is not None:
+        screen.current = None  # of a command before, in the same process
     heeded = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]  # as with nohup
     try:
         try:
@@ -80,9 +82,20 @@ def main() -> None:
             sys.unraisablehook = hook
     except BaseException as error:
         code, line = _ending(error, stop.number)
+        if not line and code > 128:
+            _say_what_stays()
     if line:
         _say(line)
     sys.exit(code)
+
+
+def _say_what_stays() -> None:
+    """After an interruption; at the very beginning there is nothing to say of that."""
+    screen = getattr(sys.modules.get("niwaki.cli.screen"), "Screen", None)
+    if screen and screen.current:
+        screen.current.interrupted()
+    elif os.environ.get("RANK", "0") == "0":
+        print("stopped before anything was done", file=sys.stderr)  # noqa: T201
 
 
 def _run() -> None:

@@ -28,7 +28,7 @@ def pack(model: Model, output: Output) -> None:
 
     Example: niwaki pack MODEL OUT
     """
-    with Screen(f"packing {model}") as screen, screen.all_or_nothing(output), in_session():
+    with Screen(f"packing {model}", output=output) as screen, in_session():
         from niwaki.packed.pack import pack as run
 
         sizes = run(model, output, screen)
@@ -48,7 +48,7 @@ def unpack(model: Model, output: Output) -> None:
     Options:
         model: A directory that 'pack' wrote.
     """
-    with Screen(f"unpacking {model}") as screen, screen.all_or_nothing(output), in_session():
+    with Screen(f"unpacking {model}", output=output) as screen, in_session():
         from niwaki.packed.unpack import unpack as run
 
         run(model, output, screen)
@@ -64,7 +64,7 @@ def export(model: Model, output: Output, form: Format = "compressed-tensors") ->
     Options:
         output: Output directory, new or empty; or a file for llama.cpp that ends in .gguf.
     """
-    with Screen(f"exporting {model}") as screen, screen.all_or_nothing(output), in_session():
+    with Screen(f"exporting {model}", output=output) as screen, in_session():
         from niwaki.exports.export import export as run
 
         for note in run(model, output, form, screen):

@@ -29,7 +29,7 @@ def push(
         base_model: Hub id of the original model, if it was a local directory; 'none' if it is not on the hub.
         dry_run: Only list what would be uploaded.
     """
-    with Screen(f"reading {directory}") as screen, in_session():
+    with Screen(f"reading {directory}", stopped="stopped: nothing was published") as screen, in_session():
         from niwaki.cli.tables import files_table
         from niwaki.exports.push import Publication
 

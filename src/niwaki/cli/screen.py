@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from rich.console import Console
 from rich.status import Status
@@ -13,9 +13,19 @@ from rich.text import Text
 
 from niwaki.cli.common import Terminal, out
 from niwaki.records.progress import Progress
+from niwaki.records.wording import estimated
 
+#: Seconds of a run of which nobody has to be told.
+_SOON = 15
 #: Seconds without a line after which a log gets one.
 INTERVAL = 30.0
+
+#: What is said after an interruption, by what :func:`niwaki.runs.workplace.kept` finds.
+_KEPT = {
+    "": "stopped: nothing was written; repeat the command to start over",
+    "part": "stopped: what is done is kept; repeat the command to resume",
+    "output": "stopped, but the result was already written",
+}
 
 Self = TypeVar("Self", bound="Screen")
 
@@ -23,11 +33,23 @@ Self = TypeVar("Self", bound="Screen")
 class Screen(Progress):
     """Says on standard error what is being done, such as "pruning demo": a spinner on a terminal, lines in a log.
 
-    It is there before torch and transformers are imported, which takes seconds. Results go to ``console``.
+    It is there before torch and transformers are imported, which takes seconds. Results go to ``console``. Where a
+    command is stopped, the ``output`` tells what is kept; without one it says ``stopped``.
     """
 
-    def __init__(self, what: str, console: Console = out) -> None:
-        self._doing, self._console = what, console
+    #: That of the command that runs.
+    current: "ClassVar[Screen | None]" = None
+
+    def __init__(
+        self,
+        what: str,
+        console: Console = out,
+        *,
+        output: str = "",
+        stopped: str = "stopped before the result: nothing was written",
+    ) -> None:
+        self._doing, self._console, self._output, self._when_stopped = what, console, output, stopped
+        self._has_ended = False
         self._errors = Terminal(stderr=True)
         self._spinner: Status | None = None
         self._ended = threading.Event()
@@ -36,6 +58,7 @@ class Screen(Progress):
     def __enter__(self: Self) -> Self:
         if os.environ.get("RANK", "0") != "0":  # of several processes the first one speaks
             return self
+        Screen.current = self
         if self._errors.is_terminal:
             self._spinner = self._errors.status(Text(self._doing))
             self._spinner.start()
@@ -87,25 +110,25 @@ class Screen(Progress):
     def note(self, text: str) -> None:
         self.line(f"note: {text}", style="yellow")
 
+    def estimate(self, seconds: float) -> None:
+        if seconds >= _SOON:
+            self.line(f"this takes about {estimated(seconds)}")
+
     def last_words(self, text: str) -> None:
         """Ends the display, and says what stays."""
         self.__exit__()
+        self._has_ended = True
         self._say(text)
 
     def lost(self) -> None:
-        self.last_words("stopped: nothing of it is kept; repeat the command to start over")
+        self.last_words(_KEPT[""])
 
-    @contextlib.contextmanager
-    def all_or_nothing(self, output: str) -> Iterator[None]:
-        """Says, where what writes all of ``output`` or nothing is stopped, that nothing of it is kept."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            from niwaki.runs.workplace import is_kept
+    def interrupted(self) -> None:
+        """Says what stays after an interruption, unless that has been said."""
+        if not self._has_ended:
+            from niwaki.runs.workplace import kept
 
-            if not is_kept(output):
-                self.lost()
-            raise
+            self.last_words(_KEPT[kept(self._output)] if self._output else self._when_stopped)
 
     def said(self) -> None:
         """To be called after each line: a log gets no other soon."""

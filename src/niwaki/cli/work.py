@@ -23,7 +23,7 @@ class Work:
     @contextlib.contextmanager
     def begun(self, what: str, output: str) -> Iterator[dict[str, Any]]:
         """These arguments and the progress on the screen, for ``what`` is done within, such as "pruning demo"."""
-        with Display(what) as display:
+        with Display(what, output=output) as display:
             from niwaki.models.processes import world
 
             with world(self.compute.device) as (team, device), in_session(team):

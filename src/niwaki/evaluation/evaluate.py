@@ -13,6 +13,7 @@ from niwaki.options import USUAL_TEXT, Compute, Measurement, Text
 from niwaki.packed.format import open_checkpoint
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
+from niwaki.runs.duration import passes, products_per_second
 from niwaki.texts.same_text import with_bytes
 from niwaki.texts.sources import check_field
 from niwaki.texts.texts import read_heldout
@@ -48,4 +49,6 @@ def evaluate(
         if compute.budget is not None:
             # In addition to a block's weights the same number again for its activations.
             budget.left = max(0, compute.budget - resident() - 2 * streamed.block_size)
+        operations = passes(streamed, windows.tokens.numel(), head=True)
+        progress.estimate(operations / products_per_second(streamed.device))
         return streamed.perplexity(windows, lambda done, count: progress.status("measuring, block", done, count))

@@ -22,7 +22,7 @@ class Progress:
     # Of a run, pruning or shrinking.
 
     def estimate(self, seconds: float) -> None:
-        """All that comes takes about so long."""
+        """All that comes takes about this long."""
 
     def turn(self, number: int, count: int, stage: str) -> None:
         """It is the turn of ``stage``, ``number`` of the ``count`` of a run of several, from 1."""

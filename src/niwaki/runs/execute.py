@@ -81,8 +81,9 @@ def execute(
         run.place, journal = place, world.received(place.journal if place else Journal(asked))
         record = Record.from_json(journal.result) if journal.result else None
         done = journal.done
-        if not done and not journal.blocks:
-            _say_duration(run, tasks)
+        if done < len(asked):
+            run.journal = journal
+            _say_duration(run, tasks[done:])
         if 0 < done < len(asked):
             progress.note(f"resuming after {done} of {len(asked)} stages, where an earlier run was interrupted")
         for number in range(done, len(asked)):
@@ -149,13 +150,14 @@ def _compare_recipe(run: Run) -> None:
 
 
 def _say_duration(run: Run, tasks: Sequence[Task]) -> None:
-    """Says about how long all of it takes, where that is known."""
+    """Says about how long ``tasks`` take, of which blocks of the first one may be done, where that is known."""
     if not run.world.first:
         return
     speed = run.world.size * products_per_second(find_device(run.compute.device))
-    each = [task.expected(speed) for task in tasks]
-    known = [seconds for seconds in each if seconds is not None]
-    if len(known) == len(each):
+    known = [seconds for task in tasks if (seconds := task.expected(speed)) is not None]
+    if len(known) == len(tasks):
+        done, blocks = tasks[0].extent(run)
+        known[0] *= 1 - done / max(1, blocks)
         run.progress.estimate(sum(known))
 
 

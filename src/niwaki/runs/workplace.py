@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import (
@@ -342,11 +342,13 @@ def scratch_size(out: Path) -> int:
     return 0
 
 
-def is_kept(given: str | Path) -> bool:
-    """Whether there is an output at ``given``, or a run for it that the same command goes on with."""
+def kept(given: str | Path) -> Literal["", "part", "output"]:
+    """What there is for the output at ``given``: all of it, or a part from which the same command resumes."""
     out = given_path(given, _LONGER).resolve()
     path = _place(out)
-    return _journal(path).exists() or _taken(out, path)
+    if _journal(path).exists() or any(out.parent.glob(f".{glob.escape(out.name)}.trials/*")):
+        return "part"
+    return "output" if _taken(out, path) else ""
 
 
 def _size(file: Path) -> int:

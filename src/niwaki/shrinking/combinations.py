@@ -19,6 +19,7 @@ from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
+from niwaki.runs.duration import passes
 from niwaki.shrinking.bridge import (
     DAMPING,
     advance_with_inputs,
@@ -28,7 +29,16 @@ from niwaki.shrinking.bridge import (
     with_change,
 )
 from niwaki.shrinking.configuration import Tensors
-from niwaki.shrinking.depth import FITTED, Blocks, cheapest, copied, divergences, parts, some_of
+from niwaki.shrinking.depth import (
+    FITTED,
+    Blocks,
+    cheapest,
+    copied,
+    divergences,
+    operations_of_runs,
+    parts,
+    some_of,
+)
 from niwaki.shrinking.units import ColumnRemoval, ColumnUnits
 
 #: Runs of removed blocks are at most so long: what longer ones cost takes as long to measure for each block more.
@@ -106,6 +116,13 @@ class Combinations:
                     if not last:
                         break  # with more blocks more would go than has to
         return found
+
+    def operations(self) -> float:
+        """Those of finding the cheapest one, about, see :mod:`niwaki.runs.duration`."""
+        few = 1 + sum(min(_HEADS - 1, len(self._counts(kind))) for kind in self.kinds[:-1])
+        ways = few * min(_BLOCKS, self.most_blocks + 1)
+        searched = operations_of_runs(self.model, min(self.most_blocks, LONGEST_RUN))
+        return searched + passes(self.model, _COMPARED, count=ways, head=True)
 
     def _few(self) -> Iterator[list[ColumnRemoval]]:
         """What goes of the kinds of which few numbers are tried: all kinds but the last."""

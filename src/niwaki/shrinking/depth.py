@@ -17,6 +17,7 @@ from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
 from niwaki.records.progress import Progress
+from niwaki.runs.duration import passes
 from niwaki.shrinking.bridge import (
     DAMPING,
     advance_with_inputs,
@@ -70,6 +71,11 @@ def costs_of_runs(
     fitted, compared = map(world.share, parts(torch.cat(world.collected(samples)), world.size))
     with model.budget.lent() as budget:
         return _Search(model, model.embed(fitted), model.embed(compared), longest, world, progress, budget).costs()
+
+
+def operations_of_runs(model: StreamedModel, longest: int) -> float:
+    """Those of :func:`costs_of_runs`, about, see :mod:`niwaki.runs.duration`."""
+    return passes(model, _COMPARED, count=len(model.blocks) * longest / 2, head=True)
 
 
 def parts(samples: Tensor, processes: int) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from niwaki.arguments import INTERNAL, check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import PLAIN_EFFORT, SHRINK_EFFORT, Effort, describe as describe_effort, make_effort
@@ -19,9 +21,11 @@ from niwaki.quantities import NOTHING_TO_REMOVE, parse_parameters, parse_share
 from niwaki.records.record import Record
 from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import pruning_config
+from niwaki.runs.duration import measuring, pruning
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 from niwaki.shrinking.combinations import Combinations
 from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
+from niwaki.shrinking.depth import operations_of_runs
 from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal
 from niwaki.shrinking.experts import ExpertRemoval, expert_removal
 from niwaki.shrinking.units import (
@@ -242,8 +246,15 @@ class Shrinking:
             "measure": self._measured,
         }
 
-    def expected(self, speed: float) -> None:
-        """It depends on what is chosen to go."""
+    def expected(self, speed: float) -> float | None:
+        samples, sized = self.texts.samples, self._combinations
+        if not isinstance(samples, Tensor):  # images are of any size
+            return None
+        return (
+            measuring(self.model, self.texts, self._measured == "both")
+            + (sized.operations() if sized else operations_of_runs(self.model, self._blocks))
+            + pruning(self.model, self._effort, samples.numel(), self.record.flops)
+        ) / speed
 
     def extent(self, run: Run) -> tuple[int, int]:
         return run.journal.blocks, len(self.model.blocks)
