@@ -36,6 +36,7 @@ _PUBLIC = {
     "niwaki.records.record": ("Perplexity", "Record"),
     "niwaki.records.recipe": ("Recipe",),
     "niwaki.records.progress": ("Progress",),
+    "niwaki.progress_bar": ("ProgressBar",),
     "niwaki.windows": ("Windows",),
     "niwaki.layer.problem": ("Gram", "LayerProblem", "Monitor", "Solution"),
     "niwaki.layer.solvers": (
@@ -112,6 +113,7 @@ if TYPE_CHECKING:
     from niwaki.packed.load import load as load
     from niwaki.packed.pack import pack as pack
     from niwaki.packed.unpack import unpack as unpack
+    from niwaki.progress_bar import ProgressBar as ProgressBar
     from niwaki.pruning.embeddings import QuantizeEmbeddings as QuantizeEmbeddings
     from niwaki.pruning.prune import Prune as Prune, Quantize as Quantize
     from niwaki.recipes import (

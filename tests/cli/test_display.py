@@ -14,6 +14,7 @@ from niwaki.cli import display as module
 from niwaki.cli.display import Display, TableDisplay
 from niwaki.cli.tables import summary
 from niwaki.effort import EFFORTS, describe
+from niwaki.records import pace
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import FitRecord, MatrixRecord, Record
@@ -37,7 +38,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    for each in (module, pace):
+        monkeypatch.setattr(each, "time", SimpleNamespace(monotonic=clock.monotonic))
     return clock
 
 

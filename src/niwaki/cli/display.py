@@ -14,11 +14,10 @@ from niwaki.cli.tables import perplexity_tables, summary
 from niwaki.effort import described
 from niwaki.records.comparison import Cell, Comparison, listed
 from niwaki.records.healing import HealingPoint, HealingRecord
+from niwaki.records.pace import PLANNING, Pace
 from niwaki.records.record import FitRecord, MatrixRecord, Record
-from niwaki.records.wording import counted, duration, estimated, kind, short, text_in_words
+from niwaki.records.wording import counted, duration, kind, short, text_in_words
 
-#: Stages that are a walk over all blocks before or after that which prunes.
-_PLANNING = ("sensitivity", "allocation", "sharing", "synthesis", "influence", "perplexity")
 _DETAILS = {
     "sensitivity": "which outputs matter",
     "allocation": "what zeros cost",
@@ -45,36 +44,28 @@ class Display(Screen):
         columns = "{task.description}", bars.BarColumn(), "{task.percentage:>3.0f} %", "{task.fields[left]}"
         detail = bars.TextColumn("{task.fields[detail]}", style="dim")
         self._bar = bars.Progress(*columns, detail, console=console, refresh_per_second=4, transient=True)
-        self._shares = [0.3, 0.5, 0.2]  # of each stage in the time of a block, as in the one before
-        self._spent: list[float] = []  # by the stages of this block so far
-        self._began = self._stage_began = self._drawn = time.monotonic()
-        self._blocks = self._block = 0
-        self._stage, self._steps, self._done = "", 1, 0
-        self._planning, self._detail = False, ""
+        self._pace = Pace()
+        self._drawn, self._detail = time.monotonic(), ""
         self._solved: list[MatrixRecord] = []
         self._names: list[str] = []
         self._healed: HealingPoint | None = None  # the last one
-        self._at: tuple[str, float, str] | None = None  # where healing is
-        self._end = 0.0  # when all should be done, while nothing better is known
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
         self._bar.live.stop()
 
     def turn(self, number: int, count: int, stage: str) -> None:
-        self._close_stage()
         self._close_block()
-        self._at, self._names = None, []
-        self._end = 0.0  # which is that of all stages
+        self._pace.turn()
+        self._names = []
         self.line(f"stage {number} of {count}: {stage}", style="bold")
 
     def estimate(self, seconds: float) -> None:
         super().estimate(seconds)
-        self._end = time.monotonic() + seconds
+        self._pace.estimate(seconds)
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
-        self._close_stage()  # of an earlier part
-        self._close_block()
+        self._close_block()  # of an earlier part
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
         name = record.quantization or record.kept_format
@@ -89,25 +80,21 @@ class Display(Screen):
         self.line(f"{text}, on {record.device} in {record.dtype}")
         for note in record.notes:
             self.note(note)
-        self._blocks, self._began = blocks, time.monotonic()
+        self._pace.begin(blocks)
         if self._console.is_terminal:
             self.stop_spinner()
             self._task = self._bar.add_task("starting", total=1.0, left="", detail="")
             self._bar.start()
 
     def stage(self, block: int, name: str, steps: int) -> None:
-        self._close_stage()
-        if block != self._block or self._planning != (name in _PLANNING):
+        self._pace.end_part()
+        if self._pace.is_next(block, name):
             self._close_block()
-        if self._planning and name not in _PLANNING:
-            self._began = time.monotonic()  # the time so far says nothing of what comes
-        self._planning = name in _PLANNING
-        self._block, self._stage, self._steps, self._done = block, name, steps, 0
-        self._stage_began = time.monotonic()
+        self._pace.stage(block, name, steps)
         self._draw(_DETAILS.get(name, ""))
 
     def step(self) -> None:
-        self._done += 1
+        self._pace.step()
         self._draw(self._detail)
 
     def solving(self, matrix: str, step: int, steps: int, error: float) -> None:
@@ -136,8 +123,7 @@ class Display(Screen):
             # Rounding leaves negative zeros.
             kl = "    ".join("       -" if value is None else f"{round(value, 4) + 0.0:8.4f}" for value in values)
             self.line(f"{point.tokens:9,}  {point.seconds / 60:7.1f}  {kl}")
-        left = f"{duration(seconds * (1 - share) / share)} left" if share else ""
-        self._at = "healing", share, left
+        self._pace.healing(share, seconds)
         self._draw(f"KL {point.error:.4f}, of {record.points[0].error:.4f}")
 
     def stopped(self, done: int, blocks: int, where: str = "") -> None:
@@ -152,24 +138,18 @@ class Display(Screen):
         self.last_words(f"{where}{': ' * bool(where)}{kept}; repeat the command to resume after them")
 
     def end(self, record: Record) -> None:
-        self._close_stage()
         self._close_block()
         self.__exit__()
         self._console.print(summary(record))
 
-    def _close_stage(self) -> None:
-        if self._stage:
-            self._spent.append(time.monotonic() - self._stage_began)
-        self._stage = ""
-
     def _close_block(self) -> None:
-        spent, solved, self._spent, self._solved = self._spent, self._solved, [], []
+        self._pace.end_part()
+        solved, self._solved = self._solved, []
         # In blocks that an earlier run did, that stay as they are, or whose weights are only rounded, in no time.
-        if not any(matrix.tokens for matrix in solved):
+        is_like_others = any(matrix.tokens for matrix in solved)
+        total = self._pace.end_block(is_like_others)
+        if not is_like_others:
             return
-        total = sum(spent)
-        if total > 0:
-            self._shares = [seconds / total for seconds in spent]
         kinds: dict[str, list[float]] = defaultdict(list)
         for matrix in solved:
             kinds[kind(matrix.name)].append(matrix.error)
@@ -180,29 +160,13 @@ class Display(Screen):
             self.line("  ".join(["block", "seconds", *names]))
             self._names = names
         errors = [f"{fmean(kinds[each]):>{len(name)}.4f}" for each, name in zip(kinds, names, strict=True)]
-        self.line("  ".join([f"{self._block:5}", f"{total:7.1f}", *errors]))
+        self.line("  ".join([f"{self._pace.block:5}", f"{total:7.1f}", *errors]))
 
     def describe(self) -> str:
-        if not self._blocks:
+        if not self._pace.blocks:
             return super().describe()
-        where, fraction, left = self._where()
+        where, fraction, left = self._pace.where()
         return ", ".join(filter(None, [where, f"{100 * fraction:.0f} %", left, self._detail]))
-
-    def _where(self) -> tuple[str, float, str]:
-        """Where the run is, how much of it is done, and the time left."""
-        if self._at:
-            return self._at
-        part = min(1.0, self._done / max(1, self._steps))
-        rest = self._end - time.monotonic()
-        left = f"about {estimated(rest)} left" if rest > 0 else ""
-        if self._planning:
-            of_all = self._stage in ("sensitivity", "synthesis")
-            return "planning", part if of_all else (self._block + part) / self._blocks, left
-        done = sum(self._shares[: len(self._spent)]) + sum(self._shares[len(self._spent) :][:1]) * part
-        fraction = (self._block + done) / self._blocks
-        if self._block > 0:
-            left = f"{duration((time.monotonic() - self._began) * (1 - fraction) / fraction)} left"
-        return f"block {self._block + 1}/{self._blocks}", fraction, left
 
     def _draw(self, detail: str) -> None:
         self._detail = detail
@@ -212,7 +176,7 @@ class Display(Screen):
         self._drawn = now
         self.show()
         if self._bar.live.is_started:
-            where, fraction, left = self._where()
+            where, fraction, left = self._pace.where()
             self._bar.update(self._task, completed=fraction, description=where, left=left, detail=detail)
 
 
@@ -253,7 +217,7 @@ class TableDisplay(Screen):
             self.note(note)
 
     def stage(self, block: int, name: str, steps: int) -> None:
-        planning = "planning, " if name in _PLANNING else ""
+        planning = "planning, " if name in PLANNING else ""
         self.status(f"{planning}block", block + 1, self._blocks)
 
     def step(self) -> None:

@@ -12,11 +12,9 @@ from rich.status import Status
 from rich.text import Text
 
 from niwaki.cli.common import Terminal, out
-from niwaki.records.progress import Progress
+from niwaki.records.progress import SOON, Progress
 from niwaki.records.wording import estimated
 
-#: Seconds of a run of which nobody has to be told.
-_SOON = 15
 #: Seconds without a line after which a log gets one.
 INTERVAL = 30.0
 
@@ -111,7 +109,7 @@ class Screen(Progress):
         self.line(f"note: {text}", style="yellow")
 
     def estimate(self, seconds: float) -> None:
-        if seconds >= _SOON:
+        if seconds >= SOON:
             self.line(f"this takes about {estimated(seconds)}")
 
     def last_words(self, text: str) -> None:

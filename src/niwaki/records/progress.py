@@ -6,6 +6,9 @@ from niwaki.records.comparison import Cell, Comparison
 from niwaki.records.healing import HealingRecord
 from niwaki.records.record import FitRecord, MatrixRecord, Record
 
+#: Seconds that a run may take without saying before that it does.
+SOON = 15
+
 
 class Progress:
     """Receives how anything that takes its time goes. This one ignores it; the command line has some that draw."""
