@@ -149,7 +149,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         what = f"{name} must be {_in_words(hint)}"
         if hasattr(value, "save_pretrained"):  # a model or a tokenizer in memory
             kind = type(value).__name__
-            raise UsageError(f"{what}; got a {kind}: save it by its save_pretrained(DIR), and give DIR") from None
+            raise UsageError(f"{what}; got a {kind}: save it with save_pretrained(DIR) and give DIR") from None
         raise UsageError(f"{what}; got {shown(value)}") from None
 
 

@@ -159,8 +159,7 @@ def make_effort(name: str) -> Effort:
     name, given = parse_name(name)
     if name == NO_EFFORT:
         raise UsageError(
-            "the effort none rounds weights to a grid and does nothing else: it goes with quantize alone, without "
-            "zeros, a solver and parameters"
+            "the effort none only rounds weights to a grid: it is for quantize, without zeros, a solver and parameters"
         )
     effort = find("effort", name, {**EFFORTS, NO_EFFORT: Effort()})  # which may have been meant
     check_known(name, given, _flat(effort))

@@ -115,8 +115,8 @@ def new_file(path: Path, ours: Callable[[BinaryIO], bool]) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}.partial")
     if temporary.is_symlink():
-        raise UsageError(f"{temporary} is a link, where {path} would be written first; move it away")
-    check_replaced(temporary, ours, f"is no part of a {path.suffix} file, which {path} would be written to first")
+        raise UsageError(f"{temporary} is a link, and {path} would be written there first; move it away")
+    check_replaced(temporary, ours, f"is not a partial {path.suffix} file, and {path} would be written there first")
     with output_errors(path.parent):
         descriptor = os.open(temporary, os.O_CREAT | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o600)
         made = os.fstat(descriptor)

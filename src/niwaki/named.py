@@ -44,7 +44,7 @@ def parse_stage(text: str) -> tuple[str, dict[str, Any]]:
     try:
         name, *words = shlex.split(text) or [""]
     except ValueError as error:
-        raise UsageError(f"{text!r} is no stage: {error}; such as 'shrink neurons=0.25'") from None
+        raise UsageError(f"{text!r} is not a valid stage: {error}; such as 'shrink neurons=0.25'") from None
     find("stage", name, FIRST_PARAMETERS)
     given: dict[str, Any] = {}
     for word in words:

@@ -33,12 +33,15 @@ class ProgressBar(Progress):
         self._drawn = 0.0
         self._pace, self._prefix = Pace(), ""
         self._is_comparison = False
+        self._notes: set[str] = set()
 
     def status(self, what: str, done: int = 0, count: int = 0) -> None:
         self._show(what, done / count if count else 0.0)
 
     def note(self, text: str) -> None:
-        tqdm.write(f"note: {text}")
+        if text not in self._notes:  # stages have most of them in common
+            self._notes.add(text)
+            tqdm.write(f"note: {text}")
 
     def estimate(self, seconds: float) -> None:
         self._pace.estimate(seconds)
@@ -113,5 +116,5 @@ class ProgressBar(Progress):
     def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._bar, self._is_comparison = None, False
+        self._bar, self._is_comparison, self._notes = None, False, set()
         self._pace, self._prefix = Pace(), ""

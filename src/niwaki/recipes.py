@@ -408,7 +408,7 @@ def _with_healing(model: str | Path, stage: Stage, calibration: Calibration, com
         return [stage]
     # The memory that is left may differ between processes.
     if why := current_session().world.received(_refusal(model, stage, calibration, compute)):
-        note = f"what is left is not trained (healing, of the effort): {why}"
+        note = f"skipping the effort's healing: {why}"
         return [dataclasses.replace(stage, left_out=note)]
     return [stage, Heal(times=times)]
 

@@ -49,7 +49,7 @@ def make_stages(given: Sequence[Stage | str]) -> list[Stage]:
     for number, each in enumerate(given):
         with named(label(number, len(given), _name_in(each) if isinstance(each, str) else "")):
             if isinstance(each, type):
-                raise UsageError(f"a stage has its parameters, as in {each.__name__}(...); got the class alone")
+                raise UsageError(f"give a stage with its parameters, as in {each.__name__}(...); got only the class")
             stages.append(make_stage(each) if isinstance(each, str) else each)
     return stages
 
@@ -114,7 +114,7 @@ def table_of(stage: Stage) -> dict[str, Any]:
     """
     kind: Any = STAGES.get(stage.name)
     if type(stage) is not kind:
-        raise UsageError(f"{type(stage).__name__} is no stage of niwaki's own")
+        raise UsageError(f"{type(stage).__name__} is not one of niwaki's own stages")
     usual = {field.name: field.default for field in dataclasses.fields(cast("Any", stage))}
     given = {name: getattr(stage, name) for name in given_fields(kind) if getattr(stage, name) != usual[name]}
     said = {name: public_name(value) if name in _MODELS else _said(name, value) for name, value in given.items()}
@@ -132,4 +132,4 @@ def _said(name: str, value: Any) -> Any:
             with contextlib.suppress(UsageError, LookupError):
                 if make(text := as_text(value)) == value:
                     return text
-    raise UsageError(f"{name} is {type(value).__name__}, which no recipe can say")
+    raise UsageError(f"{name} is {type(value).__name__}, which a recipe cannot contain")

@@ -810,7 +810,7 @@ def test_a_sound_result_passes(directory: Path, out: Path, sparse: Tensor) -> No
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(0.0, "513 zeros on disk and 512 were meant"), (float("nan"), "NaN"), (float("-inf"), "NaN or inf")],
+    [(0.0, "513 zeros on disk instead of 512"), (float("nan"), "NaN"), (float("-inf"), "NaN or inf")],
 )
 def test_a_bad_value(directory: Path, out: Path, sparse: Tensor, value: float, said: str) -> None:
     sparse[31, 31] = value

@@ -386,7 +386,7 @@ def test_the_hub_cannot_be_reached(tmp_path: Path, niwaki_: Command, monkeypatch
         ran = niwaki_(*command)
         assert ran.code == 1
         assert len(ran.err.splitlines()) == 1
-        assert "some/model is not a directory here and not available from the hub: no route to host" in ran.err
+        assert "some/model is not a local directory and not available from the hub: no route to host" in ran.err
     assert listing(tmp_path) == []
 
 
@@ -457,7 +457,7 @@ def test_a_library_that_cannot_be_imported(
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
     ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", "--calibration", "c4")
     assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)
-    assert "a library cannot be loaded: ValueError: invalid literal for int() with base 10: 'x'; has a" in ran.err
+    assert "a library cannot be loaded: ValueError: invalid literal for int() with base 10: 'x'; does an" in ran.err
 
 
 def test_no_space_left(model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path, niwaki_: Command, mon
     monkeypatch.chdir(tmp_path)
     ran = niwaki_(*command)  # in this process, which has all loaded
     assert (ran.code, ran.err) == (0, "")
-    assert f"note: resuming after the first {len(stops)} of 6 blocks, where an earlier run was interrupted" in ran.out
+    assert f"note: resuming after the first {len(stops)} of 6 blocks, where an earlier run stopped" in ran.out
     rows = [line.split() for line in ran.out.splitlines()]
     blocks = [row[0] for row in rows if len(row) == 9 and row[0].isdigit()]
     assert blocks == ["1", "2", "3", "4", "5"][len(stops) - 1 :]
@@ -315,7 +315,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, niwaki_: Command) -> Callable[[Base
 def test_what_nobody_foresaw(failing: Callable[[BaseException], Result], monkeypatch: pytest.MonkeyPatch) -> None:
     ran = failing(KeyError("a\nb"))
     file = Path(ran.err.split()[-1])
-    said = f"error: this is a bug in niwaki: KeyError: 'a\\nb'; a report of it should have {file}\n"
+    said = f"error: this is a bug in niwaki: KeyError: 'a\\nb'; please report it with the file {file}\n"
     assert (ran.code, ran.out, ran.err) == (70, "", said)
     kept = file.read_text()
     file.unlink()
@@ -328,20 +328,20 @@ def test_what_nobody_foresaw(failing: Callable[[BaseException], Result], monkeyp
     monkeypatch.setattr(tempfile, "mkstemp", full)
     ran = failing(EOFError())
     assert ran.code == 70
-    assert ran.err.endswith("EOFError: EOFError; its traceback could not be kept\n")
+    assert ran.err.endswith("EOFError: EOFError; its traceback could not be saved\n")
 
 
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (MemoryError(), 1, "error: there is not enough memory: MemoryError; docs/troubleshooting.md says"),
+        (MemoryError(), 1, "error: there is not enough memory: MemoryError; docs/troubleshooting.md lists"),
         (
             RuntimeError("can't allocate memory: you tried\nto"),
             1,
             "not enough memory: can't allocate memory: you tried;",
         ),
         (ImportError("libtorch: failed to map"), 1, "error: a library cannot be loaded: libtorch: failed to map; "),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "stopped before the result: nothing was written"),
         (SystemExit(3), 3, ""),
     ],
 )
@@ -372,7 +372,7 @@ def test_compare(tmp_path: Path, model: Path, niwaki_: Command, monkeypatch: pyt
         changed.setattr(DecoderBlock, "input_grams", interrupt)
         ran = niwaki_(*command, "--solvers", "wanda, magnitude", "--sparsity", "0.5")
     assert ran.code not in (0, 2)
-    said = "1 of 2 runs are done and kept, and 1 of 2 blocks of the one that was on its way; repeat the command"
+    said = "1 of 2 runs are done and kept, and 1 of 2 blocks of the current one; repeat the command"
     assert said in ran.err
     ran = niwaki_(*command, "--solvers", "magnitude,wanda@best:epochs=1", "--sparsity", "50%,2:4")
     assert (ran.code, ran.err) == (0, "")

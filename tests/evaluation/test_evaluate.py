@@ -63,7 +63,7 @@ def test_evaluate_is_transformers_loss(tmp_path: Path) -> None:
     )
     assert (found.tokens, found.context, found.windows) == (99 * len(windows), 100, len(windows))
     assert found.text == str(text)
-    assert found.origin.endswith(f"; all windows, {len(ids) % 100} tokens behind them left out")
+    assert found.origin.endswith(f"; all windows, {len(ids) % 100} tokens after them left out")
     assert steps == [(n, 6) for n in range(1, 7)]
     first = evaluate(str(EMBEDDED), Measurement(str(text), length=100, samples=3))
     assert first.value == pytest.approx(losses[:3].mean().exp().item(), rel=1e-4)

@@ -91,7 +91,7 @@ def test_what_was_made_from_nothing_on_the_hub(result: Path, hub: Hub) -> None: 
 
 def test_an_upload_that_failed_is_repeated(result: Path, hub: Hub) -> None:  # noqa: F811
     hub.breaks_at = "/commit/"
-    with pytest.raises(OutputError, match="nothing of it is there"):
+    with pytest.raises(OutputError, match="nothing was published"):
         niwaki.push(result, "me/small", base_model=BASE)
     assert hub.models["me/small"].keys() == {".gitattributes"}
     hub.breaks_at = ""

@@ -176,7 +176,7 @@ def test_refused() -> None:
         assert "changes the weights of the model" in message(lambda call=call: call(model), UnsupportedModelError)  # type: ignore[misc]
     assert "takes a model of PEFT" in message(lambda: niwaki.merge_lora("x"), UsageError)  # type: ignore[arg-type]
     model = with_lora(pruned(), use_dora=True)
-    assert "no plain LoRA" in message(lambda: niwaki.keep_zeros(model), UnsupportedModelError)
+    assert "not a plain LoRA" in message(lambda: niwaki.keep_zeros(model), UnsupportedModelError)
     model = with_lora(pruned())
     model.merge_adapter()
     assert "was merged already" in message(lambda: niwaki.merge_lora(model), UsageError)

@@ -161,7 +161,7 @@ def test_removed_and_forgotten() -> None:
     (model(x) - y).square().mean().backward()
     optimizer.step()
     text = message(kept.check, OutputError)
-    assert f"of {kept.zeros:,} zeros of the model are weights now, most of them in 0.weight" in text
+    assert f"of {kept.zeros:,} zeros of the model are nonzero now, most of them in 0.weight" in text
     model = pruned_layers()
     niwaki.keep_zeros(model)
     reference = weakref.ref(model)

@@ -185,7 +185,7 @@ class TestParse:
             parse_pattern(text)
 
     def test_good_form_with_bad_numbers(self) -> None:
-        with pytest.raises(PatternError, match="raise the first to that or more"):
+        with pytest.raises(PatternError, match="raise the first to at least that"):
             parse_pattern("2:4+per-row:0.4")
 
     @pytest.mark.parametrize("sparsity", ["1", "1.5", "-0.1", "60", "nan", "inf"])

@@ -457,7 +457,7 @@ class TestProblem:
         for scale in (1e-20, 1.0, 1e20):
             given = torch.tensor(H) * scale
             for make in (lambda H: LayerProblem(torch.ones(2, len(H)), H), Gram):
-                with pytest.raises(UsageError, match=f"^H {said}, and is no Gram matrix; compute it as X.T @ X"):
+                with pytest.raises(UsageError, match=f"^H {said}, and is not a Gram matrix; compute it as X.T @ X"):
                     make(given)
 
     def test_what_rounding_makes_of_one_is_one(self) -> None:

@@ -158,7 +158,7 @@ def test_what_is_unknown(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "types", "said"),
     [
-        ("merges", None, [], "lacks the field tokenizer.ggml.merges, without which there is no tokenizer; get another"),
+        ("merges", None, [], "lacks the field tokenizer.ggml.merges, which the tokenizer needs; get another"),
         ("merges", ["a b c"], [TYPES.ARRAY, TYPES.STRING], "merges 'a b c', which are not two tokens"),
         ("merges", 5, [TYPES.UINT32], "has tokenizer.ggml.merges 5, no list of texts; get another"),
         ("tokens", None, [], "lacks the field tokenizer.ggml.tokens"),

@@ -256,7 +256,7 @@ def test_hidden_states_on_disk_make_no_difference(tmp_path: Path, model: Path, d
     other = run(model, tmp_path / "b", dtype=dtype, max_memory=1)
     # Three times: for the inputs, and for the text with the dense and the pruned weights.
     size = (5 + 3 + 3) * 24 * 32 * (4 if dtype == "float32" else 2)
-    note = f"{size / 2**20:,.1f} MiB of hidden states are in a file, for want of memory"
+    note = f"{size / 2**20:,.1f} MiB of hidden states were spilled to disk (memory limit reached)"
     assert [text for text in other.notes if text != note] == one.notes
     assert note in other.notes
     assert other.perplexity == one.perplexity

@@ -663,7 +663,7 @@ def test_more_processes_than_samples(start: Team, model: Path, text: Path, tmp_p
 def test_one_gpu_for_all(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
     arguments = command(model, tmp_path / "out", text, "--device", "cuda:0")
     for said in refused(start(arguments, arguments)):
-        assert "each of the 2 processes has a GPU of its own; say --device cuda, and not cuda:0" in said
+        assert "each of the 2 processes has a GPU of its own; use --device cuda instead of cuda:0" in said
     assert names(tmp_path) == []
 
 

@@ -288,7 +288,7 @@ def test_texts(tmp_path: Path, out: Path) -> None:
     # The sequence length, when nobody says, is noted; it is the model's where that is short.
     silent = run(source, out / "5", calibration=str(text), samples=2)
     assert silent.calibration["sequence_length"] == 128
-    assert any("128 tokens, because no length was asked for" in note for note in silent.notes)
+    assert any("128 tokens, because no length was given" in note for note in silent.notes)
     said = message(
         lambda: run(source, out / "6", calibration=str(text), samples=10**4, length=32),
         CalibrationError,

@@ -388,9 +388,9 @@ def test_transformers_computes_the_same_with_packed_weights(tmp_path: Path, case
 @pytest.mark.parametrize(
     ("case", "quantize", "said"),
     [
-        ("llama", None, "has no weights on a grid; prune the dense model onto a grid such as int4:128"),
-        ("llama", "int3", "weights of 3 bits cannot be packed in this format; it has 4 or 8"),
-        ("llama", "int2", "weights of 2 bits cannot be packed in this format; it has 4 or 8"),
+        ("llama", None, "has no weights on a grid, which compressed-tensors needs: quantize it first"),
+        ("llama", "int3", "have 3; 'niwaki pack' writes them"),
+        ("llama", "int2", "have 2; 'niwaki pack' writes them"),
         ("gpt2", "int4", "'transformer.h.0.attn.c_attn.weight' of "),
         ("mixtral", "int4", "block_sparse_moe.experts.0.w1.weight' of "),
         (

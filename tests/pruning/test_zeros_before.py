@@ -169,7 +169,7 @@ def test_zeros_may_be_revived(model: Path, tmp_path: Path, monkeypatch: pytest.M
     assert sum(int(matrix.stats["revived"]) for matrix in record.matrices) == back
     assert sum(int(matrix.stats["zeros_before"]) for matrix in record.matrices) == count
     said = (
-        f"{back:,} of the {count:,} weights that were zero in the model are not any more ({100 * back / count:.3g} %), "
+        f"{back:,} of the {count:,} weights that were zero in the model no longer are ({100 * back / count:.3g} %), "
         "as --revive allows"
     )
     assert said in record.notes

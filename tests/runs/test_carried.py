@@ -183,7 +183,7 @@ def test_weights_that_are_there_twice(tmp_path: Path, model: Path) -> None:
     for file in twice.glob("model*"):
         (model / file.name).write_bytes(file.read_bytes())
     record = run(model, tmp_path / "out")
-    assert "there twice: model.safetensors is read" in record.notes[0]
+    assert "appear twice: model.safetensors is read" in record.notes[0]
     assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
     min(model.glob("model-*")).unlink()
     assert not Checkpoint(model).notes

@@ -250,7 +250,7 @@ def test_blocks_that_shrink_are_fitted(tmp_path: Path) -> None:
         (["shrink neurons=0.5 neurons=0.2"], "gives neurons twice"),
         (["shrink"], "nothing to remove"),
         (["shrink blocks=two"], "blocks of the stage shrink cannot be 'two'"),
-        (["prune 'a"], "is no stage"),
+        (["prune 'a"], "is not a valid stage"),
         ([Prune("2:4"), Quantize("int4:7")], "stage 2, quantize: "),
         ([Prune(0.5, effort="best"), Prune("2:4", solver="nobody")], "stage 2, prune: no solver is called 'nobody'"),
         ([NEURONS, Prune("3:5:7")], "stage 2, prune: "),
@@ -391,15 +391,15 @@ def test_recipes(tmp_path: Path) -> None:
     ]
     assert make_stage("heal tokens=400 rate=0.01") == Heal(tokens="400", rate=0.01)
     for text, said in (
-        ("[[stages", "is no TOML file"),
-        ("", "is no recipe"),
-        ("stages = 3", "is no recipe"),
+        ("[[stages", "is not a TOML file"),
+        ("", "is not a recipe"),
+        ("stages = 3", "is not a recipe"),
         ("[[stages]]\nneurons = 0.25", "table 1 of stages does not say which stage"),
         ("[[stages]]\nstage = 'prnue'", "no stage is called 'prnue'; did you mean prune"),
         ("[[stages]]\nstage = 'prune'\npatern = '2:4'", "is called 'patern'; did you mean pattern"),
         ("[[stages]]\nstage = 'shrink'\nblocks = 'two'", "blocks"),
         ("[[stages]]\nstage = 'prune'\n[[stages]]\nstage = 'heal'\ntokens = -3", "stage 2, heal: tokens must be"),
-        ("calibation = 'x'\n[[stages]]\nstage = 'pack'", "has 'calibation', which no recipe has"),
+        ("calibation = 'x'\n[[stages]]\nstage = 'pack'", "has 'calibation', which recipes do not have"),
         ("calibration = 'x'\n[[stages]]\nstage = 'pack'", "Expected `object`, got `str` - at `$.calibration`"),
         ("[[stages]]\nstage = 'pack'\n[result]\nfile = 'digest'", "at `$.result[...]`"),
     ):

@@ -135,7 +135,7 @@ def test_all_windows(model: Path, path: Path, ids: list[int]) -> None:
     tokenizer = load_tokenizer(model)
     windows = read_windows(str(path), tokenizer, 32)
     assert torch.equal(windows.tokens, cut(ids, 32))
-    assert f"one text; {SAID}; all windows, {len(ids) % 31} tokens behind them left out" in windows.origin
+    assert f"one text; {SAID}; all windows, {len(ids) % 31} tokens after them left out" in windows.origin
     assert windows.bos == 0
     without = read_windows(str(path), tokenizer, 32, bos=False)
     assert without.tokens.flatten().tolist() == ids[: len(ids) // 32 * 32]

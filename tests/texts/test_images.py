@@ -304,9 +304,9 @@ def test_what_is_for_text_is_refused(tmp_path: Path, processor: None) -> None:
         text = message(lambda c=calibration: niwaki.prune(model, tmp_path / "out", 0.5, calibration=c), UsageError)  # type: ignore[misc]
         assert said in text
     text = message(lambda: niwaki.shrink(model, tmp_path / "out", neurons=0.5, calibration=file), UsageError)
-    assert "has images, on which only prune calibrates" in text
+    assert "has images, and only prune calibrates on images" in text
     record = run(model, tmp_path / "out", Path(file), "heal:epochs=0")
-    assert any("healing, of the effort" in note and "calibrated on images" in note for note in record.notes)
+    assert any("skipping the effort's healing" in note and "calibrated on images" in note for note in record.notes)
 
 
 def test_a_model_of_text_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_all_of_the_text(path: Path, tokenizer: PreTrainedTokenizerBase, text: s
     ids = encode(tokenizer, text)
     windows = read_windows(str(path), tokenizer, 64)
     assert windows.tokens.flatten().tolist() == ids[: len(ids) // 64 * 64]
-    assert windows.origin.endswith(f"; all windows, {len(ids) % 64} tokens behind them left out")
+    assert windows.origin.endswith(f"; all windows, {len(ids) % 64} tokens after them left out")
     assert len(ids) % 64
 
 
@@ -555,7 +555,7 @@ def test_the_texts_of_the_papers(tokenizer: PreTrainedTokenizerBase, loaded: lis
     ids = encode(tokenizer, documents)
     short, long = (read_windows("c4-validation", tokenizer, length) for length in (16, 64))
     assert short.tokens.flatten().tolist() == ids[: 256 * 16]
-    assert short.origin.endswith(f"; first windows, {len(ids) - 256 * 16:,} tokens behind them left out")
+    assert short.origin.endswith(f"; first windows, {len(ids) - 256 * 16:,} tokens after them left out")
     assert len(long.tokens) == len(ids) // 64 < 256
     assert read_windows("c4-validation", tokenizer, 16, 2).tokens.flatten().tolist() == ids[:32]
     assert read_windows("ptb", tokenizer, 16, 8).tokens.flatten().tolist() == ids[: 16 * 8]
@@ -576,7 +576,7 @@ def test_where_windows_come_from(
     whole = read_windows(str(path), tokenizer, 16)
     tail = "one text, no special tokens (no BOS)"
     assert whole.origin == (
-        f"{path}, texts joined by '\\n\\n'; {tail}; all windows, {len(ids) % 16} tokens behind them left out"
+        f"{path}, texts joined by '\\n\\n'; {tail}; all windows, {len(ids) % 16} tokens after them left out"
     )
     random = read_windows("demo", tokenizer, 16, 2, order="random")
     assert random.origin == f"the excerpt demo that ships with niwaki; {tail}; random windows"
@@ -584,7 +584,7 @@ def test_where_windows_come_from(
     excess = len(encode(tokenizer, " ".join(f"document {n} of the data set" for n in range(1100)))) - 256 * 16
     assert first.origin == (
         "allenai/c4, split validation, en/c4-validation.00000-of-00008.json.gz, first 1,100 rows joined by ' '; "
-        f"{tail}; first windows, {excess:,} tokens behind them left out"
+        f"{tail}; first windows, {excess:,} tokens after them left out"
     )
     wiki = read_windows("wikitext2", tokenizer, 16, 1).origin
     assert wiki.startswith("Salesforce/wikitext, wikitext-2-raw-v1, split test, rows joined by '\\n\\n'; ")

@@ -200,11 +200,11 @@ def test_a_data_set_of_the_library(tmp_path: Path, tokenizer: PreTrainedTokenize
         ("a.json", b"[7]", "entry 1: not an object"),
         ("a.json", b"[[]]", "entry 1: not an object"),
         ("a.json", b'["x\xff"]', "cannot be read as UTF-8 text"),
-        ("a.csv", b"name,size\nx,y\n", "line 2: no column 'text', and none that is known, only 'name', 'size'"),
+        ("a.csv", b"name,size\nx,y\n", "line 2: no column 'text', and no other that is known, only 'name', 'size'"),
         (
             "a.csv",
             b",body,n\n0,x,y\n",
-            "line 2: no column 'text', and none that is known, only a column without a name, 'body', 'n'; choose",
+            "line 2: no column 'text', and no other that is known, only a column without a name, 'body', 'n'; choose",
         ),
         ("a.csv", b"text\nsome prose, and more\n", "line 2: more fields"),
         ("a.csv", b'text\n"never closed\n\n\n', "line 2: not CSV: unexpected end of data"),
@@ -260,7 +260,7 @@ def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
     table = written(tmp_path / "a.csv", f"n,share,body,late\n{body}".encode())
     for column, first in (("n", "0"), ("share", "0.000")):
         said = refused(lambda column=column: text_of(table, field=column))  # type: ignore[misc]
-        assert f"a.csv, line 2: the column '{column}' has numbers alone, such as {first}, which are no text" in said
+        assert f"a.csv, line 2: the column '{column}' has numbers alone, such as {first}, which are not text" in said
         assert "of 'n', 'share', 'body', 'late', choose one of texts with --field" in said
     assert text_of(table, field="body").startswith("a text of 0 words\n\na text of 1 words")
     assert text_of(table, field="late").endswith("39\n\nseven" + "\n\nseven" * 9)

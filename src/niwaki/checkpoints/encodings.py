@@ -175,7 +175,7 @@ def _find_mxfp4(entries: Mapping[str, Entry]) -> dict[str, Encoded]:
             continue
         name = key.removesuffix(codes_suffix)
         if name in entries:  # which one counts is up to the reader
-            raise CheckpointError(f"the tensor {name!r} is there twice, also in MXFP4 as {key!r}")
+            raise CheckpointError(f"the tensor {name!r} appears twice, also in MXFP4 as {key!r}")
         keys = key, f"{name}{scales_suffix}"
         scales = entries.get(keys[1])
         has = "none" if scales is None else f"{scales.dtype} {scales.shape}"

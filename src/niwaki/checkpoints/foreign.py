@@ -15,8 +15,8 @@ PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 #: Pickles beside weights: what a training run left.
 _OF_TRAINING = re.compile(r"training_args.*|optimizer.*|scheduler.*|scaler.*|rng_state.*")
 _LFS = b"version https://git-lfs"
-_FOR_TRANSFORMERS = "take its version for transformers, with config.json and model.safetensors"
-_ORIGINAL = "prune the original, and quantise the result"
+_FOR_TRANSFORMERS = "use its version for transformers, with config.json and model.safetensors"
+_ORIGINAL = "prune the original model, and quantize the result"
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,18 @@ _DIRECTORIES = (
     _Kind(
         "zero_to_fp32.py",
         "a checkpoint of DeepSpeed",
-        "make a model of it with this program and --safe_serialization, and put config.json and the tokenizer beside",
+        "convert it with this script and --safe_serialization, and add config.json and the tokenizer",
     ),
     _Kind(
-        "*.distcp */*.distcp", "a checkpoint of a sharded training run", "make a model of it (accelerate merge-weights)"
+        "*.distcp */*.distcp",
+        "a checkpoint of a sharded training run",
+        "merge it into a model (accelerate merge-weights)",
     ),
     _Kind("*.nemo", "a model of NeMo", _FOR_TRANSFORMERS),
-    _Kind("consolidated.*", "a model in the format of its maker", _FOR_TRANSFORMERS),
+    _Kind("consolidated.*", "a model in its maker's own format", _FOR_TRANSFORMERS),
     _Kind(
         "model*.fp16.safetensors model*.bf16.safetensors model.safetensors.index.*.json",
-        "without weights but in a variant",
+        "without weights, except in a variant",
         "save the model without variant=...",
     ),
     _Kind("model-*-of-*.safetensors", "without the index of its shards", "is the download complete?"),
@@ -101,7 +103,7 @@ def recognised(directory: Path, has_weights: bool) -> str:
             "convert them to safetensors (load in transformers where you trust them, then save_pretrained)"
         )
     if inside := _inside(directory, ""):
-        return f"{directory} is not a model but a directory of such; give {inside}"
+        return f"{directory} is not a model but a directory of models; give {inside}"
     return ""
 
 

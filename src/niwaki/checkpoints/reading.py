@@ -227,7 +227,7 @@ class Checkpoint:
                 shards = {*shards_of(read_json(self.path / INDEX_NAME)).values()} - {SINGLE_NAME}
                 if shards and all((self.path / shard).exists() for shard in shards):
                     notes.append(
-                        f"the weights are there twice: {SINGLE_NAME} is read, as by transformers, and not the "
+                        f"the weights appear twice: {SINGLE_NAME} is read, as by transformers, and not the "
                         f"{len(shards)} shards of {INDEX_NAME}"
                     )
         if (self.path / ORIGIN).is_file():

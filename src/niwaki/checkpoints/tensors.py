@@ -103,7 +103,7 @@ def header_bytes(path: Path) -> bytes:
         raise CheckpointError(f"{path.parent} lacks the shard {path.name}; is the download complete?") from None
     except SafetensorError as error:
         if is_pointer(path):
-            raise CheckpointError(f"{path} is not there, only its pointer of Git LFS; run git lfs pull") from error
+            raise CheckpointError(f"{path} is only a Git LFS pointer; run git lfs pull") from error
         # Without the list of all dtypes, where one is unknown.
         reason = first_line(error).partition(", expected one of")[0]
         raise CheckpointError(f"{path} is truncated or not a safetensors file ({reason}); download it again") from error

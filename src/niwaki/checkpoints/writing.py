@@ -179,6 +179,6 @@ def check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:
         raise OutputError(f"{path}: {key!r} has NaN or infinite values")
     count = tensor.numel() - int(tensor.count_nonzero())
     if count != zeros:
-        raise OutputError(f"{path}: {key!r} has {count} zeros on disk and {zeros} were meant")
+        raise OutputError(f"{path}: {key!r} has {count} zeros on disk instead of {zeros}")
     if bool(((tensor == 0) & tensor.float().signbit()).any()):
-        raise OutputError(f"{path}: {key!r} has negative zeros, on which sparse kernels have gone wrong")
+        raise OutputError(f"{path}: {key!r} has negative zeros, which some sparse kernels get wrong")

@@ -188,7 +188,6 @@ class TableDisplay(Screen):
 
     def __init__(self, what: str, console: Console = out) -> None:
         super().__init__(what, console)
-        self._notes: set[str] = set()
         self._where = self._stopped = ""
         self._blocks = 0
         self._began = time.monotonic()
@@ -227,23 +226,18 @@ class TableDisplay(Screen):
         self._where = f"{what} {done} of {count}" if count else what
         self.show()
 
-    def note(self, text: str) -> None:
-        if text not in self._notes:  # runs have most of them in common
-            self._notes.add(text)
-            super().note(text)
-
     def done(self, cell: Cell) -> None:
         self.line(f"{cell}; {cell.seconds:.1f} s" if cell.pattern else str(cell))
 
     def stopped(self, done: int, blocks: int, where: str = "") -> None:
-        self._stopped = f", and {done} of {blocks} blocks of the one that was on its way"
+        self._stopped = f", and {done} of {blocks} blocks of the current one"
 
     def lost(self) -> None:
         """Nothing: that is one run of several, and ``paused`` says what stays."""
 
     def paused(self, done: int, missing: int) -> None:
         runs = f"{done} of {done + missing} runs are done and kept"
-        self.last_words(f"{runs}{self._stopped}; repeat the command to do the others")
+        self.last_words(f"{runs}{self._stopped}; repeat the command to do the rest")
 
     def finished(self, comparison: Comparison, left_out: Sequence[tuple[str, str]]) -> None:
         self.__exit__()
@@ -252,8 +246,8 @@ class TableDisplay(Screen):
                 self._console.print()
                 self._console.print(table)
         if left_out:
-            which = f"left out, for want of time: {listed(left_out)}"
-            self.line(f"{which}; the same command without --max-time does them", style="yellow")
+            which = f"left out, because of the time limit: {listed(left_out)}"
+            self.line(f"{which}; repeat the command without --max-time to do them", style="yellow")
 
     def describe(self) -> str:
         left = ""

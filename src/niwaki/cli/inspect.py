@@ -21,4 +21,4 @@ def inspect(model: Model) -> None:
         out.print(table)
         out.print()
     if factors:
-        out.print(f"{factors}: these matrices are the products of two sparse factors, which are no part of the tables")
+        out.print(f"{factors}: these matrices are products of two sparse factors, which the tables do not show")

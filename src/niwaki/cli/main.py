@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def _say_what_stays() -> None:
-    """After an interruption; at the very beginning there is nothing to say of that."""
+    """After an interruption; at the very beginning there is nothing to say."""
     screen = getattr(sys.modules.get("niwaki.cli.screen"), "Screen", None)
     if screen and screen.current:
         screen.current.interrupted()
@@ -139,13 +139,13 @@ def _ending(error: BaseException, number: int) -> tuple[int, str]:
         silence(sys.stdout)  # of the help; all else goes by common.py
         return 1, "" if error.errno == errno.EPIPE else f"standard output cannot be written: {error.strerror}"
     if isinstance(error, MemoryError) or ("alloc" in str(error) and "memory" in str(error)):
-        return 1, f"there is not enough memory: {first_line(error)}; docs/troubleshooting.md says what takes less"
+        return 1, f"there is not enough memory: {first_line(error)}; docs/troubleshooting.md lists ways to use less"
     if isinstance(error, ImportError) and number:  # a library that was being imported forgets what ended that
         return 128 + number, ""
     if isinstance(error, ImportError):
-        return 1, f"a library cannot be loaded: {first_line(error)}; is all of it installed, is there enough memory?"
+        return 1, f"a library cannot be loaded: {first_line(error)}; is it fully installed, and is there enough memory?"
     if _in_import(error):
-        hint = "has a variable of the environment a value that it cannot read?"
+        hint = "does an environment variable have a value that it cannot read?"
         return 1, f"a library cannot be loaded: {type(error).__name__}: {first_line(error)}; {hint}"
     return 70, f"this is a bug in niwaki: {type(error).__name__}: {first_line(error)}; {_report(error)}"
 
@@ -199,8 +199,8 @@ def _report(error: BaseException) -> str:
             print(f"niwaki {niwaki.__version__}, Python {sys.version}, {sys.platform}: {sys.argv}", file=file)
             traceback.print_exception(error, file=file)
     except OSError:
-        return "its traceback could not be kept"
-    return f"a report of it should have {name}"
+        return "its traceback could not be saved"
+    return f"please report it with the file {name}"
 
 
 def _say(line: str) -> None:

@@ -48,6 +48,7 @@ class Screen(Progress):
     ) -> None:
         self._doing, self._console, self._output, self._when_stopped = what, console, output, stopped
         self._has_ended = False
+        self._notes: set[str] = set()
         self._errors = Terminal(stderr=True)
         self._spinner: Status | None = None
         self._ended = threading.Event()
@@ -106,7 +107,9 @@ class Screen(Progress):
             self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
     def note(self, text: str) -> None:
-        self.line(f"note: {text}", style="yellow")
+        if text not in self._notes:  # stages, and runs of a comparison, have most of them in common
+            self._notes.add(text)
+            self.line(f"note: {text}", style="yellow")
 
     def estimate(self, seconds: float) -> None:
         if seconds >= SOON:

@@ -142,7 +142,7 @@ def inspection_tables(
     stays = [[each.name, f"{each.size:,}", f"{100 * each.share:.2g} %", each.reason] for each in left]
     head_of_rest = ["what stays dense", "weights", "of the decoder", "why"]
     beside = [[each.name, str(len(each.keys)), size(each.size), each.what] for each in extra]
-    head_of_beside = ["what transformers' model has not", "tensors", "size", "what it is"]
+    head_of_beside = ["not in transformers' model", "tensors", "size", "what it is"]
     return [
         _table(head, by_kind, ["matrix"], title="what would be pruned (n:m: groups of m with at most n non-zero)"),
         *([_table(head_of_rest, stays, ["what stays dense", "why"])] if stays else []),

@@ -40,30 +40,37 @@ class CompressedTensors(Form):
         super().__init__(checkpoint, progress)
         if checkpoint.pruning.has_factors:
             raise UsageError(
-                f"the matrices of {name} are products of two sparse factors, which this format has not, and these are "
-                "on no grid; niwaki pack writes the factors"
+                f"the matrices of {name} are products of two sparse factors, which compressed-tensors does not have; "
+                "'niwaki pack' writes the factors"
             )
         grid, blocks = grid_of(checkpoint), checkpoint.pruning.blocks
         if grid is None:
             raise UsageError(
-                f"{name} has no weights on a grid; prune the dense model onto a grid such as int4:128, or add the "
-                "stage 'quantize int4:128'"
+                f"{name} has no weights on a grid, which compressed-tensors needs: quantize it first, as in 'niwaki "
+                "quantize MODEL OUT int4:128'; 'niwaki pack' writes a pruned model without its zeros"
             )
         if grid.is_mixed:
-            raise UsageError(f"{name} has matrices of mixed bits ({grid}), and this export has one number of bits")
+            raise UsageError(
+                f"{name} has matrices of mixed bits ({grid}), and compressed-tensors has one number for all; 'niwaki "
+                "pack' writes them"
+            )
         if grid.bits not in (4, 8):  # which kernels of other programs take
-            raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")
+            raise UsageError(
+                f"compressed-tensors has 4 or 8 bits, and the weights of {name} have {grid.bits}; 'niwaki pack' writes "
+                "them"
+            )
         self._grid, self._model = grid, StreamedModel(checkpoint, "cpu")
         if self._model.model.base_model_prefix == "transformer" and self._model.pairs is not None:  # T5 and its kin
             raise UnsupportedModelError(
                 f"{name}: transformers cannot load packed integers into {type(self._model.model).__name__}; use the "
-                "model as it is, or pack it"
+                "model as it is, or 'niwaki pack'"
             )
         if blocks is not None:
             self._model.limit(range(*blocks))
             if not self._model.matrices():
                 raise CheckpointError(
-                    f"{checkpoint.path / 'config.json'} says that blocks {blocks} are pruned, which are none"
+                    f"{checkpoint.path / 'config.json'} says that blocks {blocks} are pruned, but there are no such "
+                    "blocks"
                 )
         self._config = {**checkpoint.config, "quantization_config": _config(self._model, grid)}
 
@@ -139,6 +146,6 @@ def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
 
 
 def _matrices_of(extra: list[ExtraTensors], checkpoint: Checkpoint) -> list[str]:
-    """The keys of tensors that may be the weights of linear layers, of what transformers' model has not."""
+    """The keys of tensors that may be the weights of linear layers, but not of transformers' model."""
     keys = [key for each in extra for key in each.keys]
     return [key for key in keys if key.endswith(".weight") and len(checkpoint.entries[key].shape) > 1]

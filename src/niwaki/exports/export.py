@@ -94,7 +94,9 @@ class Export:
             if any(getattr(stage, "keep_format", False) for stage in before):
                 raise UsageError("weights that stay in FP8 or MXFP4 cannot be packed; prune without keep_format")
         elif not before:
-            raise UsageError("there is nothing to do before the export; a model as it is takes niwaki export")
+            raise UsageError(
+                "there is nothing to do before the export: to export a model as it is, use 'niwaki export'"
+            )
 
     def open(self, run: Run) -> Exporting:
         return Exporting(self, run)

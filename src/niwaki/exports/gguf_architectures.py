@@ -171,7 +171,7 @@ def check_configuration(config: PreTrainedConfig, architecture: Architecture, pa
     if types - {"full_attention", "sliding_attention"} or (
         "sliding_attention" in types and getattr(config, "sliding_window", None) is None
     ):
-        raise _unsupported(path, f"layer_types are {sorted(types)}", "llama.cpp has full attention alone")
+        raise _unsupported(path, f"layer_types are {sorted(types)}", "llama.cpp has full attention only")
 
 
 def _check_numbers(config: PreTrainedConfig, architecture: Architecture, path: Path) -> None:
@@ -181,7 +181,7 @@ def _check_numbers(config: PreTrainedConfig, architecture: Architecture, path: P
         value = getattr(config, key, None)
         if type(value) is not int and (value is not None or key in experts):
             name = config.attribute_map.get(key, key)
-            raise _unsupported(path, f"{name} is {shown(value)}", "it has to be a whole number")
+            raise _unsupported(path, f"{name} is {shown(value)}", "it must be a whole number")
     for key in ("num_hidden_layers", *experts):
         if getattr(config, key) > _MOST:
             raise _unsupported(path, f"{key} is {getattr(config, key)}", f"llama.cpp takes no more than {_MOST}")
@@ -295,7 +295,7 @@ def rope_factors(config: PreTrainedConfig, architecture: Architecture, path: Pat
     unknown = _unsupported(
         path,
         f"its rotary positions are of the kind {kind!r}",
-        f"niwaki can tell llama.cpp of {'linear, llama3 and ' if architecture.neighbours else ''}plain ones alone",
+        f"niwaki can tell llama.cpp of {'linear, llama3 and ' if architecture.neighbours else ''}plain ones only",
     )
     if kind not in ("linear", "llama3") or not architecture.neighbours:
         raise unknown

@@ -80,7 +80,8 @@ class Gguf(Form):
         model_type = str(checkpoint.config.get("model_type"))
         if model_type not in ARCHITECTURES or checkpoint.config.get("quantization_config") is not None:
             raise UnsupportedModelError(
-                f"{path} ({model_type}) cannot be exported to GGUF; niwaki knows {', '.join(ARCHITECTURES)}, in 16 bits"
+                f"{path} ({model_type}) cannot be exported to GGUF; niwaki knows {', '.join(ARCHITECTURES)}, in 16 "
+                "bits. 'niwaki pack' writes pruned and quantized models of all kinds"
             )
         with refusals(path / "config.json"):
             stored = read_config(path)

@@ -54,7 +54,7 @@ class Tokenizer:
             not any((path / name).exists() for name in ("tokenizer.json", "vocab.json"))
             and (path / "tokenizer.model").exists()
         ):
-            raise self._unsupported("is tokenizer.model alone, of SentencePiece", "niwaki knows byte-level BPE alone")
+            raise self._unsupported("is tokenizer.model alone, of SentencePiece", "niwaki knows byte-level BPE only")
         self._tokenizer = load_tokenizer(path)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "to_str"):
@@ -166,7 +166,7 @@ class Tokenizer:
         for text in sorted(texts - whole):
             if inner := [one for one in sorted(whole) if one in text]:
                 raise self._unsupported(
-                    f"has the token {text!r}, of which {inner[0]!r} is found before", "llama.cpp takes the longer one"
+                    f"has the token {text!r}, but {inner[0]!r} in it is found first", "llama.cpp takes the longer one"
                 )
 
     def _find_splitter(self) -> str:

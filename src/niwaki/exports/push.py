@@ -99,7 +99,7 @@ class Publication:
         if not ModelCard(self._contents[_CARD].decode()).data.get("license"):
             said.append("the card names no license; the base model's says which may be given")
         if RECIPE not in self._paths:
-            said.append(f"there is no {RECIPE}, so that nobody can make the model again")
+            said.append(f"there is no {RECIPE}, so nobody can make the model again")
         elif earlier := earlier_recipes(self.directory):
             said.append(f"{RECIPE} begins with what {earlier[-1]} makes: it was made by {len(earlier) + 1} commands")
         if paths := list(dict.fromkeys(_LOCAL.findall(self._record.command))):
@@ -139,7 +139,7 @@ class Publication:
             CommitOperationAdd(file.path, self._contents.get(file.path, self.directory / file.path))
             for file in self.files
         ]
-        with raised_as(OutputError, f"the upload to {self.name} failed, and nothing of it is there", reason=_reason):
+        with raised_as(OutputError, f"the upload to {self.name} failed, and nothing was published", reason=_reason):
             api.create_commit(self.name, operations, commit_message="Upload by niwaki push")
         return str(url)
 

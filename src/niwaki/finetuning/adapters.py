@@ -100,8 +100,8 @@ def mask_lora(model: nn.Module, names: set[str]) -> Callable[[], None]:
             kind: Any = type(layer)
             if kind not in (Linear, MaskedLinear) or layer.lora_variant or type(layer.base_layer) is not nn.Linear:  # type: ignore[attr-defined]
                 raise UnsupportedModelError(
-                    f"the adapter of {name} is no plain LoRA of a linear layer, and would change zeros; train it "
-                    "without keep_zeros, merge it with PEFT, and give the zeros back with niwaki prune --mask-from"
+                    f"the adapter of {name} is not a plain LoRA of a linear layer, and would change zeros; train it "
+                    "without keep_zeros, merge it with PEFT, and restore the zeros with niwaki prune --mask-from"
                 )
             _check(name, layer)
             masked.append(layer)
@@ -133,5 +133,5 @@ def _check(name: str, layer: Any) -> None:
         raise UsageError(f"the adapter of {name} was merged already, which fills zeros; load the pruned model again")
     if not layer.get_base_layer().weight.is_floating_point():
         raise UnsupportedModelError(
-            f"the weights of {name} are packed numbers, into which no adapter can be merged; load the model unquantised"
+            f"the weights of {name} are packed numbers, so no adapter can be merged; load the model unquantized"
         )

@@ -91,8 +91,8 @@ class KeptZeros:
         if lost:
             worst = sorted(lost, key=lost.__getitem__, reverse=True)[:3]
             raise OutputError(
-                f"{sum(lost.values()):,} of {self.zeros:,} zeros of the model are weights now, most of them in "
-                f"{', '.join(worst)}; was it trained by something that is no optimizer of torch?"
+                f"{sum(lost.values()):,} of {self.zeros:,} zeros of the model are nonzero now, most of them in "
+                f"{', '.join(worst)}; was it trained by something that is not a torch optimizer?"
             )
 
     def check_saved(self, directory: str | Path) -> None:
@@ -126,7 +126,7 @@ class KeptZeros:
             write_json(path, json.dumps(config, indent=2) + "\n")
         raise OutputError(
             f"{directory} has lost {lost:,} of {self.zeros:,} zeros, so its config.json says no longer that it is "
-            "pruned; was it trained by something that is no optimizer of torch, or merged with adapters otherwise than "
+            "pruned; was it trained by something that is not a torch optimizer, or merged with adapters otherwise than "
             "by niwaki.merge_lora?"
         )
 

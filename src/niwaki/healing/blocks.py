@@ -129,7 +129,7 @@ class BlockRun(HealingRun):
         if any(matrix.blocks for matrix in self.model.matrices()):
             self.run.note(self.record, NOT_FITTED)
         if self.model.budget.spilled:
-            self.run.note(self.record, "hidden states are in a file too, for want of memory")
+            self.run.note(self.record, "hidden states are also spilled to disk (memory limit reached)")
         self.run.clock.lap("prepare")
         return streams
 

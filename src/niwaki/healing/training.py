@@ -87,7 +87,7 @@ class Training:
             if self.record.halved > _HALVED:
                 self._say("it ends here; try a lower --rate")
                 break
-            self._say("it goes on from the best point, with half the learning rate")
+            self._say("it resumes from the best point, with half the learning rate")
             self.points.restart()  # what was trained on counts
         return self.points.best
 

@@ -70,7 +70,7 @@ class Gram:
         self._ridge = torch.zeros_like(H.diagonal())  # see damped
         self._memo: dict[Any, Any] = {}
         if not trusted and (fault := self._fault()):
-            raise UsageError(f"H {fault}, and is no Gram matrix; compute it as X.T @ X / len(X) from X (tokens, in)")
+            raise UsageError(f"H {fault}, and is not a Gram matrix; compute it as X.T @ X / len(X) from X (tokens, in)")
 
     def _fault(self) -> str:
         """What a symmetric, positive semidefinite matrix has not, up to rounding; "" for nothing."""

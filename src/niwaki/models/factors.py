@@ -68,7 +68,7 @@ def check_one_matrix(checkpoint: Checkpoint, what: str) -> None:
     """UsageError where the weights of ``checkpoint`` are products of two factors, which ``what`` would not keep."""
     if checkpoint.pruning.has_factors:
         raise UsageError(
-            f"{checkpoint.path} was pruned to two factors, of which {what} would make dense matrices again; begin with "
+            f"{checkpoint.path} was pruned to two factors, and {what} would make them dense again; begin with "
             "the dense model, or with a pattern of one matrix, such as 0.5"
         )
 

@@ -129,7 +129,7 @@ def _check(file: Path, header: Header) -> None:
     architecture, kind = header.fields.get("general.architecture"), header.fields.get("general.type", "model")
     if kind != "model":
         raise CheckpointError(
-            f"{file} is no model: its general.type is {shown(kind)}; give the file of the model that it belongs to"
+            f"{file} is not a model: its general.type is {shown(kind)}; give the file of the model that it belongs to"
         )
     if not isinstance(architecture, str):
         was = "no field" if architecture is None else f"{shown(architecture)} as its"
@@ -173,7 +173,7 @@ def _read(config: PreTrainedConfig, file: Path, alone: Path, dtype: torch.dtype,
         )
     if (count := sum(value.numel() for value in read.parameters())) != size:
         raise UnsupportedModelError(
-            f"{file} has {size:,} weights, of which transformers' reader makes a model of {count:,}; {ORIGINAL}"
+            f"{file} has {size:,} weights, but transformers' reader makes a model of {count:,}; {ORIGINAL}"
         )
     for name, value in read.state_dict().items():
         if value.is_floating_point() and not is_finite(value):

@@ -125,7 +125,7 @@ def _check_parts(file: Path, fields: Mapping[str, Any], kind: Any) -> None:
     for names in (("model",), ("tokens",), _MADE_OF.get(str(kind), ())):
         if names and not any(name in own for name in names):
             raise CheckpointError(
-                f"{file} lacks the field {_FIELDS}{names[0]}, without which there is no tokenizer; {ANOTHER}, with its "
+                f"{file} lacks the field {_FIELDS}{names[0]}, which the tokenizer needs; {ANOTHER}, with its "
                 "tokenizer beside its weights"
             )
     count = len(own["tokens"]) if isinstance(own["tokens"], list) else 0

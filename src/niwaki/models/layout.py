@@ -112,7 +112,7 @@ def check_dtypes(checkpoint: Checkpoint, keys: Iterable[str]) -> None:
         if checkpoint.dtype(key) not in _STORED:
             stored = checkpoint.entries[key].dtype
             raise UnsupportedModelError(
-                f"{checkpoint.path}: {key!r} is {stored}, in which nothing can be pruned; load the model in "
+                f"{checkpoint.path}: {key!r} is {stored}, which cannot be pruned; load the model in "
                 "transformers in bfloat16, save it, and prune that"
             )
 
@@ -236,7 +236,7 @@ class Layout:
             return
         if value.ndim == 3 and first.expert is None:  # the checkpoint has them in one tensor too
             if others:
-                raise UnsupportedModelError(f"{parameter!r} is made of {len(pieces)} tensors, each of several experts")
+                raise UnsupportedModelError(f"{parameter!r} consists of {len(pieces)} tensors, each of several experts")
             for expert in range(len(value)):
                 at = expert, 0, expert, transposed, first.flipped
                 yield Matrix(index, f"{parameter}.{expert}", first.key, (rows, columns), parameter, *at)

@@ -21,7 +21,7 @@ def locate_model(model: str) -> Path:
 
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.md", "LICENSE*"]
     # The hub's client raises errors of its own, of httpx and of the system.
-    with raised_as(CheckpointError, f"{model} is not a directory here and not available from the hub"):
+    with raised_as(CheckpointError, f"{model} is not a local directory and not available from the hub"):
         return Path(snapshot_download(model, allow_patterns=patterns))
 
 

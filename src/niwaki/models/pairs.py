@@ -32,7 +32,7 @@ class Sources:
 
     def __getitem__(self, number: int) -> Mapping[str, Tensor]:
         if not 0 <= number < len(self._readers):
-            raise UsageError(f"{number} is not the number of a source, of which there are {len(self._readers)}")
+            raise UsageError(f"{number} is not the number of a source; there are {len(self._readers)}")
         with torch.autocast("cpu", enabled=False):  # as within a step of training
             return self._readers[number]()
 

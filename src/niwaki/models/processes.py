@@ -42,7 +42,7 @@ class World:
         """This process's share of ``tokens`` (samples, length), consecutive, as many as the others' to within one."""
         if len(tokens) < self.size:
             shortage = f"{len(tokens)} samples cannot be shared out to {self.size} processes"
-            raise UsageError(f"{shortage}; start fewer, or give more samples")
+            raise UsageError(f"{shortage}; start fewer processes or give more samples")
         return tokens.tensor_split(self.size)[self.rank]
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
@@ -156,14 +156,14 @@ def world(device: str) -> Iterator[tuple[World, str]]:
         yield World(), device
         return
     if device.startswith("cuda:"):
-        raise UsageError(f"each of the {size} processes has a GPU of its own; say --device cuda, and not {device}")
+        raise UsageError(f"each of the {size} processes has a GPU of its own; use --device cuda instead of {device}")
     local = _number("LOCAL_RANK", 0)
     gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if gpu:
         if local >= torch.cuda.device_count():
             raise UsageError(
                 f"there is no GPU for process {local + 1} on this machine, which has {torch.cuda.device_count()}; "
-                "start as many processes as GPUs, or say --device cpu"
+                "start as many processes as GPUs, or use --device cpu"
             )
         torch.cuda.set_device(local)
         device = f"cuda:{local}"

@@ -45,8 +45,8 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         config = read_config(directory)
         if config.is_encoder_decoder and type(config) not in auto_class(config)._model_mapping:
             raise UnsupportedModelError(
-                f"{directory} is an encoder with a decoder ({config.model_type}), of which transformers has no model "
-                "that writes text"
+                f"{directory} is an encoder with a decoder ({config.model_type}), and transformers has no model of "
+                "this kind that writes text"
             )
         for each in (config, config.get_text_config()):  # some files ask for more, or for tuples
             each.return_dict, each.output_hidden_states, each.output_attentions = True, False, False
@@ -64,7 +64,7 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         model.get_input_embeddings()
     except NotImplementedError as error:
         raise UnsupportedModelError(
-            f"{directory} is several models in one ({config.model_type}), of which transformers does not say which one "
+            f"{directory} is several models in one ({config.model_type}), and transformers does not say which one "
             "reads text"
         ) from error
     _compute_positions(model)

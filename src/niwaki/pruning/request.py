@@ -53,7 +53,7 @@ class Request:
     def check(self) -> None:
         """UsageError where two arguments exclude each other."""
         if (isinstance(self.wanted, MixedNM) or self.makes_factors) and self.settled_effort.plan.allocation == "owl":
-            raise UsageError(f"owl wants sparsities that {self.wanted} has not; take the allocation loss, or error")
+            raise UsageError(f"allocation=owl does not support {self.wanted}; use allocation=loss or allocation=error")
         if self.keep_format and self.grid:
             raise UsageError(f"weights are on the grid {self.grid} or keep their format, not both; leave one out")
         if self.grid and self.grid.is_mixed and (self.makes_factors or self.rounds_to_nearest):
@@ -67,7 +67,7 @@ class Request:
     def _check_factors(self) -> None:
         """UsageError where two factors cannot have what is asked for."""
         if self.mask_source is not None:
-            raise UsageError("two factors have masks of their own; leave out where to take masks from")
+            raise UsageError("two factors have their own masks; leave out --mask-from (mask_from)")
         if self.revive:
             raise UsageError("a product of two factors keeps no zeros, with or without revive; leave that out")
         if self.keep_format:

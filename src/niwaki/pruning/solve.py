@@ -194,7 +194,7 @@ def _with_stats(solution: Solution, **stats: float | int | str) -> Solution:
 
 
 def _zeros(matrix: Matrix, stored: Tensor, places: Tensor) -> dict[str, int]:
-    """How many weights of a matrix were zero, those not at ``places``, and how many of these are not any more."""
+    """How many weights of a matrix were zero, those not at ``places``, and how many of these no longer are."""
     W = stored.T if matrix.is_stored_transposed else stored
     revived = int(W.masked_fill(places, 0.0).count_nonzero())
     return {"zeros_before": places.numel() - int(places.count_nonzero()), "revived": revived}

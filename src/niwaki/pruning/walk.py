@@ -77,7 +77,7 @@ class Walk:
         if model.budget.spilled:
             self.run.note(
                 self.record,
-                f"{model.budget.spilled / 2**20:,.1f} MiB of hidden states are in a file, for want of memory",
+                f"{model.budget.spilled / 2**20:,.1f} MiB of hidden states were spilled to disk (memory limit reached)",
             )
         for block in model.stream():
             if block.index >= stop and not heldout:
@@ -242,7 +242,7 @@ def _zeros_before(record: Record, revive: bool) -> str:
     weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
     if revived:
         return (
-            f"{revived:,} of the {zeros:,} weights that were zero in the model are not any more "
+            f"{revived:,} of the {zeros:,} weights that were zero in the model no longer are "
             f"({100 * revived / zeros:.3g} %)" + ", as --revive allows" * revive
         )
     if revive or zeros < FEW_ZEROS * weights:

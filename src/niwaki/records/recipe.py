@@ -80,24 +80,24 @@ class Recipe:
         file = file / RECIPE if file.is_dir() else file
         try:
             if file.exists() and (not file.is_file() or file.stat().st_size > _LONGEST):
-                raise UsageError(f"{file} is no recipe, which is a file of some lines")
+                raise UsageError(f"{file} is not a recipe: it is too large, or not a file")
             values = _toml().loads(file.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{file} is no TOML file: {error}") from error
+            raise UsageError(f"{file} is not a TOML file: {error}") from error
         tables = values.get(_STAGES)
         others = [name for name in values if name not in {each.name for each in dataclasses.fields(cls)}]
         if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
             raise UsageError(
-                f"{file} is no recipe, which has a table [[{_STAGES}]] for each stage, with its name as 'stage'"
+                f"{file} is not a recipe: it needs a table [[{_STAGES}]] for each stage, with its name as 'stage'"
             )
         if others:
-            raise UsageError(f"{file} has {', '.join(map(repr, others))}, which no recipe has")
+            raise UsageError(f"{file} has {', '.join(map(repr, others))}, which recipes do not have")
         try:
             return msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
-            raise UsageError(f"{file} is no recipe: {error}") from error
+            raise UsageError(f"{file} is not a valid recipe: {error}") from error
 
     def toml(self) -> str:
         """The text of its file, with a comment for people."""

@@ -82,10 +82,13 @@ def execute(
         record = Record.from_json(journal.result) if journal.result else None
         done = journal.done
         if done < len(asked):
+            # Also what later stages have to say of their texts: now there is time to give other ones.
+            for note in dict.fromkeys(note for task in tasks if task.texts for note in task.texts.notes):
+                progress.note(note)
             run.journal = journal
             _say_duration(run, tasks[done:])
         if 0 < done < len(asked):
-            progress.note(f"resuming after {done} of {len(asked)} stages, where an earlier run was interrupted")
+            progress.note(f"resuming after {done} of {len(asked)} stages, where an earlier run stopped")
         for number in range(done, len(asked)):
             if number > done:
                 run.clock, journal = Clock(), Journal(asked, done=number)

@@ -62,7 +62,7 @@ def replace_note(directory: Path, old: str, new: str) -> None:
 def check_card(model: Path) -> None:
     """UsageError where ``model`` has a file with the name that its card is to get in another form of it."""
     if (model / DENSE_CARD).exists():
-        raise UsageError(f"the model has a file {DENSE_CARD}, where its README.md is to go; rename it")
+        raise UsageError(f"the model has a file {DENSE_CARD}, where its README.md belongs; rename it")
 
 
 def write_card_of_form(directory: Path, library: str, tags: set[str], text: str, own: str) -> None:

@@ -79,7 +79,7 @@ class Run:
         if earlier.healing and not earlier.healing.by_block:
             point = earlier.healing.points[-1]
             done, extent, again = point.steps, f"{point.tokens:,} tokens", ""
-        self.progress.note(f"resuming after {extent}, where an earlier run was interrupted{again}")
+        self.progress.note(f"resuming after {extent}, where an earlier run stopped{again}")
         return replace(earlier, command=record.command, device=record.device, resumed=[*earlier.resumed, done])
 
     def note(self, record: Record, *notes: str) -> None:

@@ -250,7 +250,7 @@ class Workplace:
         with output_errors(self._out):
             if last.is_dir():
                 if _taken(self._out, self.path):
-                    raise OutputError(f"{self._out} is no longer empty; move what is in it away and repeat the command")
+                    raise OutputError(f"{self._out} is no longer empty; move its contents away and repeat the command")
                 if self._inside:
                     for path in sorted(last.iterdir()):
                         path.rename(self._out / path.name)

@@ -27,7 +27,7 @@ class BlockTensors:
         self._smaller: dict[str, dict[int | None, Tensor]] = defaultdict(dict)  # likewise, when units are left out
         self._changes: dict[str, list[Callable[[Tensor], Tensor]]] = defaultdict(list)
         self._units: dict[str, Callable[[Tensor], Tensor]] = {}  # by parameter, what leaves out units
-        #: Of matrices that were replaced: the weights written, how many were zero before, and are not any more.
+        #: Of matrices that were replaced: the weights written, how many were zero before, and no longer are.
         self.counts: Counter[str] = Counter()
 
     def replace(self, matrix: Matrix, stored: Tensor, is_smaller: bool = False) -> None:

@@ -82,7 +82,7 @@ class Combinations:
         """UsageError where nothing is to go, or more than can."""
         everything, depth = self.tensors.parameters(self.model, []), len(self.model.blocks)
         if self.target >= everything:
-            raise UsageError(f"parameters {self.target:,}: the model has {everything:,}, which is no more")
+            raise UsageError(f"parameters {self.target:,}: the model has no more than that ({everything:,})")
         removals = [kind.without(self._counts(kind)[-1]) for kind in self.kinds]
         least = self.tensors.parameters(self.model, removals, range(self.most_blocks))
         if self.target < least:

@@ -142,7 +142,7 @@ class Shrinking:
         self._effort = stage.effort_for(model.has_head and not model.sees_ahead, writes=model.pairs is None)
         if any(matrix.blocks for matrix in model.matrices()):
             raise UnsupportedModelError(
-                f"{checkpoint.path} has blocks that share weights, of which nothing can be removed; prune it"
+                f"{checkpoint.path} has blocks that share weights, so nothing can be removed; prune it"
             )
         left = [each for each in find_extra(model) if each.follows]
         self.tensors = Tensors(left, *tensors_of_blocks(model, left))

@@ -68,5 +68,5 @@ def _each(value: Any, new: Callable[[int], int], name: str, where: Path) -> Any:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value < 0):
         return value
     if not isinstance(value, int) or isinstance(value, bool):
-        raise UnsupportedModelError(f"{where} has {name} {str(value)[:60]}, which is no number of a token")
+        raise UnsupportedModelError(f"{where} has {name} {str(value)[:60]}, which is not a token id")
     return new(value)

@@ -39,7 +39,7 @@ class TokenizerFile:
         self.path = directory / NAME
         if not self.path.is_file():
             raise UnsupportedModelError(
-                f"{directory} has no {NAME}, of which tokens could be removed; save its tokenizer with transformers "
+                f"{directory} has no {NAME}, which removing tokens needs; save its tokenizer with transformers "
                 "first (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
             )
         self._content = read_json(self.path)
@@ -67,8 +67,7 @@ class TokenizerFile:
 
     def _unsupported(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"{self.path} {what}, of which no tokens can be removed; byte-level BPE, BPE with byte fallback and "
-            "Unigram can"
+            f"{self.path} {what}, so no tokens can be removed; byte-level BPE, BPE with byte fallback and Unigram can"
         )
 
     def _read_tokens(self) -> dict[str, int]:

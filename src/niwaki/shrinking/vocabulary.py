@@ -110,7 +110,7 @@ class ShrinkingVocabulary:
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
         if model.pairs is not None:
             raise UnsupportedModelError(
-                f"{checkpoint.path} is an encoder with a decoder, of which no tokens are removed"
+                f"{checkpoint.path} is an encoder with a decoder; removing tokens is not supported"
             )
         model.check_head()
         self._rows = model.config.vocab_size
@@ -280,7 +280,7 @@ class ShrinkingVocabulary:
         known = all(number in self._new for number in tokens)
         if not is_text or not is_meant or (known and [self._new[number] for number in tokens] != fewer):
             raise OutputError(
-                f"the written tokenizer does not make of text what that of {self.model.checkpoint.path} does; please "
+                f"the written tokenizer does not split text as that of {self.model.checkpoint.path} does; please "
                 "report this model"
             )
         written = smaller.config.vocab_size

@@ -87,7 +87,7 @@ def _answered(
     notes = list(writer.notes)
     if answered:
         notes.append(
-            f"{answered:,} of the {len(asked):,} conversations in {source} end with an answer, in the place of which "
+            f"{answered:,} of the {len(asked):,} conversations in {source} end with an answer, in place of which "
             "the model writes its own; without --answers they are read as they are"
         )
     for what, number in (
@@ -129,7 +129,7 @@ def _prompts(
     if len(longest) > length // 2:
         raise CalibrationError(
             f"prompt {prompts.index(longest) + 1} of {source} has {len(longest):,} tokens, more than half of a window "
-            f"of {length:,}; give longer windows (--length), or shorter prompts"
+            f"of {length:,}; use longer windows (--length) or shorter prompts"
         )
     return prompts
 
@@ -190,7 +190,7 @@ class _Writer(contextlib.ExitStack):
         self._together = min(world.collected(at_a_time(self.model, longest, budget, _TOGETHER)))
         if not self._together:
             raise CalibrationError(
-                f"the model's {self.model.size / 2**30:,.1f} GiB do not fit in memory as a whole, so it cannot answer "
+                f"the model's {self.model.size / 2**30:,.1f} GiB do not fit in memory, so it cannot answer "
                 f"{source}; calibrate on a text"
             )
         model = [self.model.checkpoint.fingerprint(), str(self.model.dtype), self.model.device.type, versions()]
@@ -262,7 +262,7 @@ class _Writer(contextlib.ExitStack):
 
     def _unkept(self, error: Exception) -> None:
         self._place = None
-        self.notes.append(f"the model's answers are not kept for another run: {first_line(error)}")
+        self.notes.append(f"the model's answers could not be saved for another run: {first_line(error)}")
 
 
 def _own_settings(model: StreamedModel) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def rendered(
     much of one.
     """
     if len(template) > _LONGEST:
-        raise TemplateError(0, f"it has {len(template):,} characters, and {_LONGEST:,} are taken")
+        raise TemplateError(0, f"it has {len(template):,} characters, and at most {_LONGEST:,} are allowed")
     seconds = math.ceil(_SECONDS + _SECONDS_EACH * len(conversations))
     asked = {"template": template, "conversations": conversations, "special": special, "ask": ask, "seconds": seconds}
     return [*_rendered(json.dumps(asked, default=str), len(conversations), seconds)]
@@ -67,7 +67,7 @@ def _rendered(asked: str, count: int, seconds: int) -> tuple[str, ...]:
         )
         said = ran.stdout
         if -ran.returncode not in (signal.SIGXCPU, signal.SIGKILL):
-            ended = "it came to an unexpected end"
+            ended = "it ended unexpectedly"
     except subprocess.TimeoutExpired as error:
         said = error.stdout or b""
     texts = list[str]()
@@ -108,7 +108,7 @@ def _render(asked: dict[str, Any]) -> Iterator[str]:
         text: str = made[0][0] if isinstance(made, tuple) else made[0]
         left -= len(text)
         if len(text) > _LONGEST or left < 0:
-            raise ValueError(f"it makes {len(text):,} characters of a conversation, more than are taken")
+            raise ValueError(f"it makes {len(text):,} characters of a conversation, more than are allowed")
         yield text
 
 

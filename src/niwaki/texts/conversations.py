@@ -91,7 +91,7 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
     if not conversations:
         return None
     if len(calibration.texts) > 1:
-        raise UsageError(f"{source} has images, and cannot be one of several texts; give it alone")
+        raise UsageError(f"{source} has images, and cannot be combined with other texts; give it alone")
     usual = {
         "--length": calibration.length is None,
         "--order": calibration.order != "random",
@@ -99,7 +99,9 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
     }
     for option, is_usual in usual.items():
         if not is_usual:
-            raise UsageError(f"{option} is for windows of text; {source} has conversations with images, as they are")
+            raise UsageError(
+                f"{option} is for windows of text; {source} has conversations with images, which are used as they are"
+            )
     conversations = conversations[: calibration.samples]
     processor = _load_processor(model.checkpoint.path, source)
     digest, lengths = hashlib.sha256(), []

@@ -42,7 +42,7 @@ def count_tokens(model: StreamedModel, calibration: Calibration, without: Tensor
             counts, length, is_cut = _of_text(model, text, calibration)
             characters += length
             if is_cut:
-                notes.append(f"counted were the first {length:,} characters of {text}, which has more")
+                notes.append(f"only the first {length:,} characters of {text} were counted")
         else:
             tokens: Any = text.tokens if isinstance(text, Windows) else text
             counts = torch.bincount(tokens.flatten(), minlength=size)
@@ -52,7 +52,7 @@ def count_tokens(model: StreamedModel, calibration: Calibration, without: Tensor
         held = torch.bincount(without.flatten(), minlength=size).double() / len(found)
         found = [(each - held).clamp(min=0) for each in found]
     if not all(float(each.sum()) for each in found):
-        raise CalibrationError("the text to count tokens in has none but those that are measured on; give more text")
+        raise CalibrationError("the text to count tokens in has only what perplexity is measured on; give more text")
     shares = torch.stack([each / each.sum() for each in found]).mean(dim=0)
     return Counts(shares, total, characters, tuple(notes))
 

@@ -145,7 +145,7 @@ def _opened(path: Path, source: str) -> Iterator[TextIO]:
 
 def _check_text(text: str, source: str) -> None:
     if "\0" in text:
-        raise CalibrationError(f"{source} is no text: it has NUL characters, as UTF-16 and binary files do; {_READ}")
+        raise CalibrationError(f"{source} is not text: it has NUL characters, as UTF-16 and binary files do; {_READ}")
 
 
 def _lines(file: TextIO, path: Path) -> Iterator[tuple[str, str]]:
@@ -270,7 +270,7 @@ def _value(text: str, start: int = 0) -> tuple[Any, int]:
     except RecursionError as error:
         raise ValueError("lists or objects are nested too deeply") from error
     except UnicodeEncodeError as error:
-        raise ValueError("half of a surrogate pair, which is no character") from error
+        raise ValueError("half of a surrogate pair, which is not a character") from error
     except ValueError as error:
         raise ValueError("a number has too many digits") from error
     return value, end

@@ -113,7 +113,7 @@ def _all_tokens(
     whole = len(ids) // length
     count = min(whole, (None if find_file(source) else find_data_set(source).windows) or whole)
     left = len(ids) - count * length
-    which = f"{'all' if count == whole else 'first'} windows, {left:,} tokens behind them left out"
+    which = f"{'all' if count == whole else 'first'} windows, {left:,} tokens after them left out"
     return ids[: max(1, count) * length], which
 
 

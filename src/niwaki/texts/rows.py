@@ -143,7 +143,7 @@ class Task(Form):
     columns: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{_listed(self.columns)} joined by {self.joint!r}, for want of a chat template"
+        return f"{_listed(self.columns)} joined by {self.joint!r}, because the model has no chat template"
 
     def texts(self, rows: Rows) -> Iterator[str]:
         for where, row in rows:
@@ -179,7 +179,7 @@ def form_of(row: Any, where: str, field: str | None, template: ChatTemplate | No
             return Task(columns) if template is None else Talk(columns, template)
     hint = "; for the model's own answers to prompts, --answers own" if "prompt" in row else ""
     raise CalibrationError(
-        f"{where}: no column {TEXT!r}, and none that is known, only {_names(row)}; choose one with --field{hint}"
+        f"{where}: no column {TEXT!r}, and no other that is known, only {_names(row)}; choose one with --field{hint}"
     )
 
 
@@ -205,7 +205,7 @@ def _not_of_numbers(rows: Rows, column: str) -> Rows:
     else:
         if numbers:
             raise CalibrationError(
-                f"{seen[0][0]}: the column {column!r} has numbers alone, such as {numbers[0]}, which are no text; of "
+                f"{seen[0][0]}: the column {column!r} has numbers alone, such as {numbers[0]}, which are not text; of "
                 f"{_names(seen[0][1])}, choose one of texts with --field"
             )
     return itertools.chain(seen, rows)

@@ -131,7 +131,7 @@ def usual_calibration(given: Calibration) -> tuple[Calibration, str]:
     fewer = given.over({"samples": _FEW_SAMPLES})
     said = (
         f"calibrating on {fewer.samples} windows of books that ship with niwaki, because {USUAL_CALIBRATION} {why}; "
-        "give --calibration a file with text like what the model is for"
+        "for better results give --calibration a text like those the model will be used for"
     )
     return dataclasses.replace(fewer, text="demo"), said
 

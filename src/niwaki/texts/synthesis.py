@@ -49,7 +49,7 @@ def synthesize(
     if model.sees_ahead:
         raise UnsupportedModelError("it is an encoder, which writes no text")
     if model.pairs is not None:
-        raise UnsupportedModelError("it is an encoder with a decoder, which writes nothing without a source")
+        raise UnsupportedModelError("it is an encoder with a decoder, which needs a source to write anything")
     model = for_writing(model)
     budget = device_memory(model.device) // 2 if budget is None else budget
     own = bos is not None  # tokens before each text and in each window that are not of a text
@@ -61,7 +61,7 @@ def synthesize(
         first = torch.nn.functional.pad(first, (1, 0), value=bos)
     together = min(world.collected(at_a_time(model, short, budget, _TOGETHER)))
     if not together:
-        raise UnsupportedModelError(f"its {model.size / 2**30:,.1f} GiB do not fit in memory as a whole")
+        raise UnsupportedModelError(f"its {model.size / 2**30:,.1f} GiB do not fit in memory")
     parts = world.share(first).split(together)
     progress.stage(0, "synthesis", len(parts) * (short - 1 - own))
     drawn: list[Tensor] = []

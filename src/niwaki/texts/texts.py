@@ -92,7 +92,7 @@ class Texts:
         """Those to calibrate on; UsageError where these are conversations with images."""
         assert self.calibration is not None
         if isinstance(self.calibration, Conversations):
-            raise UsageError(f"{self.calibration.source} has images, on which only prune calibrates; give a text")
+            raise UsageError(f"{self.calibration.source} has images, and only prune calibrates on images; give a text")
         return self.calibration
 
     @property
@@ -106,7 +106,7 @@ class Texts:
         """This process's share of all windows; UsageError where there are more processes than windows."""
         if isinstance(self.calibration, Conversations):
             if world.size > 1:
-                raise UsageError(f"{self.calibration.source} has images, on which only one process calibrates")
+                raise UsageError(f"{self.calibration.source} has images, which only a single process can calibrate on")
             return self
 
         def own(windows: Windows) -> Windows:
@@ -184,11 +184,11 @@ class _Reading:
         self._notes += [note for part in self._given if part for note in part.notes]
         if self._names and not any(self._given):
             if self.calibration.length is None and self.model.pairs is None:
-                self._notes.append(f"windows of {self._length:,} tokens, because no length was asked for")
+                self._notes.append(f"windows of {self._length:,} tokens, because no length was given")
             if self.model.tokenizer.chat_template:
                 self._notes.append(
-                    "this model has a chat template; if it is to answer questions, --calibration answers calibrates on "
-                    "what it answers itself"
+                    "this model has a chat template; if it will answer questions, '--calibration answers' calibrates "
+                    "on its own answers"
                 )
         parts = list(self._given)
         for i, (text, samples) in enumerate(zip(self.calibration.texts, self.calibration.shares, strict=True)):

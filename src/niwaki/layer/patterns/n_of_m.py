@@ -95,7 +95,7 @@ class Quota(Counted):
         if self.quota.sparsity < self.within.sparsity:
             raise PatternError(
                 f"the pattern {self} asks for {short_number(self.quota.sparsity)} zeros in all, and "
-                f"{self.within} alone has {short_number(self.within.sparsity)}; raise the first to that or more"
+                f"{self.within} alone has {short_number(self.within.sparsity)}; raise the first to at least that"
             )
 
     def __str__(self) -> str:
