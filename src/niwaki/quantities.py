@@ -52,7 +52,7 @@ def read_pattern(text: str) -> list[tuple[Any, ...]]:
     Of "2:4" that is ("", 2, 4), of "mixed-2:4" ("mixed-", 2, 4), of "per-row:0.6" ("per-row", 0.6), and of
     "two-factors:0.5:int8" ("two-factors", 0.5, "int8"), whose last part may be "". "2:4+per-row:0.6" has two parts.
     """
-    within, plus, quota = text.strip().partition("+")
+    within, plus, quota = (part.strip() for part in text.partition("+"))
     kind, _, rest = within.partition(":")
     if match := re.fullmatch(r"(mixed-|)(\d{1,9}):(\d{1,9})", within):
         check_n_of_m(within, int(match[2]), int(match[3]))
