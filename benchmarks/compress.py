@@ -8,9 +8,7 @@ names besides, and what somebody would make by hand. All are calibrated on books
 see corpus.py.
 """
 
-import contextlib
 import itertools
-import platform
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -139,16 +137,8 @@ def speeds(
                 found[size].append(speed.tokens_per_second)
                 print(f"{size:g}: {speed.tokens_per_second:.1f} tokens a second", flush=True)
     cells = [{"size": size, "tokens_per_second": median(rates), "rates": rates} for size, rates in found.items()]
-    machine = f"{torch.get_num_threads()} threads of {_processor()}"
+    machine = f"{torch.get_num_threads()} threads of {common.processor()}"
     common.save(record, model=model.name, machine=machine, prompt=prompt, tokens=tokens, cells=cells)
-
-
-def _processor() -> str:
-    """The name of this machine's processor, where the system tells it."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return platform.processor()
 
 
 if __name__ == "__main__":

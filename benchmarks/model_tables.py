@@ -1,5 +1,6 @@
 """Tables of real models, of quality and of speed, each from one or two records."""
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from math import exp
@@ -56,6 +57,60 @@ def small(made: Any, measured: Any) -> Lines:
         f"{made['text_samples']} x {made['length']} of each text (lower is better); {measured['machine']}. "
         "`python benchmarks/compress.py recipes` and `speeds` measure it again ([beside other recipes of these "
         "sizes](docs/compress.md#beside-other-recipes)).",
+    ]
+
+
+def tutorial(made: Any) -> Lines:
+    """What each model of the tutorial is worth."""
+    rows, healed = [], ""
+    for each in filter(lambda each: each["before"], made["models"]):
+        cells = [f"`{each['model']}`", "", f"{each['bytes'] / 2**20:.0f}", *[""] * 4]
+        if speed := each["speed"]:
+            cells[1] = "niwaki, packed" if speed["weights"] == "packed" else "transformers"
+            cells[2], cells[6] = f"{speed['disk'] / 2**20:.0f}", f"{speed['tokens_per_second']:.0f}"
+        cells[3] = f"{(each['after'] or each['before'])['value']:.1f}"
+        if each["after"]:
+            cells[4] = "{:.3f} ±{:.3f}".format(*paired(each["after"]["losses"], each["before"]["losses"]))
+        if task := each["task"]:
+            cells[5] = f"{100 * task['value']:.0f} ±{100 * task['standard_error']:.0f} %"
+        if each["healed_on"] is not None:
+            healed = f" Healed on {each['healed_on']:,} tokens."
+        rows.append(cells)
+    if len(rows) < len(made["models"]) or "" in rows[-1]:
+        healed += " What is missing here, and in the outputs above, is not measured yet."
+    measured = made["models"][0]["before"]
+    header = ["model", "run by", "MiB", "perplexity", "nats above dense", "which-follows", "tokens a second"]
+    return [
+        *markdown(header, rows),
+        "",
+        f"Perplexity on {measured['windows']} x {measured['context']} tokens of {measured['text']}.{healed}",
+    ]
+
+
+def tutorial_output(page: str, made: Any) -> str:
+    """The page with what each command printed below it, as the record has it."""
+    said = {step["command"]: step["said"] for step in made["steps"]}
+
+    def filled(found: re.Match[str]) -> str:
+        lines = said.get(found[1])
+        return found[0] if lines is None else "".join(f"    {line}\n" for line in (f"$ {found[1]}", *lines))
+
+    return re.sub(r"^ {4}\$ (.*)\n(?: {4}(?!\$ ).*\n)*", filled, page, flags=re.MULTILINE)
+
+
+def tutorial_steps(made: Any) -> Lines:
+    """What each command of the tutorial took, those that took a while."""
+    steps = [each for each in made["steps"] if each["cpu"] >= 30]
+    rows = [
+        [f"`{each['command'].partition(' --')[0]}`", f"{each['seconds'] / 60:.1f}", f"{each['cpu'] / 60:.1f}"]
+        for each in steps
+    ]
+    busy = any(each["cpu"] < each["seconds"] for each in steps)
+    beside = ", beside other programs that had most of their time" if busy else ""
+    return [
+        *markdown(["command", "minutes", "minutes of a core"], rows),
+        "",
+        f"On {made['threads']} cores of {made['machine']}{beside}; commands of under half a core minute are left out.",
     ]
 
 

@@ -82,6 +82,8 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/results-two-factors.md", "two_factors_demo", model_tables.two_factors, ("two_factors_demo",)),
     ("docs/results-two-factors.md", "two_factors_qwen3", model_tables.two_factors, ("two_factors_qwen3",)),
     ("docs/structured.md", "shrunk", summaries.shrunk, ("removals", "combinations")),
+    ("docs/tutorial.md", "tutorial", model_tables.tutorial, ("tutorial",)),
+    ("docs/tutorial.md", "tutorial_steps", model_tables.tutorial_steps, ("tutorial",)),
     ("docs/two-factors.md", "factors", summaries.factors, ("two_factors_answers",)),
 ]
 
@@ -97,6 +99,8 @@ def render() -> dict[Path, str]:
     for file, mark, table, records in TABLES:
         path = ROOT / file
         texts[path] = between(texts.get(path) or path.read_text(), mark, table(*map(record, records)))
+    tutorial = ROOT / "docs" / "tutorial.md"
+    texts[tutorial] = model_tables.tutorial_output(texts[tutorial], record("tutorial"))
     forms = model_tables.forms(record("sizes"))
     return texts | dict(pictures(record("protocol"), tables.HELD, forms, ROOT / "docs" / "figures"))
 
