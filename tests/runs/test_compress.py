@@ -68,7 +68,7 @@ def test_what_is_done_for_a_size(model: Path, size: float, expected: list[str | 
     assert all(f"stage {i}" in str(plan) for i in (1, 2, 3))
     if size < 0.5:  # of all that reaches the size what is foreseen to lose least
         assert plan.way.nats is not None
-        nats = [way.nats for way in (plan.way, *plan.others)]
+        nats = [way.nats or 0.0 for way in (plan.way, *plan.others)]
         assert nats == sorted(nats)
         assert {"zeros" in way.words for way in (plan.way, *plan.others)} == {True, False}
         assert all(way.size <= plan.asked for way in plan.others)

@@ -90,6 +90,8 @@ def load(
                 sparse = SparseEmbedding(weight, streamed.dtype)
             sparse.is_tied = number > 0
             whole.set_submodule(name, sparse.train(end.training))
+    if any(len(modules) > 1 for modules in ends.values()):
+        vars(whole)["tie_weights"] = _tied_already
     for matrix in packed:
         weights = [
             in_large_pages(each) if on_cpu else with_bytes(each).to(streamed.device)
@@ -103,6 +105,10 @@ def load(
     if on_cpu:
         decoding.attach(whole, streamed.blocks)
     return whole
+
+
+def _tied_already(*_: Any, **__: Any) -> None:
+    """In the place of ``tie_weights`` of a model whose packed embeddings and head share what transformers looks for."""
 
 
 def _packed_ends(streamed: StreamedModel, checkpoint: PackedCheckpoint) -> dict[str, list[str]]:

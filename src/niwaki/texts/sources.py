@@ -78,6 +78,8 @@ _USUAL = {
 
 #: Excerpts that ship with niwaki: of the embedded model's training text, and of books that it never saw.
 EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
+#: The one to calibrate on.
+SHIPPED = "demo"
 #: Windows of the excerpt where it takes the place of the usual text: half of it, so that some is left to measure on.
 _FEW_SAMPLES = 24
 #: Seconds that the hub may take to say that it is there.
@@ -123,8 +125,11 @@ def read_text(source: str, field: str | None = None, template: ChatTemplate | No
 def usual_calibration(given: Calibration) -> tuple[Calibration, str]:
     """``given``, or where it is the usual text and that is not available, one that ships with niwaki.
 
-    That has fewer windows, as many as there are where nobody says how many. The second value says so, "" if not.
+    That has fewer windows than others where nobody says how many, so that some of it is left to measure on. The second
+    value says why it is taken, "" if not.
     """
+    if given.text == SHIPPED:
+        return given.over({"samples": _FEW_SAMPLES}), ""
     is_usual = isinstance(given.text, str) and given.text == USUAL_CALIBRATION
     if not is_usual or not (why := _not_available(DATASETS[USUAL_CALIBRATION])):
         return given, ""
@@ -133,7 +138,7 @@ def usual_calibration(given: Calibration) -> tuple[Calibration, str]:
         f"calibrating on {fewer.samples} windows of books that ship with niwaki, because {USUAL_CALIBRATION} {why}; "
         "for better results give --calibration a text like those the model will be used for"
     )
-    return dataclasses.replace(fewer, text="demo"), said
+    return dataclasses.replace(fewer, text=SHIPPED), said
 
 
 def _not_available(wanted: DataSet) -> str:
