@@ -1,6 +1,7 @@
 """`niwaki compress` beside other recipes of the same size.
 
     python benchmarks/compress.py recipes MODEL CORPUS WORK --record benchmarks/results/compress.json
+    python benchmarks/compress.py bounds MODEL CORPUS WORK --record benchmarks/results/compress_bounds.json
     python benchmarks/compress.py speeds MODEL --record benchmarks/results/compress_speed.json
 
 Each recipe is a list of stages whose files are at most as large as the size says: what compress decides on, what it
@@ -9,7 +10,9 @@ see corpus.py.
 """
 
 import itertools
+import json
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -110,6 +113,57 @@ def recipes(
                 add(out, size=size, recipe=name, **facts)
 
 
+def bounds(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    record: Annotated[Path, Option(help="Write JSON there after each run, and resume from it.")],
+    losses: Annotated[str, Option(help="Nats a token that may be lost.")] = "0.02,0.05,0.2",
+    runs: Annotated[int, Option(help="Each with the next loss, kind of calibration text and seed.")] = 10,
+    texts: common.Measured = ALL_MEASURED,
+    samples: Samples = 16,
+    text_samples: TextSamples = 16,
+    length: Length = 512,
+) -> None:
+    """Whether a loss that `compress --loss` was bounded to on some windows of several texts is kept on others.
+
+    Each run calibrates on one of the kinds, bounds the loss on the first windows of all, and is measured on the
+    second half of each text.
+    """
+    kinds = common.chosen(texts, MEASURED)
+    settings = {"samples": samples, "text_samples": text_samples, "length": length, "model": model.name, "texts": kinds}
+    sheet, allowed = common.Sheet(record, settings), common.fractions(losses)
+    made = Texts(model, corpus, work, samples, length)
+    halves = {kind: _halves(Path(made.to_measure(kind, 2 * text_samples)), work) for kind in kinds}
+    first, *others = (str(begin) for begin, _ in halves.values())
+    ends = {kind: str(end) for kind, (_, end) in halves.items()}
+    add = partial(common.add_measured, sheet, ends, text_samples, length, "auto")
+    if not sheet.has(run=0):
+        add(model, run=0)
+    for number in range(1, runs + 1):
+        if sheet.has(run=number):
+            continue
+        loss, kind = allowed[number % len(allowed)], kinds[number % len(kinds)]
+        text = Calibration(made.to_calibrate(kind)[0], samples=samples, length=length, order="random", seed=number)
+        measurement = niwaki.Measurement(first, samples=text_samples, length=length)
+        with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+            out, began = Path(scratch) / "out", time.perf_counter()
+            done = niwaki.compress(model, out, loss=loss, also=others, calibration=text, measurement=measurement)
+            weights = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+            facts = {"bytes": weights, "seconds": time.perf_counter() - began, "said": done.notes[-1]}
+            trials = sum(note.startswith("tried") for note in done.notes)
+            add(out, run=number, loss=loss, calibration=kind, trials=trials, **facts)
+
+
+def _halves(text: Path, work: Path) -> tuple[Path, Path]:
+    """Files with the first and the second half of a text."""
+    whole = "".join(json.loads(line)["text"] for line in text.read_text().splitlines())
+    files = work / f"{text.stem}-first.txt", work / f"{text.stem}-second.txt"
+    for file, part in zip(files, (whole[: len(whole) // 2], whole[len(whole) // 2 :]), strict=True):
+        file.write_text(part)
+    return files
+
+
 def speeds(
     model: Model,
     record: common.Record = None,
@@ -142,4 +196,4 @@ def speeds(
 
 
 if __name__ == "__main__":
-    common.main(recipes, speeds, about=__doc__)
+    common.main(recipes, bounds, speeds, about=__doc__)

@@ -259,13 +259,40 @@ def recipes(made: Any) -> Lines:
             chosen = cell["recipe"] == "compress"
             name = f"**{cell['stages'][0]}, {cell['stages'][1]}**" if chosen else cell["recipe"]
             found = [f"{value:.4f}" for value in (*nats(cell), fmean(nats(cell)))]
-            rows.append([f"{size:g}", name, f"{cell['bytes'] / 2**20:.1f}", *found])
+            foreseen = "" if cell.get("foreseen") is None else f"{cell['foreseen']:.4f}"
+            rows.append([f"{size:g}", name, f"{cell['bytes'] / 2**20:.1f}", foreseen, *found])
     return [
-        *markdown(["size", "recipe", "MiB", *texts, "mean"], rows),
+        *markdown(["size", "recipe", "MiB", "foreseen", *texts, "mean"], rows),
         "",
         f"SmolLM2-135M, calibrated on {made['samples']} x {made['length']} tokens of books, nats a token above the "
         f"dense model on {made['text_samples']} x {made['length']} tokens of each text. In bold what `compress` "
-        "decides on.",
+        "decides on; what it foresees is for text of the kind that it is calibrated on.",
+    ]
+
+
+def by_hand(made: Any) -> Lines:
+    """For each size what compress decides on beside the best of all recipes that somebody would make by hand."""
+    (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
+    texts = list(whole["losses"])
+
+    def nats(cell: Cell) -> float:
+        return fmean(paired(cell["losses"][text], whole["losses"][text])[0] for text in texts)
+
+    rows = []
+    for size in dict.fromkeys(cell["size"] for cell in made["cells"] if cell["size"] < 1):
+        own, *others = sorted(
+            (cell for cell in made["cells"] if cell["size"] == size), key=lambda cell: cell["recipe"] != "compress"
+        )
+        best, zeros = (
+            min((cell for cell in others if which in cell["recipe"]), key=nats, default=None) for which in ("", "zeros")
+        )
+        rows.append([f"{size:g}", f"{own['stages'][0]}, {own['stages'][1]}", f"{nats(own):.4f}", str(len(others))])
+        rows[-1] += [f"{each['recipe']}: {nats(each):.4f}" if each else "" for each in (best, zeros)]
+    return [
+        *markdown(["size", "compress", "nats", "others", "the best of them", "the best with zeros"], rows),
+        "",
+        f"The embedded model, calibrated on {made['samples']} x {made['length']} tokens of books; means of "
+        f"{', '.join(texts)}, {made['text_samples']} x {made['length']} tokens of each.",
     ]
 
 

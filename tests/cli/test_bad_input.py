@@ -455,7 +455,7 @@ def test_a_library_that_cannot_be_imported(
     (tmp_path / "datasets.py").write_text("int('x')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
-    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", "--calibration", "c4")
+    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", "--calibration", "wikitext2-train")
     assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)
     assert "a library cannot be loaded: ValueError: invalid literal for int() with base 10: 'x'; does an" in ran.err
 

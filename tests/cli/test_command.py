@@ -234,7 +234,7 @@ def ended(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 LOST = "error: standard output cannot be written: No space left on device\n"
-NOWHERE = "error: nowhere is not a directory; give one that `niwaki prune` or `niwaki compare` wrote\n"
+NOWHERE = "error: there is no directory ./nowhere; give one that niwaki wrote\n"
 
 
 STREAMS = [

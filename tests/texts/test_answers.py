@@ -165,7 +165,7 @@ def test_where_nothing_can_be_kept(model: Path, prompts: str, tmp_path: Path, ke
     windows = given(model, prompts)
     assert torch.equal(windows.tokens, expected.tokens)
     assert [note.partition(":")[0] for note in windows.notes if note not in expected.notes] == [
-        "the model's answers are not kept for another run"
+        "the model's answers could not be saved for another run"
     ]
 
 

@@ -73,7 +73,8 @@ class Display(Screen):
         size = counted(blocks, "block") + f" with {counted(matrices, 'matrix', 'matrices')}" * bool(matrices)
         what = (name or f"embeddings, {record.embeddings}") if record.only_quantizes else f"{record.pattern}{grid}"
         self.line(f"{record.model}: {size}, {what}")
-        self.line(record.solved_by)
+        if not record.only_quantizes:  # what rounds is not the user's choice
+            self.line(record.solved_by)
         if record.effort:
             self.line(f"effort: {described(record.effort)}")
         text = f"calibration: {text_in_words(record.calibration)}" if record.calibration else "no calibration text"

@@ -52,6 +52,13 @@ def evaluate(
         file = record_file(record)
         began = time.perf_counter()
         values: dict[str, Any] = {"command": current_session().command, "model": model}
+        if text is not None:  # first, as it takes less long and may be refused
+            from niwaki.evaluation.evaluate import evaluate as run
+
+            perplexity = run(model, measurement, compute=compute, progress=screen)
+            screen.line(f"perplexity {perplexity}")
+            screen.line(perplexity.protocol, style="dim")
+            values["perplexity"] = {**dataclasses.asdict(perplexity), "protocol": perplexity.protocol}
         if tasks is not None:
             from niwaki.evaluation.tasks import evaluate_tasks
 
@@ -63,13 +70,6 @@ def evaluate(
             values["tasks"] = dataclasses.asdict(scores)
             if scores.mean is not None:
                 values["tasks"]["mean"] = dict(zip(("value", "standard_error"), scores.mean, strict=True))
-        if text is not None:
-            from niwaki.evaluation.evaluate import evaluate as run
-
-            perplexity = run(model, measurement, compute=compute, progress=screen)
-            screen.line(f"perplexity {perplexity}")
-            screen.line(perplexity.protocol, style="dim")
-            values["perplexity"] = {**dataclasses.asdict(perplexity), "protocol": perplexity.protocol}
         if file is not None:
             values |= {"seconds": time.perf_counter() - began, "versions": versions()}
             write_json(file, json.dumps(values, indent=2) + "\n")

@@ -128,7 +128,7 @@ def usual_calibration(given: Calibration) -> tuple[Calibration, str]:
     That has fewer windows than others where nobody says how many, so that some of it is left to measure on. The second
     value says why it is taken, "" if not.
     """
-    if given.text == SHIPPED:
+    if isinstance(given.text, str) and given.text == SHIPPED:
         return given.over({"samples": _FEW_SAMPLES}), ""
     is_usual = isinstance(given.text, str) and given.text == USUAL_CALIBRATION
     if not is_usual or not (why := _not_available(DATASETS[USUAL_CALIBRATION])):
