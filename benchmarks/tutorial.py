@@ -28,7 +28,7 @@ MODELS = ("smollm2", "small", "pruned", "healed")
 #: The lines of what a command prints that the page shows, where it does not show all of them.
 SHOWN = {
     "niwaki inspect": r" matrix|.*\d+x\d+ ",
-    "niwaki compress smollm2 small --size 0.35 --plan": "",
+    "niwaki compress smollm2 small --size 0.35 --calibration demo --samples 16 --length 512 --plan": "",
     "niwaki compress": r"perplexity|above|quantize|embeddings|pack|written",
     "niwaki prune": r"effort|zeros|fit|own text|perplexity|above|written",
     "niwaki heal": r"KL|  +tokens|  +[\d,]+  |healed|perplexity|above|written",

@@ -63,7 +63,7 @@ def read_pattern(text: str) -> list[tuple[Any, ...]]:
             return read + others
     elif kind in (*_SHARED, TWO_FACTORS) and not plus:
         number, _, grid = rest.partition(":") if kind == TWO_FACTORS else (rest, "", "")
-        if (share := fraction(number)) is not None:
+        if (share := fraction(number)) is not None and (not grid or grid.startswith("int")):
             check_sparsity(float(share))
             if grid:
                 parse_bits(grid)

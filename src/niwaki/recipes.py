@@ -358,12 +358,13 @@ def _execute(
     """
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text(caller)
-    if not any(isinstance(stage, Heal) for stage in stages):  # which needs more text than there is
+    given = [label(number, len(stages), stage.name) for number, stage in enumerate(stages)]
+    check_order(stages, given)
+    calibrates = any(not (stage.is_format or getattr(stage, "rounds_to_nearest", False)) for stage in stages)
+    if calibrates and not any(isinstance(stage, Heal) for stage in stages):  # which needs more text than there is
         calibration, instead = usual_calibration(calibration)
         if instead and progress and current_session().world.first:
             progress.note(instead)
-    given = [label(number, len(stages), stage.name) for number, stage in enumerate(stages)]
-    check_order(stages, given)
     whole, labels, reads = list[Stage](), list[str](), list[Path]()
     for stage, name in zip(stages, given, strict=True):
         with named(name):

@@ -259,9 +259,8 @@ def test_what_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Without a word of the prompt; and what needs no model to see, before one is looked for."""
-    model = "demo" if options[-1] in ("", "256") else "./nowhere"
-    monkeypatch.setattr(sys, "argv", ["niwaki", "generate", model, *options])
+    """Without a word of the prompt."""
+    monkeypatch.setattr(sys, "argv", ["niwaki", "generate", "demo", *options])
     with pytest.raises(SystemExit) as left:
         cli.main()
     shown = capsys.readouterr()

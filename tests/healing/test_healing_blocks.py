@@ -212,7 +212,7 @@ def test_where_memory_is_for_nothing_else(tmp_path: Path) -> None:
     assert record.healing
     assert record.healing.method == "blocks"
     assert any("(lora), and there are" in note and "blocks instead" in note for note in record.notes)
-    assert any("hidden states are in a file" in note for note in record.notes)
+    assert any("spilled to disk" in note for note in record.notes)
     heal(pruned, tmp_path / "spacious", dense)
     assert same_tensors(tmp_path / "out", tmp_path / "spacious")
     for method in ("auto", "blocks"):

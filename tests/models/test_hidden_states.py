@@ -268,7 +268,7 @@ def test_hidden_states_on_disk_make_no_difference(tmp_path: Path, model: Path, d
 
 
 def test_memory_enough(tmp_path: Path, model: Path) -> None:
-    assert not any("in a file" in note for note in run(model, tmp_path / "out", max_memory=2**40).notes)
+    assert not any("spilled to disk" in note for note in run(model, tmp_path / "out", max_memory=2**40).notes)
 
 
 @pytest.mark.slow
@@ -283,7 +283,7 @@ def test_a_run_that_goes_on(tmp_path: Path, model: Path) -> None:
         assert record.resumed == [1]
         for name in ("model.safetensors", "README.md"):
             assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-        assert len([note for note in record.notes if "in a file" in note]) == 1
+        assert len([note for note in record.notes if "spilled to disk" in note]) == 1
 
 
 def test_nothing_is_left_of_a_run_that_fails(tmp_path: Path, model: Path) -> None:

@@ -91,6 +91,11 @@ class Quantize:
         """As that of :class:`Prune`."""
         return self._as_prune.settled_effort
 
+    @property
+    def rounds_to_nearest(self) -> bool:
+        """Whether no text is read."""
+        return self._as_prune.rounds_to_nearest
+
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if any(_has_grid(stage) for stage in before):
             raise UsageError("weights are on a grid already; quantize once")
@@ -223,8 +228,7 @@ class Pruning:
                 f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"
             )
         record.notes += sharing_notes(model.matrices(), fits=self.effort.fit.epochs > 0)
-        if run.stages[-1].name != "pack":  # which makes them small at once
-            record.notes += self.format.notes(model.matrices())
+        record.notes += self.format.notes(model.matrices())
         if record.kept_format:
             record.notes.append(
                 f"the model's files are in {record.kept_format}, and what is pruned is written in that format again"
