@@ -1,8 +1,11 @@
 """Shared by all tests; helpers are in support/, numerical problems in support/problems.py."""
 
+import atexit
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 # One thread for each process of tests: the matrices are tiny, and there is a process for each core.
@@ -12,6 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # transformers reads tiny files in a pool of threads, which takes a third of the time of loading a model.
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+# What is kept for a command that is repeated is not that of earlier tests.
+if "HF_ASSETS_CACHE" not in os.environ:
+    os.environ["HF_ASSETS_CACHE"] = tempfile.mkdtemp(prefix="niwaki-assets-")
+    atexit.register(shutil.rmtree, os.environ["HF_ASSETS_CACHE"], ignore_errors=True)
 
 import pytest
 from hypothesis import settings

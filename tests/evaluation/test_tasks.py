@@ -398,7 +398,7 @@ def test_eval_with_tasks(
     both = ("--tasks", "which-follows", "--limit", 1, "--text", "demo", "--length", 32, "--samples", 2)
     lines, errors = run(*both, "--record", "both.json")
     assert errors == ""
-    assert lines[-2].startswith("perplexity ")
+    assert lines[0].startswith("perplexity ")
     assert {"tasks", "perplexity"} <= set(json.loads((tmp_path / "both.json").read_text()))
 
     for wrong, said in (

@@ -607,7 +607,7 @@ class TestRefusals:
         said = message(lambda: niwaki.pack(model, tmp_path / "out"), CheckpointError)
         assert "invalid offset for tensor" in said
 
-    @pytest.mark.parametrize(("version", "advice"), [(1, "pack the dense model again"), (7, "install a later one")])
+    @pytest.mark.parametrize(("version", "advice"), [(1, "pack the dense model again"), (8, "install a later one")])
     def test_other_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, advice: str) -> None:
         niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
         index = Index.read(tmp_path / "packed")
@@ -615,7 +615,7 @@ class TestRefusals:
             patched.setattr("niwaki.packed.format.VERSIONS", (version, version))
             (tmp_path / "packed" / "packed.json").write_text(index.to_json())
         said = message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
-        assert f"version {version} of the format and this niwaki reads 2 to 6; {advice}" in said
+        assert f"version {version} of the format and this niwaki reads 2 to 7; {advice}" in said
 
     def test_names_that_two_tensors_would_have(self, tmp_path: Path) -> None:
         model = sparse_model(tmp_path / "model")

@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 
 import niwaki
 from niwaki import Calibration, Compute, Measurement, NiwakiError
+from niwaki.compression import foresight
 from niwaki.compression.compress import Compression, plan_compression
 from niwaki.compression.trials import last_that_holds
 from niwaki.errors import UnsupportedModelError, UsageError
@@ -75,6 +76,19 @@ def test_what_is_done_for_a_size(model: Path, size: float, expected: list[str | 
         assert "foreseen to lose more" in str(plan)
 
 
+def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same call finds what an earlier one kept; another text is looked at."""
+    looked = []
+    real = foresight.examined
+    monkeypatch.setattr(foresight, "examined", lambda *given: looked.append(1) or real(*given))
+    text = random_tokens(6, 24, seed=5)
+    first, second = (plan_compression(model, 0.3, calibration=text, compute=CPU) for _ in range(2))
+    assert first == second
+    assert len(looked) == 1
+    plan_compression(model, 0.3, calibration=text[1:], compute=CPU)
+    assert len(looked) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["niwaki", "llama.cpp"])
 @pytest.mark.parametrize("size", [0.6, 0.5, 0.42, 0.36, 0.31, 0.27])
@@ -127,15 +141,15 @@ def test_the_same_call_resumes(model: Path, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         ({}, "say how small"),
-        ({"size": 0.4, "parameters": 0.5}, "one of them"),
+        ({"size": 0.4, "parameters": 0.5}, "one of these"),
         ({"size": 1.0}, "not more than"),
         ({"size": "1GB"}, "not more than"),
         ({"size": 0.01}, "cannot be reached"),
         ({"size": 0.4, "runtime": "transformers"}, "parameters"),
         ({"parameters": 0.5, "runtime": "niwaki"}, "transformers takes parameters"),
         ({"size": "much"}, "much"),
-        ({"size": 0.4, "loss": 0.1}, "one of them"),
-        ({"loss": 0.1, "speed": 2}, "one of them"),
+        ({"size": 0.4, "loss": 0.1}, "one of these"),
+        ({"loss": 0.1, "speed": 2}, "one of these"),
         ({"size": 0.4, "also": ["demo"]}, "are for a loss"),
         ({"loss": "little"}, "loss is a number"),
         ({"loss": 0}, "loss is a number"),

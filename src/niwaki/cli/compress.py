@@ -25,26 +25,26 @@ def compress(
     plan: bool = False,
     work: Work = Work(),
 ) -> None:
-    """Make MODEL as small or as fast as you ask for and write it to OUT; how is decided by the model.
+    """Compress MODEL to a given size, loss or speed and write it to OUT; niwaki chooses how.
 
     Interrupted runs resume when the command is repeated.
 
     Example: niwaki compress MODEL OUT --size 0.4
 
     Options:
-        size: Size of the weight files: a share of the present one, such as 0.4, or 80MB. Never exceeded.
-        loss: Loss that may be added, in nats per token; 0.05 is a perplexity 5 % higher. It is measured on --text. Some
-            sizes are tried; the smallest whose 95 % upper bound is within the limit is written.
-        also: With --loss, another text on which the loss has to be kept. May be given several times.
+        size: Size of the weight files: a fraction of the current size, such as 0.4, or 80MB. Never exceeded.
+        loss: Largest allowed increase in loss, in nats per token; 0.05 is a perplexity 5 % higher. It is measured on
+            --text. Some sizes are tried; the smallest whose 95 % upper bound is within the limit is written.
+        also: With --loss, another text on which the limit must also hold. May be given several times.
         speed: Tokens per second, as a multiple of the dense model's, such as 2.0. Measured on this machine; the largest
             model that reaches it is written.
         parameters: For transformers: parameters to keep, such as 0.75 or 110M.
-        runtime: What runs the result: niwaki, llama.cpp, transformers or 2:4. The result is a packed model, a GGUF
-            file, a smaller dense model, or a dense model with two zeros in every four weights. [default: niwaki;
+        runtime: Program that will run the result: niwaki, llama.cpp, transformers or 2:4. The result is a packed model,
+            a GGUF file, a smaller dense model, or a dense model with two zeros in every four weights. [default: niwaki;
             transformers with --parameters]
-        max_time: Time limit, such as 1h; what is left of it is used for healing. With --loss or --speed it is for each
+        max_time: Time limit, such as 1h; any remaining time is spent on healing. With --loss or --speed it is for each
             trial. [default: no healing]
-        plan: Only look at the model, and show what would be done for a size and the alternatives.
+        plan: Show the plan for --size and its alternatives; write nothing.
     """
     asked: dict[str, Any] = {"parameters": parameters, "runtime": runtime, "max_time": max_time}
     if plan and (loss is not None or speed is not None):

@@ -42,7 +42,7 @@ def heal(
     training: Training = Training(),
     work: Work = Work(),
 ) -> None:
-    """Train PRUNED towards the dense model; zeros stay zero. Write the result to OUT.
+    """Train PRUNED to match the dense model; zeros stay zero. Write the result to OUT.
 
     Interrupted runs resume when the command is repeated.
 

@@ -22,7 +22,7 @@ Format = Annotated[
 
 @options()
 def pack(model: Model, output: Output) -> None:
-    """Write MODEL to OUT without its zeros and with as few bits as its weights have: smaller and faster.
+    """Store MODEL compactly in OUT: zeros left out, weights at their actual bit width.
 
     For a pruned or quantized model. 'niwaki generate' runs the result, and 'niwaki unpack' undoes it.
 

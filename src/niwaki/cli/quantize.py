@@ -17,7 +17,7 @@ def quantize(
     work: Work = Work(),
     record: RecordFile = None,
 ) -> None:
-    """Quantize the weights of MODEL and write the result to OUT. 'niwaki pack' then makes it small.
+    """Quantize the weights of MODEL and write the result to OUT. Run 'niwaki pack' afterwards to reduce its size.
 
     Example: niwaki quantize MODEL OUT int8:64
 

@@ -19,7 +19,7 @@ from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning.prune import Prune
-from niwaki.quantities import fraction, parse_parameters, parse_size
+from niwaki.quantities import HOW_SMALL, fraction, parse_parameters, parse_positive, parse_size
 from niwaki.recipes import run
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -52,7 +52,7 @@ class Compression:
     reach: tuple[Way, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"for {self.runtime}, {in_bytes(self.before)} now: {self.way.words}", f"  {self._told(self.way)}"]
+        lines = [f"{in_bytes(self.before)} now; plan for {self.runtime}: {self.way.words}", f"  {self._told(self.way)}"]
         lines += [f"  stage {i}: {stage.name} {stage}".rstrip() for i, stage in enumerate(self.way.stages, 1)]
         for title, ways in (("foreseen to lose more:", self.others), ("other sizes:", self.reach)):
             if ways:
@@ -129,7 +129,7 @@ def compress(
         record = run(model, out, planned.way.stages, measurement=measurement, restart=restart, **given)
         return with_notes(record, _compared(planned.way, record), Path(out))
     if sum(each is not None for each in (size, parameters, loss, speed)) != 1:
-        raise UsageError("give one of them: a size, parameters, a loss or a speed")
+        raise UsageError("give only one of these: a size, parameters, a loss or a speed")
     runtime, calibration, asked = runtime or "niwaki", Calibration.of(calibration), Measurement.of(measurement)
     if loss is not None and asked.samples is not None and asked.samples < 2:
         raise UsageError(f"a bound on the loss needs 2 windows to measure on, or more; got {asked.samples}")
@@ -147,10 +147,10 @@ def compress(
     if loss is not None:
         length = asked.length or calibration.length
         texts = tuple(replace(asked, text=text, samples=asked.samples or USUAL_WINDOWS, length=length) for text in also)
-        bound = LossBound(_positive("loss", loss), texts, checkpoint.path, Compute.of(compute))
+        bound = LossBound(parse_positive("loss", loss), texts, checkpoint.path, Compute.of(compute))
     else:
         assert speed is not None
-        bound = SpeedBound(_positive("speed", speed), before, checkpoint.path, Compute.of(compute))
+        bound = SpeedBound(parse_positive("speed", speed), before, checkpoint.path, Compute.of(compute))
     if runtime == "transformers":
         ladder = ladder_of_smaller(before, there, _heal(max_time))
     else:
@@ -191,12 +191,9 @@ def plan_compression(
         way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *heal))
         return Compression(str(model), runtime, before, before, way)
     if size is not None and parameters is not None:
-        raise UsageError("give one of them: a size, parameters, a loss or a speed")
+        raise UsageError("give only one of these: a size, parameters, a loss or a speed")
     if size is None and parameters is None:
-        raise UsageError(
-            "say how small: a size such as 0.4 or 80MB, or for transformers a share of the parameters; or a loss such "
-            "as 0.05, or a speed such as 2.0"
-        )
+        raise UsageError(HOW_SMALL)
     if (runtime == "transformers") != (parameters is not None):
         given = "parameters are" if parameters is not None else "a size is"
         raise UsageError(f"{given} not for {runtime}: transformers takes parameters, the others a size")
@@ -251,11 +248,3 @@ def _numbers(model: str | Path) -> tuple[Checkpoint, int, int]:
 
 def _heal(max_time: float | str | None) -> tuple[Stage, ...]:
     return () if max_time is None else (Heal(max_time=max_time, whole=True),)
-
-
-def _positive(name: str, given: float | str) -> float:
-    number = fraction(given)
-    if number is None or not number.is_finite() or not 0 < number < 1000 or str(given).strip().endswith("%"):
-        example = "0.05 for a perplexity 5 % higher" if name == "loss" else "2.0 for twice the tokens a second"
-        raise UsageError(f"{name} is a number above 0, such as {example}; got {given!r}")
-    return float(number)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import torch
+from huggingface_hub import cached_assets_path
 from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.errors import UnsupportedModelError
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.linalg import STRIP
@@ -36,11 +43,14 @@ from niwaki.pruning.mixed_bits import (
     remembered_costs,
 )
 from niwaki.records.progress import Progress
+from niwaki.records.record import versions
 from niwaki.runs.session import current_session
 from niwaki.shrinking.units import neurons_of
 from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 
+#: Goes up when anything else is foreseen of the same model: what earlier ones kept is not read then.
+_VERSION = 1
 #: On how many tokens predictions are compared.
 _COMPARED = 512
 #: Shares of zeros and of neurons of which the cost is measured.
@@ -120,19 +130,18 @@ def foresee(
         model = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
         text = with_answers(model, calibration, compute.budget, world, progress)
         tokens = Texts.read(model, text, Measurement(samples=0)).windows.tokens
-        looking, own = _Looking(model, grid, ends), world.share(tokens)
-        with products(tf32=False):
-            found = examined(model, own, compute.tf32, world, progress, looking.at_matrix, looking.at_head)
-        bits = {place: each.bits for place, each in found.items()}
-        remembered_costs(model, grid, own, compute.tf32, lambda: bits)
-    removed = [each.neurons for each in found.values() if each.neurons]
-    shares = zip(_NEURONS, *removed, strict=True) if removed else ()
-    return Foresight(
-        bits,
-        [each.zeros for each in found.values()],
-        world.received(looking.ends),
-        tuple((share, math.fsum(nats)) for share, *nats in shares),
-    )
+        own, tf32 = world.share(tokens), compute.tf32
+        place = _place_of(model, grid, ends, tokens, tf32) if world.first else None
+        found = world.received(_kept(place))
+        if found is None:
+            looking = _Looking(model, grid, ends)
+            with products(tf32=False):
+                costs = examined(model, own, tf32, world, progress, looking.at_matrix, looking.at_head)
+            found = _sum_of(costs, world.received(looking.ends))
+            if place:
+                _keep(found, place)
+        remembered_costs(model, grid, own, tf32, lambda: found.bits)
+    return found
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,60 @@ class _Costs:
     bits: BitCosts
     zeros: Curve
     neurons: tuple[float, ...]  # for each of the _NEURONS, where the matrix is what neurons go into
+
+
+def _sum_of(costs: dict[Place, _Costs], ends: dict[int, float]) -> Foresight:
+    """What is foreseen for the model."""
+    removed = [each.neurons for each in costs.values() if each.neurons]
+    shares = zip(_NEURONS, *removed, strict=True) if removed else ()
+    return Foresight(
+        {place: each.bits for place, each in costs.items()},
+        [each.zeros for each in costs.values()],
+        ends,
+        tuple((share, math.fsum(nats)) for share, *nats in shares),
+    )
+
+
+class _Kept(msgspec.Struct):
+    """A foresight as a file has it."""
+
+    places: list[Place]
+    bits: list[BitCosts]
+    zeros: list[Curve]
+    ends: dict[int, float]
+    neurons: tuple[tuple[float, float], ...]
+
+
+def _place_of(model: StreamedModel, grid: Grid, ends: Sequence[int], tokens: Tensor, tf32: str) -> Path | None:
+    """The file that has what is foreseen, so that a command that is repeated does not look again; None for nowhere.
+
+    It is with what transformers keeps on disk (``HF_HOME``).
+    """
+    text = hashlib.sha256(raw_bytes(tokens)).hexdigest()
+    how = str(model.dtype), model.device.type, tf32, torch.get_num_threads(), versions()
+    asked = _VERSION, model.checkpoint.fingerprint(), text, grid.choices, grid.group, tuple(ends), how
+    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
+    try:
+        return Path(cached_assets_path("niwaki", "foresight", key)) / "costs.json"
+    except (OSError, ValueError):
+        return None
+
+
+def _kept(place: Path | None) -> Foresight | None:
+    """What an earlier call has foreseen."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
+        if place:
+            kept = msgspec.json.decode(place.read_bytes(), type=_Kept)
+            return Foresight(dict(zip(kept.places, kept.bits, strict=True)), kept.zeros, kept.ends, kept.neurons)
+    return None
+
+
+def _keep(found: Foresight, place: Path) -> None:
+    kept = _Kept([*found.bits], [*found.bits.values()], found.zeros, found.ends, found.neurons)
+    with contextlib.suppress(OSError):  # it only takes longer the next time
+        new = place.with_suffix(f".{os.getpid()}")
+        new.write_bytes(msgspec.json.encode(kept))
+        new.replace(place)
 
 
 class _Looking:

@@ -70,7 +70,7 @@ class LossBound:
             losses[f" on {name}"] = evaluate(trial.directory, each, compute=self.compute).above(self._known[name])
         most = {on: lost.nats + _ERRORS * (lost.standard_error or math.inf) for on, lost in losses.items()}
         worst = max(most, key=lambda on: most[on])
-        words = f"{losses[worst].words}{worst}, at most {most[worst]:.4f}"
+        words = "; ".join(f"{lost.words}{on}, at most {most[on]:.4f}" for on, lost in losses.items())
         return self.within(most[worst]), max(most[worst], 1e-4), words
 
     def within(self, value: float) -> bool:
@@ -235,7 +235,7 @@ class Trials:
             if way.nats is not None:
                 words += f" (foreseen: {way.nats:.2g} nats)"
             tried[number] = trial, value, words
-            said = f"{in_bytes(way.size)}, {way.words}: {words}: {'within' if kept else 'beyond'}"
+            said = f"{in_bytes(way.size)}, {way.words}: {words}: {'within the limit' if kept else 'exceeds the limit'}"
             self.progress.note(f"trial {len(tried)}: {said}")
             return kept
 

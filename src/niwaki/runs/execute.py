@@ -82,13 +82,8 @@ def execute(
         record = Record.from_json(journal.result) if journal.result else None
         done = journal.done
         if done < len(asked):
-            # Also what later stages have to say of their texts: now there is time to give other ones.
-            for note in dict.fromkeys(note for task in tasks if task.texts for note in task.texts.notes):
-                progress.note(note)
             run.journal = journal
-            _say_duration(run, tasks[done:])
-        if 0 < done < len(asked):
-            progress.note(f"resuming after {done} of {len(asked)} stages, where an earlier run stopped")
+            _say_first(run, tasks, done)
         for number in range(done, len(asked)):
             if number > done:
                 run.clock, journal = Clock(), Journal(asked, done=number)
@@ -97,15 +92,23 @@ def execute(
             if number:
                 run.reading = world.received(place.source if place else None) or source
             if len(asked) > 1:
-                progress.turn(
-                    number + 1, len(asked), ", ".join(filter(None, [stages[number].name, str(stages[number])]))
-                )
+                words = filter(None, [stages[number].name, str(stages[number])])
+                progress.turn(number + 1, len(asked), ", ".join(words))
             record = _done(run, _reread(run, tasks))
         assert record
         if place:
             place.move()
     progress.end(record)
     return record
+
+
+def _say_first(run: Run, tasks: Sequence[Task], done: int) -> None:
+    """What is to be known before the work, ``done`` stages of which are there: now other texts can still be given."""
+    for note in dict.fromkeys(note for task in tasks if task.texts for note in task.texts.notes):
+        run.progress.note(note)
+    _say_duration(run, tasks[done:])
+    if done:
+        run.progress.note(f"resuming after {done} of {len(tasks)} stages, where an earlier run stopped")
 
 
 def check_order(stages: Sequence[Stage], labels: Sequence[str]) -> None:
