@@ -20,7 +20,7 @@ PAGE = tutorial.PAGE.read_text(encoding="utf-8")
 #: Of each thing that takes long, less.
 LESS = {
     "--samples 16 --length 512": "--samples 2 --length 32 --text-samples 2",
-    "--max-time 15m": "--tokens 1k --length 32 --text-samples 2",
+    "--max-time 10m": "--tokens 1k --length 32 --text-samples 2",
     "--limit 100": "--limit 2",
     "--tokens 40": "--tokens 4",
     "niwaki bench ": "niwaki bench --prompt-tokens 8 --tokens 2 --repeats 1 ",
