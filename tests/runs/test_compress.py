@@ -15,10 +15,10 @@ from hypothesis import given, strategies as st
 
 import niwaki
 from niwaki import Calibration, Compute, Measurement, NiwakiError
-from niwaki.compression import foresight
 from niwaki.compression.compress import Compression, plan_compression
 from niwaki.compression.trials import last_that_holds
 from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.pruning.mixed_bits import examined
 from niwaki.records.progress import Progress
 from support.command import Command
 from support.models import FEW_TOKENS, add_small_tokenizer, random_model, random_tokens
@@ -78,9 +78,13 @@ def test_what_is_done_for_a_size(model: Path, size: float, expected: list[str | 
 
 def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same call finds what an earlier one kept; another text is looked at."""
-    looked = []
-    real = foresight.examined
-    monkeypatch.setattr(foresight, "examined", lambda *given: looked.append(1) or real(*given))
+    looked: list[int] = []
+
+    def look(*given: Any) -> Any:
+        looked.append(1)
+        return examined(*given)
+
+    monkeypatch.setattr("niwaki.compression.foresight.examined", look)
     text = random_tokens(6, 24, seed=5)
     first, second = (plan_compression(model, 0.3, calibration=text, compute=CPU) for _ in range(2))
     assert first == second
