@@ -117,9 +117,9 @@ def foresee(
     """Looks at the model in two passes forward and one backward over a little of the calibration text.
 
     Bits are the :attr:`.Grid.choices` of ``grid``, and those of embeddings and head the ``ends``. Squared errors of the
-    outputs of matrices count by how sensitive the loss is to each of them (:func:`.sensitivities`): those of nearest
-    numbers, of zeros as Wanda chooses them, and of the neurons that add least to the outputs. What rounding the head
-    costs is measured: the divergence of its predictions. Memory: one block, or the head.
+    outputs of matrices count by how sensitive the loss is to each of them (:func:`.sensitivities`): those of numbers of
+    the grid (:func:`.costs_of_bits`), of zeros as Wanda chooses them, and of the neurons that add least to the outputs.
+    What rounding the head costs is measured: the divergence of its predictions. Memory: one block, or the head.
 
     Raises:
         UnsupportedModelError: the model has no head, or embeddings that are no matrices.
