@@ -746,7 +746,7 @@ def test_display() -> None:
         assert text.count(part) == 1
     assert "wanda 2:4: 5.00 ±0.05 on t; 1.0 s" in text
     assert re.search(r"wanda +5\.00 ±0\.05 +1\.0", text)
-    assert "left out, because of the time limit: admm1 at 2:4; the same command" in text
+    assert "left out, because of the time limit: admm1 at 2:4" in text
     assert "wanda 2:4: 5.00 ±0.05 on t; 1.0 s" in shown(100, terminal=True)
 
 

@@ -473,7 +473,7 @@ def test_exports(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(save_model(tmp_path / "model"), out)
     said = message(lambda: niwaki.export(out, tmp_path / "x"), UsageError)
-    assert "products of two sparse factors, which this format has not" in said
+    assert "products of two sparse factors, which compressed-tensors does not have" in said
     assert not (tmp_path / "x").exists()
 
 
