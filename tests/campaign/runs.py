@@ -90,7 +90,7 @@ def contents_of(place: Path, compares: bool = False) -> dict[str, str]:
             continue  # a model stays where a comparison is killed after its cell is done and before it is removed
         if path.is_dir():
             found[name] = "a folder"
-        elif path.suffix in (".csv", ".md") and compares:
+        elif path.suffix in (".csv", ".md", ".tex") and compares:
             found[name] = "a table"
         elif ".partial" in name:  # half of a file, perhaps
             found[name] = "unfinished"
