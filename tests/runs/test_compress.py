@@ -76,6 +76,15 @@ def test_what_is_done_for_a_size(model: Path, size: float, expected: list[str | 
         assert "foreseen to lose more" in str(plan)
 
 
+def test_as_many_parameters_stay_as_lose_least(model: Path) -> None:
+    """Just below 4 bits llama.cpp's model loses a few of its parameters, and not many with more bits for the others."""
+    plans = (plan_compression(model, size / 100, runtime="llama.cpp", **LOOKED) for size in range(42, 30, -1))
+    plan = next(each for each in plans if each.way.stages[0].name == "shrink")
+    assert isinstance(plan.way.stages[0], niwaki.Shrink)
+    assert 0.9 <= float(plan.way.stages[0].parameters or 0) < 1
+    assert plan.way.nats is not None
+
+
 def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same call finds what an earlier one kept; another text is looked at."""
     looked: list[int] = []

@@ -53,6 +53,11 @@ class Way:
     nats: float | None = None
 
 
+def _loss(way: Way) -> float:
+    """By what ways are compared: one of which nothing is known comes last."""
+    return math.inf if way.nats is None else way.nats
+
+
 def smaller(before: int, there: int, parameters: float, heal: tuple[Stage, ...]) -> Way:
     """A smaller dense model with that share, or number, of the parameters, of which ``there`` are in so many bytes."""
     is_share = parameters < 1
@@ -159,9 +164,9 @@ class Ways:
             return self.largest, []
         best: dict[str, Way] = {}
         for kind, way in self._to(asked):
-            if way.size <= asked and (kind not in best or (way.nats or 0.0) < (best[kind].nats or 0.0)):
+            if way.size <= asked and (kind not in best or _loss(way) < _loss(best[kind])):
                 best[kind] = way
-        first, *others = sorted(best.values(), key=lambda way: math.inf if way.nats is None else way.nats)
+        first, *others = sorted(best.values(), key=_loss)
         return first, others
 
     def _to(self, asked: int) -> Iterator[tuple[str, Way]]:
@@ -176,7 +181,7 @@ class Ways:
                     if zeros is not None:
                         yield f"zeros, {bits} bits", self._zeros(zeros, bits, ends)
             # Neurons go in multiples of 32, so that groups of 64 may not fit what is left.
-            for left in _LEFT if self.runtime == "llama.cpp" else ():
+            for left in reversed(_LEFT) if self.runtime == "llama.cpp" else ():
                 if (bits := self._average(asked, ends, left / 100)) >= 4:
                     yield "parameters", self._smaller(left / 100, bits, ends)
 
@@ -197,8 +202,7 @@ class Ways:
 
     def _grid(self, bits: float) -> str:
         """The text of a grid of so many bits: of one number for all matrices where it can be."""
-        whole = bits in self.grid.choices
-        return f"int{bits:g}:{self.grid.group}" if whole and bits in (4, 8) else f"int{bits:.2f}:{self.grid.group}"
+        return f"int{bits:g}:{self.grid.group}" if bits in (4, 8) else f"int{bits:.2f}:{self.grid.group}"
 
     def _bits(self, bits: float, ends: int) -> Way:
         words = f"{bits:g} bits a weight, embeddings and head of {ends}"
