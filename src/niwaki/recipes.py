@@ -362,9 +362,8 @@ def _execute(
     check_order(stages, given)
     calibrates = any(not (stage.is_format or getattr(stage, "rounds_to_nearest", False)) for stage in stages)
     if calibrates and not any(isinstance(stage, Heal) for stage in stages):  # which needs more text than there is
-        calibration, instead = usual_calibration(calibration)
-        if instead and progress and current_session().world.first:
-            progress.note(instead)
+        speaker = progress if progress and current_session().world.first else Progress()
+        calibration = usual_calibration(calibration, speaker)
     whole, labels, reads = list[Stage](), list[str](), list[Path]()
     for stage, name in zip(stages, given, strict=True):
         with named(name):

@@ -122,11 +122,13 @@ def compress(
     if also and loss is None:
         raise UsageError("more texts to measure on are for a loss; give one too, or measure the result with eval")
     if loss is None and speed is None:
-        given: dict[str, Any] = {"calibration": calibration, "compute": compute, "progress": progress}
-        planned = plan_compression(model, size, parameters=parameters, runtime=runtime, max_time=max_time, **given)
+        where = Compute.of(compute)
+        wanted = model, size, parameters, runtime, max_time
+        planned, text = _planned(*wanted, Calibration.of(calibration), where, progress)
         if progress:
             progress.note(str(planned))
-        record = run(model, out, planned.way.stages, measurement=measurement, restart=restart, **given)
+        given: dict[str, Any] = {"calibration": text, "measurement": measurement, "compute": where}
+        record = run(model, out, planned.way.stages, **given, restart=restart, progress=progress)
         return with_notes(record, _compared(planned.way, record), Path(out))
     if sum(each is not None for each in (size, parameters, loss, speed)) != 1:
         raise UsageError("give only one of these: a size, parameters, a loss or a speed")
@@ -135,9 +137,7 @@ def compress(
         raise UsageError(f"a bound on the loss needs 2 windows to measure on, or more; got {asked.samples}")
     if loss is not None and max_time is not None and asked.text is None:
         raise UsageError("healing trains on what is left of the calibration text; name another text to measure on")
-    calibration, instead = usual_calibration(calibration)
-    if instead and progress:
-        progress.note(instead)
+    calibration = usual_calibration(calibration, progress or Progress())
     if speed is not None and runtime not in ("niwaki", "transformers"):
         raise UsageError(f"a speed is measured, and {runtime} is not there to be measured; give a size or a loss")
     if runtime == "2:4":
@@ -180,6 +180,21 @@ def plan_compression(
     Q8_0; or the same of a smaller model. Nothing is looked at where there is one way alone: for "transformers" a
     smaller dense model, in the dtype that it has, for "2:4" two zeros in every four weights, and from 8 bits on.
     """
+    calibration, compute = Calibration.of(calibration), Compute.of(compute)
+    return _planned(model, size, parameters, runtime, max_time, calibration, compute, progress)[0]
+
+
+def _planned(
+    model: str | Path,
+    size: float | str | None,
+    parameters: float | str | None,
+    runtime: Runtime | None,
+    max_time: float | str | None,
+    calibration: Calibration,
+    compute: Compute,
+    progress: Progress | None,
+) -> tuple[Compression, Calibration]:
+    """As :func:`plan_compression`, and the calibration text, which is another one where the usual is not available."""
     runtime = runtime or ("niwaki" if parameters is None else "transformers")
     heal = _heal(max_time)
     if runtime == "2:4":
@@ -189,7 +204,7 @@ def plan_compression(
             )
         _, before, _ = _numbers(model)
         way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *heal))
-        return Compression(str(model), runtime, before, before, way)
+        return Compression(str(model), runtime, before, before, way), calibration
     if size is not None and parameters is not None:
         raise UsageError("give only one of these: a size, parameters, a loss or a speed")
     if size is None and parameters is None:
@@ -203,7 +218,7 @@ def plan_compression(
         if left >= there:
             raise UsageError(f"the model has {there:,} parameters, which is not more than the {left:,.0f} asked for")
         way = smaller(before, there, left, heal)
-        return Compression(str(model), runtime, before, way.size, way)
+        return Compression(str(model), runtime, before, way.size, way), calibration
     assert size is not None
     share = fraction(size)
     is_share = share is not None and share.is_finite() and 0 < share <= 1
@@ -213,13 +228,11 @@ def plan_compression(
     ways = Ways(Parts.of(StreamedModel(checkpoint, "cpu"), before, runtime), runtime, heal)
     ways.check(asked)
     if asked < ways.largest.size:
-        calibration, instead = usual_calibration(Calibration.of(calibration))
-        if instead and progress:
-            progress.note(instead)
-        ways = _with_foresight(ways, checkpoint, calibration, Compute.of(compute), progress)
+        calibration = usual_calibration(calibration, progress or Progress())
+        ways = _with_foresight(ways, checkpoint, calibration, compute, progress)
     way, others = ways.to(asked)
     reach = tuple(each for each in (ways.largest, ways.smallest) if each.words != way.words)
-    return Compression(str(model), runtime, before, asked, way, tuple(others), reach)
+    return Compression(str(model), runtime, before, asked, way, tuple(others), reach), calibration
 
 
 def _compared(way: Way, record: Record) -> Iterator[str]:

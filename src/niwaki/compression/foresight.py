@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import raw_bytes
-from niwaki.errors import UnsupportedModelError
+from niwaki.errors import OutputError, UnsupportedModelError
+from niwaki.files import write_json
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.linalg import STRIP
 from niwaki.layer.patterns import Unstructured
@@ -201,10 +201,8 @@ def _kept(place: Path | None) -> Foresight | None:
 
 def _keep(found: Foresight, place: Path) -> None:
     kept = _Kept([*found.bits], [*found.bits.values()], found.zeros, found.ends, found.neurons)
-    with contextlib.suppress(OSError):  # it only takes longer the next time
-        new = place.with_suffix(f".{os.getpid()}")
-        new.write_bytes(msgspec.json.encode(kept))
-        new.replace(place)
+    with contextlib.suppress(OutputError):  # it only takes longer the next time
+        write_json(place, msgspec.json.encode(kept).decode())
 
 
 class _Looking:
@@ -225,7 +223,8 @@ class _Looking:
         neurons: tuple[float, ...] = ()
         if matrix.place in self._neurons:
             order = (W.square().sum(dim=0) * looked.gram.norm.square()).argsort()
-            neurons = tuple(cost(_without(W, order[: round(share * len(order))])) for share in _NEURONS)
+            removed = (order[: round(share * len(order))] for share in _NEURONS)
+            neurons = tuple(cost(W.index_fill(1, columns, 0.0)) for columns in removed)
         return _Costs(cost_of_bits(self._grid, looked), zeros, neurons)
 
     def at_head(self, states: HiddenStates) -> None:
@@ -247,11 +246,6 @@ class _Looking:
         for bits, parts in logits.items():
             rounded = torch.cat(parts, dim=1).log_softmax(-1)
             self.ends[bits] = float((dense.exp() * (dense - rounded)).sum(-1).mean())
-
-
-def _without(W: Tensor, columns: Tensor) -> Tensor:
-    """``W`` with zeros in these ``columns``."""
-    return W.index_fill(1, columns, 0.0)
 
 
 def _neuron_matrices(model: StreamedModel) -> frozenset[Place]:

@@ -16,6 +16,7 @@ import msgspec
 from niwaki.errors import CalibrationError, UnknownNameError, UsageError, first_line, raised_as
 from niwaki.files import given_path
 from niwaki.options import OWN_ANSWERS, USUAL_CALIBRATION, USUAL_TEXT, Calibration
+from niwaki.records.progress import Progress
 from niwaki.texts.files import EXTRA, JSON, ROWS, SUFFIXES, kind, pieces, rows
 from niwaki.texts.rows import JOINT, TEXT, ChatTemplate, Column, Form, Rows, as_texts
 
@@ -122,23 +123,23 @@ def read_text(source: str, field: str | None = None, template: ChatTemplate | No
     return OpenText(f"{source}, {form}", _joined(texts, form.joint), _notes(source, form))
 
 
-def usual_calibration(given: Calibration) -> tuple[Calibration, str]:
+def usual_calibration(given: Calibration, progress: Progress) -> Calibration:
     """``given``, or where it is the usual text and that is not available, one that ships with niwaki.
 
-    That has fewer windows than others where nobody says how many, so that some of it is left to measure on. The second
-    value says why it is taken, "" if not.
+    That has fewer windows than others where nobody says how many, so that some of it is left to measure on. A note says
+    why it is taken.
     """
     if isinstance(given.text, str) and given.text == SHIPPED:
-        return given.over({"samples": _FEW_SAMPLES}), ""
+        return given.over({"samples": _FEW_SAMPLES})
     is_usual = isinstance(given.text, str) and given.text == USUAL_CALIBRATION
     if not is_usual or not (why := _not_available(DATASETS[USUAL_CALIBRATION])):
-        return given, ""
+        return given
     fewer = given.over({"samples": _FEW_SAMPLES})
-    said = (
+    progress.note(
         f"calibrating on {fewer.samples} windows of books that ship with niwaki, because {USUAL_CALIBRATION} {why}; "
         "for better results give --calibration a text like those the model will be used for"
     )
-    return dataclasses.replace(fewer, text=SHIPPED), said
+    return dataclasses.replace(fewer, text=SHIPPED)
 
 
 def _not_available(wanted: DataSet) -> str:
