@@ -21,7 +21,7 @@ from typer import Argument, BadParameter, Option, Typer
 import niwaki
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.cli.common import names as names
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
@@ -255,7 +255,7 @@ def save(path: Path | None, **content: Any) -> None:
     """Writes ``content`` with the versions and the number of threads, if there is a path."""
     if path:
         threads = torch.get_num_threads()
-        write_json(path, json.dumps({**content, "threads": threads, "versions": versions()}, indent=2) + "\n")
+        replace_file(path, json.dumps({**content, "threads": threads, "versions": versions()}, indent=2) + "\n")
 
 
 def with_earlier(made: list[Cell], path: Path, part: str, key: Callable[[Cell], object]) -> list[Cell]:

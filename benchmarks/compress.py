@@ -31,6 +31,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.compression.compress import plan_compression
 from niwaki.compression.ways import Parts
 from niwaki.models.streamed import StreamedModel
+from niwaki.runs.session import remembering
 from niwaki.runs.stage import Stage
 
 #: Bits a weight that scales take, one of 2 bytes for 64 weights, and the mask of a matrix with zeros.
@@ -69,6 +70,7 @@ def _by_hand(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage
                 )
 
 
+@remembering()
 def recipes(
     model: Model,
     corpus: Corpus,

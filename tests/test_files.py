@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from niwaki.errors import OutputError
-from niwaki.files import check_space, given_path, output_errors, write_json
+from niwaki.files import check_space, given_path, output_errors, replace_file
 from support.models import message
 
 
@@ -69,6 +69,6 @@ def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_file_is_not_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
     """As /dev/null, which who may do everything could replace."""
     make(tmp_path / "taken")
-    assert "it is a directory or a device" in message(lambda: write_json(tmp_path / "taken", "{}"), OutputError)
+    assert "it is a directory or a device" in message(lambda: replace_file(tmp_path / "taken", "{}"), OutputError)
     assert not (tmp_path / "taken").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

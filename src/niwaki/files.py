@@ -72,8 +72,9 @@ def check_replaced(path: Path, ours: Callable[[BinaryIO], bool], hint: str) -> N
     raise UsageError(f"{path} exists and {hint}; choose another name, or move it away")
 
 
-def write_json(path: Path, text: str, sync: bool = False) -> None:
-    """Writes ``text`` to ``path``, all of it or nothing (OutputError); with ``sync`` it is on disk at the return."""
+def replace_file(path: Path, content: str | bytes, sync: bool = False) -> None:
+    """Writes ``content`` to ``path``, all of it or nothing (OutputError); with ``sync`` it is on disk at the return."""
+    raw = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content  # as names need
     try:
         if path.exists() and not path.is_file():
             raise OSError(errno.EEXIST, "it is a directory or a device")
@@ -86,8 +87,11 @@ def write_json(path: Path, text: str, sync: bool = False) -> None:
         try:
             temporary.touch(exist_ok=False)
             with locked(temporary, path):
-                with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:  # as names need
-                    file.write(text)
+                raw = (
+                    content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+                )  # as names need
+                with temporary.open("wb") as file:
+                    file.write(raw)
                     if sync:
                         file.flush()
                         os.fsync(file.fileno())

@@ -1,5 +1,6 @@
 """Shares, patterns, sizes, times and ranges as people write them."""
 
+import contextlib
 import math
 import re
 from decimal import Decimal
@@ -129,6 +130,49 @@ def parse_parameters(given: float | str) -> float:
     if (share is not None and text.strip().endswith("%")) or number < _FEW_PARAMETERS:
         raise UsageError(f"parameters is how much is left, such as 0.75, 75% or 110M; got {shown(given)}")
     return float(number)
+
+
+def parse_compressed_size(given: float | str) -> float:
+    """The share of a model's bytes, from above 0 to 1, that 0.4 or "40 %" is, or the bytes of "80MB".
+
+    UsageError for all else.
+    """
+    share = fraction(given)
+    if share is not None and share.is_finite() and 0 < share <= 1:
+        return float(share)
+    with contextlib.suppress(UsageError):
+        return parse_size(str(given))
+    number = share is not None and share.is_finite() and not str(given).strip().endswith("%")
+    got = as_fraction(float(share)) if number else shown(given)
+    raise UsageError(
+        f"size is a share of what the weights take now, such as 0.4 or 40%, or bytes, such as 80MB; got {got}"
+    )
+
+
+def check_how_small(
+    size: float | str | None,
+    parameters: float | str | None,
+    loss: float | str | None,
+    speed: float | str | None,
+    runtime: str | None,
+) -> None:
+    """UsageError where these do not say how small a model is to be, or say what the program cannot have."""
+    given = sum(each is not None for each in (size, parameters, loss, speed))
+    if runtime == "2:4":
+        if given:
+            raise UsageError(
+                "2:4 has one form, whose files are as large as before: give it no size, parameters, loss or speed"
+            )
+    elif not given:
+        raise UsageError(HOW_SMALL)
+    elif given > 1:
+        raise UsageError("give only one of these: a size, parameters, a loss or a speed")
+    elif runtime == "transformers" and size is not None:
+        raise UsageError("transformers takes parameters, such as 0.75, and no size: it reads no packed weights")
+    elif runtime not in (None, "transformers") and parameters is not None:
+        raise UsageError(f"parameters are for transformers; {runtime} takes a size, a loss or a speed")
+    elif runtime == "llama.cpp" and speed is not None:
+        raise UsageError("the speed of llama.cpp is not measured here; give a size or a loss")
 
 
 def parse_vocabulary(given: float | str) -> tuple[int | None, float | None, float | None]:

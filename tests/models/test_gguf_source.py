@@ -157,7 +157,7 @@ def test_a_stopped_conversion_leaves_nothing(cache: Path, file: Path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_source, "write_json", interrupted)  # after the weights
+        patch.setattr(gguf_source, "replace_file", interrupted)  # after the weights
         with pytest.raises(KeyboardInterrupt):
             locate_model(str(file))
     assert not [path for path in cache.rglob("*") if path.is_file()]

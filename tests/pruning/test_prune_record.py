@@ -22,7 +22,7 @@ from niwaki.errors import (
     NiwakiError,
     OutputError,
 )
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.layer.solvers import MaskThenUpdate
 from niwaki.recipes import prune
 from niwaki.records.progress import Progress
@@ -360,17 +360,17 @@ def test_a_record_that_cannot_be_written(tmp_path: Path, model: Path) -> None:
 
 def test_writing_json_is_all_or_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    write_json(path, "old")
+    replace_file(path, "old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for text in ("x" * 5000, "x" * 500_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
         try:
             with pytest.raises(OutputError) as caught:
-                write_json(path, text)
+                replace_file(path, text)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert "a.json" in str(caught.value)
         assert listing(tmp_path) == ["a.json"]
         assert path.read_text() == "old"
-    write_json(path, "日本")
+    replace_file(path, "日本")
     assert path.read_bytes() == "日本".encode()

@@ -20,7 +20,7 @@ import niwaki
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import read_header
 from niwaki.errors import OutputError
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.layer.solvers import describe, make_solver
 from niwaki.models.scales import FILE
 from niwaki.records.record import MatrixRecord, Record
@@ -497,12 +497,12 @@ def test_a_journal_that_cannot_be_written(
         left.pop()
         if not left:
             raise OutputError("no space left on disk")
-        write_json(path, text, sync)
+        replace_file(path, text, sync)
 
     told: list[tuple[int, int]] = []
     left = [None] * (block + 1)
     with monkeypatch.context() as changed:
-        changed.setattr("niwaki.runs.workplace.write_json", full)
+        changed.setattr("niwaki.runs.workplace.replace_file", full)
         message(lambda: run(model, tmp_path / "out", progress=Told(100)), OutputError)
     assert told == ([(1, 3)] if block else [])
     assert names(tmp_path) == [*([".out.partial", ".out.partial.json"] if block else []), "model"]

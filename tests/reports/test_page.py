@@ -16,9 +16,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
+from pypdf import PdfReader
 
 from niwaki.options import Calibration, Measurement
 from support.arguments import arguments
@@ -618,12 +620,40 @@ def test_where_lines_break(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_figures_for_papers(tmp_path: Path) -> None:
+    """As two other programs read them: whole pictures, with no colours that only the page has."""
+    path, figures = comparison(tmp_path / "c"), tmp_path / "figures"
+    for _ in range(2):
+        report(path, figures=figures)
+    names = sorted(file.name for file in figures.iterdir())
+    methods = ["admm-grad", "wanda"]
+    assert [name for name in names if name.startswith("frontier")] == [
+        f"frontier-{number}.{kind}" for number in (1, 2) for kind in ("pdf", "svg")
+    ]
+    assert "time.pdf" in names
+    picture = ElementTree.parse(figures / "frontier-1.svg").getroot()
+    words = {"".join(each.itertext()) for each in picture.iter() if each.tag.endswith("text")}
+    assert {*methods, "perplexity", "zeros, %"} <= words
+    for file in figures.glob("*.svg"):
+        assert "var(" not in file.read_text()
+        assert len(ElementTree.parse(file).getroot())
+    for file in figures.glob("*.pdf"):
+        (page,) = PdfReader(file).pages
+        assert page.mediabox.width > 100
+    drawn = PdfReader(figures / "frontier-1.pdf").pages[0].extract_text()
+    assert all(method in drawn for method in methods)
+    (figures / "notes.txt").touch()
+    assert "notes.txt, which is no figure" in message(lambda: report(path, figures=figures), UsageError)
+    assert "not a directory" in message(lambda: report(path, figures=path / "compare.json"), UsageError)
+
+
+@pytest.mark.slow
 def test_where_a_page_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = comparison(tmp_path / "c")
     assert report(path) == path / "report.html"
     page = (path / "report.html").read_text()
     assert report(path, tmp_path / "new" / "x.html").read_text() == page
-    monkeypatch.setattr("niwaki.reports.page.render", lambda *_, **__: pytest.fail("drawn"))
+    monkeypatch.setattr("niwaki.reports.page._render", lambda *_, **__: pytest.fail("drawn"))
     assert "it is a directory" in message(lambda: report(path, tmp_path), OutputError)
     assert "a list of text" in message(lambda: report(path, prompts="One"))
 

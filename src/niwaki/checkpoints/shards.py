@@ -9,7 +9,7 @@ from torch import Tensor
 
 from niwaki.checkpoints.reading import INDEX_NAME
 from niwaki.checkpoints.tensors import NAMES, framed, raw_bytes
-from niwaki.files import output_errors, reserve, write_json
+from niwaki.files import output_errors, replace_file, reserve
 
 _ORDER = [*NAMES]
 
@@ -72,4 +72,4 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 def write_index(directory: Path, size: int, shards: Mapping[str, str]) -> None:
     """Writes which of the ``shards`` of ``directory``, of ``size`` bytes in all, has which key."""
     index = {"metadata": {"total_size": size}, "weight_map": dict(shards)}
-    write_json(directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")
+    replace_file(directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")

@@ -6,7 +6,7 @@ from niwaki.cli.common import in_session, out, record_file, written
 from niwaki.cli.options import Model, RecordFile, options
 from niwaki.cli.screen import Screen
 from niwaki.cli.tables import speed_table
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.options import Compute
 from niwaki.records.record import SPEED_NAME
 
@@ -47,5 +47,5 @@ def bench(
     out.print(speed_table(speed))
     screen.line(speed.conditions())
     if file is not None:
-        write_json(file, speed.to_json())
+        replace_file(file, speed.to_json())
         written(file)

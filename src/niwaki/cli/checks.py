@@ -18,12 +18,12 @@ from niwaki.quantities import (
     check_temperature,
     fraction,
     parse_bits,
+    parse_compressed_size,
     parse_number,
     parse_parameters,
     parse_positive,
     parse_range,
     parse_share,
-    parse_size,
     parse_time,
     parse_vocabulary,
     read_pattern,
@@ -60,11 +60,6 @@ def _mask(text: str) -> None:
         _solver(text)
     except UnknownNameError as error:
         raise UsageError(f"there is no directory {text} to take masks from, and {error}") from None
-
-
-def _size(text: str) -> None:
-    if (share := fraction(text)) is None or not share.is_finite():
-        parse_size(text)
 
 
 def _pattern(text: str) -> None:
@@ -116,7 +111,7 @@ _CHECKS: Mapping[str, Callable[[str], Any]] = {
     "blocks": parse_range,
     "vocabulary": parse_vocabulary,
     "parameters": parse_parameters,
-    "size": _size,
+    "size": parse_compressed_size,
     "max_time": parse_time,
     "device": check_device,
     "dtype": check_dtype,

@@ -7,7 +7,7 @@ from niwaki.cli.common import in_session, names, record_file, written
 from niwaki.cli.display import TableDisplay
 from niwaki.cli.options import Model, RecordFile, options
 from niwaki.effort import PLAIN_EFFORT
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.comparison import METHODS
 
@@ -81,4 +81,4 @@ def demo(samples: Annotated[int, "N"] = 64, text_samples: Annotated[int, "N"] = 
         file = record_file(record, "cells")
         comparison = run("demo", calibration=calibration, measurement=measurement, progress=display)
     if file is not None:
-        write_json(file, comparison.to_json())
+        replace_file(file, comparison.to_json())

@@ -8,7 +8,7 @@ from niwaki.cli.display import Display
 from niwaki.cli.options import Model, Output, options
 from niwaki.cli.work import Work
 from niwaki.errors import UsageError
-from niwaki.quantities import HOW_SMALL
+from niwaki.quantities import check_how_small
 
 
 @options()
@@ -46,11 +46,10 @@ def compress(
             trial. [default: no healing]
         plan: Show the plan for --size and its alternatives; write nothing.
     """
+    check_how_small(size, parameters, loss, speed, runtime)
     asked: dict[str, Any] = {"parameters": parameters, "runtime": runtime, "max_time": max_time}
     if plan and (loss is not None or speed is not None):
         raise UsageError("--plan is for sizes: what a loss or a speed takes is found by trying")
-    if size is loss is speed is parameters is None and runtime != "2:4":
-        raise UsageError(HOW_SMALL)
     if plan:
         with Display(f"looking at {model}") as display:
             from niwaki.compression.compress import plan_compression

@@ -10,7 +10,7 @@ from niwaki.cli.options import Field, Length, Model, RecordFile, options
 from niwaki.cli.screen import Screen
 from niwaki.cli.tables import task_table
 from niwaki.errors import UsageError
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.options import USUAL_TEXT, Compute, Measurement
 
 
@@ -72,4 +72,4 @@ def evaluate(
                 values["tasks"]["mean"] = dict(zip(("value", "standard_error"), scores.mean, strict=True))
         if file is not None:
             values |= {"seconds": time.perf_counter() - began, "versions": versions()}
-            write_json(file, json.dumps(values, indent=2) + "\n")
+            replace_file(file, json.dumps(values, indent=2) + "\n")

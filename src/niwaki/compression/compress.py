@@ -19,7 +19,7 @@ from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning.prune import Prune
-from niwaki.quantities import HOW_SMALL, fraction, parse_parameters, parse_positive, parse_size
+from niwaki.quantities import check_how_small, parse_compressed_size, parse_parameters, parse_positive
 from niwaki.recipes import run
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -119,6 +119,7 @@ def compress(
             the model.
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
+    check_how_small(size, parameters, loss, speed, runtime)
     if also and loss is None:
         raise UsageError("more texts to measure on are for a loss; give one too, or measure the result with eval")
     if loss is None and speed is None:
@@ -130,18 +131,12 @@ def compress(
         given: dict[str, Any] = {"calibration": text, "measurement": measurement, "compute": where}
         record = run(model, out, planned.way.stages, **given, restart=restart, progress=progress)
         return with_notes(record, _compared(planned.way, record), Path(out))
-    if sum(each is not None for each in (size, parameters, loss, speed)) != 1:
-        raise UsageError("give only one of these: a size, parameters, a loss or a speed")
     runtime, calibration, asked = runtime or "niwaki", Calibration.of(calibration), Measurement.of(measurement)
     if loss is not None and asked.samples is not None and asked.samples < 2:
         raise UsageError(f"a bound on the loss needs 2 windows to measure on, or more; got {asked.samples}")
     if loss is not None and max_time is not None and asked.text is None:
         raise UsageError("healing trains on what is left of the calibration text; name another text to measure on")
     calibration = usual_calibration(calibration, progress or Progress())
-    if speed is not None and runtime not in ("niwaki", "transformers"):
-        raise UsageError(f"a speed is measured, and {runtime} is not there to be measured; give a size or a loss")
-    if runtime == "2:4":
-        raise UsageError("2:4 has one form, so it takes no loss; measure what it costs with --for 2:4 alone")
     checkpoint, before, there = _numbers(model)
     bound: LossBound | SpeedBound
     if loss is not None:
@@ -181,6 +176,7 @@ def plan_compression(
     smaller dense model, in the dtype that it has, for "2:4" two zeros in every four weights, and from 8 bits on.
     """
     calibration, compute = Calibration.of(calibration), Compute.of(compute)
+    check_how_small(size, parameters, None, None, runtime)
     return _planned(model, size, parameters, runtime, max_time, calibration, compute, progress)[0]
 
 
@@ -198,20 +194,9 @@ def _planned(
     runtime = runtime or ("niwaki" if parameters is None else "transformers")
     heal = _heal(max_time)
     if runtime == "2:4":
-        if size is not None or parameters is not None:
-            raise UsageError(
-                "2:4 has one form, of which the files are as large as before; leave size and parameters out"
-            )
         _, before, _ = _numbers(model)
         way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *heal))
         return Compression(str(model), runtime, before, before, way), calibration
-    if size is not None and parameters is not None:
-        raise UsageError("give only one of these: a size, parameters, a loss or a speed")
-    if size is None and parameters is None:
-        raise UsageError(HOW_SMALL)
-    if (runtime == "transformers") != (parameters is not None):
-        given = "parameters are" if parameters is not None else "a size is"
-        raise UsageError(f"{given} not for {runtime}: transformers takes parameters, the others a size")
     checkpoint, before, there = _numbers(model)
     if parameters is not None:
         left = parse_parameters(parameters)
@@ -220,9 +205,8 @@ def _planned(
         way = smaller(before, there, left, heal)
         return Compression(str(model), runtime, before, way.size, way), calibration
     assert size is not None
-    share = fraction(size)
-    is_share = share is not None and share.is_finite() and 0 < share <= 1
-    asked = int(float(share or 0) * before) if is_share else parse_size(str(size))
+    left = parse_compressed_size(size)
+    asked = int(left * before) if left <= 1 else int(left)
     if asked >= before:
         raise UsageError(f"the weights have {in_bytes(before)}, which is not more than the {in_bytes(asked)} asked for")
     ways = Ways(Parts.of(StreamedModel(checkpoint, "cpu"), before, runtime), runtime, heal)

@@ -18,7 +18,7 @@ from torch import Tensor
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.errors import OutputError, UnsupportedModelError
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.linalg import STRIP
 from niwaki.layer.patterns import Unstructured
@@ -202,7 +202,7 @@ def _kept(place: Path | None) -> Foresight | None:
 def _keep(found: Foresight, place: Path) -> None:
     kept = _Kept([*found.bits], [*found.bits.values()], found.zeros, found.ends, found.neurons)
     with contextlib.suppress(OutputError):  # it only takes longer the next time
-        write_json(place, msgspec.json.encode(kept).decode())
+        replace_file(place, msgspec.json.encode(kept).decode())
 
 
 class _Looking:

@@ -224,7 +224,6 @@ class Ways:
         grid = f"int{bits}:{_GROUPS[self.runtime]}"
         stages: tuple[Stage, ...] = (Prune(share, quantize=grid), *self.heal, *self._ends(ends))
         words = f"{100 * share:.3g} % zeros, {bits} bits for each other weight, embeddings and head of {ends}"
-        sight = self.foresight
         way = Way(words, self._zeros_size(share, bits, ends), stages)
         if (sight := self.foresight) is None:
             return way

@@ -17,7 +17,7 @@ from niwaki.effort import PLAIN_EFFORT
 from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.cells import AskedCell, asked_cells
 from niwaki.evaluation.evaluate import evaluate
-from niwaki.files import given_path, locked, output_errors, write_json
+from niwaki.files import given_path, locked, output_errors, replace_file
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.solvers import Solver
 from niwaki.models.locate import locate_model
@@ -230,7 +230,7 @@ class _Work:
             progress=self.progress,
         )
         perplexity, measuring = self.measured(pruned)
-        write_json(self.place / asked.record, record.to_json(), sync=True)
+        replace_file(self.place / asked.record, record.to_json(), sync=True)
         stages = dict(record.seconds)
         total, kept = stages.pop("total", 0.0), asked.record if self.lasting else None
         return Cell(*asked.key, record.sparsity, perplexity, total, record.mean_error, stages, measuring, kept)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.shards import Shards
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.layer.grid import Grid
 from niwaki.models.extra import ExtraTensors, find_extra
 from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_grid
@@ -82,7 +82,7 @@ class CompressedTensors(Form):
         """Writes the shards, and corrects what the other files say of them."""
         self._note(directory)
         self._write_shards(directory)
-        write_json(directory / "config.json", json.dumps(self._config, indent=2) + "\n")
+        replace_file(directory / "config.json", json.dumps(self._config, indent=2) + "\n")
         return []
 
     def _write_shards(self, directory: Path) -> None:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from niwaki.checkpoints.tensors import read_header, read_json, read_tensor
 from niwaki.choices import TWO_FACTORS
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, shown
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.finetuning.adapters import mask_lora
 from niwaki.finetuning.grids import KeptGrid, grid_in, plain_name
 from niwaki.packed.kernels import mask_
@@ -123,7 +123,7 @@ class KeptZeros:
         path = directory / "config.json"
         config = read_json(path)
         if config.pop("pruning_config", None) is not None:
-            write_json(path, json.dumps(config, indent=2) + "\n")
+            replace_file(path, json.dumps(config, indent=2) + "\n")
         raise OutputError(
             f"{directory} has lost {lost:,} of {self.zeros:,} zeros, so its config.json says no longer that it is "
             "pruned; was it trained by something that is not a torch optimizer, or merged with adapters otherwise than "

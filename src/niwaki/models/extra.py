@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from niwaki.checkpoints.tensors import read_json
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.models.families import is_draft, is_in_tower
 from niwaki.models.scales import lost_embeddings
 from niwaki.models.streamed import StreamedModel
@@ -91,7 +91,7 @@ def drafts_in_generation(directory: Path) -> dict[str, Any]:
 def generation_without_drafts(directory: Path) -> None:
     """Makes ``generation_config.json`` say that draft layers are not used, where it says that they are."""
     if values := drafts_in_generation(directory):
-        write_json(directory / GENERATION, json.dumps({**values, _USES_DRAFTS: False}, indent=2) + "\n")
+        replace_file(directory / GENERATION, json.dumps({**values, _USES_DRAFTS: False}, indent=2) + "\n")
 
 
 def notes_of(model: StreamedModel, is_smaller: bool = False) -> list[str]:

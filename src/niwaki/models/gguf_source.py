@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from niwaki.checkpoints.gguf_header import ANOTHER, ORIGINAL, CutOffError, GgufTensor, Header, read_header
 from niwaki.checkpoints.reading import ORIGIN
 from niwaki.errors import CheckpointError, UnsupportedModelError, one_line, raised_as, shown
-from niwaki.files import check_space, digest, input_errors, output_errors, write_json
+from niwaki.files import check_space, digest, input_errors, output_errors, replace_file
 from niwaki.layer.linalg import is_finite
 from niwaki.models.gguf_keys import check_keys, follow_keys, stretch
 from niwaki.models.gguf_source_tokenizer import read_tokenizer
@@ -78,7 +78,7 @@ def as_directory(file: Path) -> Path:
             # transformers looks at what lies beside a file, and would take code from there.
             (alone / _LINK).symlink_to(file.absolute())
             _convert(gguf, file, alone / _LINK, header, directory)
-            write_json(directory / ORIGIN, json.dumps({"file": file.name, "sha256": sha256}) + "\n")
+            replace_file(directory / ORIGIN, json.dumps({"file": file.name, "sha256": sha256}) + "\n")
             with contextlib.suppress(OSError) if made.is_dir() else contextlib.nullcontext():  # another process has
                 directory.rename(made)
     return made

@@ -18,7 +18,7 @@ from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint
 from niwaki.checkpoints.shards import Shards
 from niwaki.checkpoints.tensors import DTYPES, Entry, header_bytes, raw_bytes, read_header, read_tensor
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
-from niwaki.files import digest as file_digest, given_path, input_errors, write_json
+from niwaki.files import digest as file_digest, given_path, input_errors, replace_file
 from niwaki.layer.grid import Grid
 from niwaki.models.ends import embedding_keys
 from niwaki.models.factors import is_product
@@ -192,9 +192,9 @@ class Packed(Form):
         index = _text(self._path / checkpoint.index_name) if checkpoint.index_name else ""
         shards = self._write_shards(directory)
         packed = Index(config, index, shards, self._tensors)
-        write_json(directory / INDEX, packed.to_json())
+        replace_file(directory / INDEX, packed.to_json())
         (directory / INDEX_NAME).unlink(missing_ok=True)
-        write_json(directory / "config.json", json.dumps(marked(checkpoint.config, packed.version), indent=2) + "\n")
+        replace_file(directory / "config.json", json.dumps(marked(checkpoint.config, packed.version), indent=2) + "\n")
         self.sizes = sizes = Sizes.of(PackedCheckpoint(directory))
         card.write(directory, name, str(sizes))
         return sizes.described

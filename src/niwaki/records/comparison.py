@@ -16,7 +16,7 @@ import msgspec
 
 from niwaki.arguments import checked
 from niwaki.errors import UsageError
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.records.data import Amount, Fraction, JsonFile, Name, Seconds, Stages
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import LARGEST_TABLE, CalibrationRecord, Record
@@ -236,10 +236,10 @@ class Comparison(JsonFile):
 
     def save(self, directory: Path) -> None:
         """Writes ``compare.json``, ``.csv``, ``.md`` and ``.tex``, each whole or not at all (OutputError)."""
-        write_json(directory / "compare.json", self.to_json(), sync=True)
-        write_json(directory / "compare.csv", self.to_csv())
-        write_json(directory / "compare.md", self.to_markdown())
-        write_json(directory / "compare.tex", self.to_latex())
+        replace_file(directory / "compare.json", self.to_json(), sync=True)
+        replace_file(directory / "compare.csv", self.to_csv())
+        replace_file(directory / "compare.md", self.to_markdown())
+        replace_file(directory / "compare.tex", self.to_latex())
 
     @classmethod
     @checked

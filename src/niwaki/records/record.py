@@ -15,7 +15,7 @@ import msgspec
 
 from niwaki.choices import NEAREST, TF32, TWO_FACTORS
 from niwaki.errors import CheckpointError, UsageError
-from niwaki.files import given_path, write_json
+from niwaki.files import given_path, replace_file
 from niwaki.records.data import (
     Amount,
     Count,
@@ -409,7 +409,7 @@ class Record(JsonFile):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a JSON file, whole or not at all (OutputError)."""
-        write_json(given_path(path), self.to_json())
+        replace_file(given_path(path), self.to_json())
 
 
 def _geometric_mean(values: list[float]) -> float:

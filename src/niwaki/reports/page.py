@@ -1,19 +1,24 @@
 """The page: sections put together, and written."""
 
+from __future__ import annotations
+
 import base64
 import hashlib
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from niwaki.arguments import checked
 from niwaki.errors import OutputError, UsageError
-from niwaki.files import check_replaced, given_path, write_json
+from niwaki.files import check_replaced, given_path, replace_file
 from niwaki.records.progress import Progress
 from niwaki.records.record import REPORT_NAME
 from niwaki.records.wording import printable
 from niwaki.reports.material import Extras, Material, load
+
+if TYPE_CHECKING:
+    from niwaki.reports.tables import Section
 
 #: Bytes at the start of a page in which it says that niwaki wrote it.
 _HEAD = 4096
@@ -26,6 +31,7 @@ def report(
     *,
     prompts: Sequence[str] | None = None,
     reference: str | None = None,
+    figures: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Writes a page about a pruned model or a comparison: one HTML file that needs nothing else; returns its path.
@@ -35,11 +41,13 @@ def report(
         out: The file; by default ``report.html`` in ``directory``.
         prompts: What pruned and dense models continue, by default three sentences; none in a comparison or for [].
         reference: "paper" for published results too, marked as such and not measured.
+        figures: A directory that gets each chart of the page as SVG and as PDF, for papers and slides; with other
+            files in it, it is refused.
         progress: Receives how it goes.
 
     Raises:
-        UsageError: the directory has no record or comparison, there is no such reference, or ``out`` is a file that
-            is not such a page.
+        UsageError: the directory has no record or comparison, there is no such reference, ``out`` is a file that is
+            not such a page, or ``figures`` has files that are no figures.
         CheckpointError: its files cannot be read.
         OutputError: the page cannot be written, or the libraries of ``niwaki[report]`` are missing.
     """
@@ -50,13 +58,22 @@ def report(
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a directory; give a file, as in -o report.html")
     check_replaced(path, _is_page, "is not a page that niwaki wrote")
+    from niwaki.reports import sections
+    from niwaki.reports.figures import check_figures, write_figures
+
+    folder = None if figures is None else given_path(figures, 40).absolute()
+    if folder:
+        check_figures(folder)
     extras = None
     if material.record is not None:
         (progress or Progress()).status("reading masks and generating text")
         from niwaki.reports.from_model import extras as read_extras
 
         extras = read_extras(directory, material.record, prompts)
-    write_json(path, render(material, extras, reference=reference))
+    shown = sections.sections(material, reference is not None)
+    replace_file(path, _render(material, extras, shown))
+    if folder:
+        write_figures(shown, folder)
     return path
 
 
@@ -75,6 +92,12 @@ def check_extra(reference: str | None = None) -> None:
 def render(material: Material, extras: Extras | None = None, *, reference: str | None = None) -> str:
     """The page as HTML; the arguments and errors are those of :func:`report`."""
     check_extra(reference)
+    from niwaki.reports import sections
+
+    return _render(material, extras, sections.sections(material, reference is not None))
+
+
+def _render(material: Material, extras: Extras | None, shown: Sequence[Section]) -> str:
     import jinja2
 
     from niwaki.reports import charts, head, sections
@@ -95,7 +118,7 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
         tiles=head.tiles(material),
         notes=head.notes(material),
         facts=head.facts(material),
-        sections=sections.sections(material, reference is not None),
+        sections=shown,
         extras=extras or Extras(),
         runs=sections.details(material),
         steps=range(charts.STEPS),

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from niwaki._version import __version__
 from niwaki.effort import described
-from niwaki.files import output_errors, write_json
+from niwaki.files import output_errors, replace_file
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import CalibrationRecord, Record
 from niwaki.records.wording import counted, markdown, other_samples
@@ -65,7 +65,7 @@ def write(directory: Path, record: Record, has_recipe: bool = False) -> None:
     name = markdown(Path(record.model).name or record.model)
     table = "\n".join(f"| {key} | {markdown(value)} |" for key, value in _rows(record).items() if value)
     text = f"# {name}, {record.outcome}\n\n{_about(record, name)}\n\n| | |\n|---|---|\n{table}{notes(record)}"
-    write_json(readme, f"---\n{_data(record, inherited).to_yaml()}\n---\n\n{text}{_AGAIN * has_recipe}")
+    replace_file(readme, f"---\n{_data(record, inherited).to_yaml()}\n---\n\n{text}{_AGAIN * has_recipe}")
 
 
 def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
@@ -74,7 +74,7 @@ def write_config(directory: Path, values: dict[str, Any], record: Record) -> Non
     Not ``quantization_config``: with a sparsity format there, transformers loads random weights.
     """
     whole = {**values, "pruning_config": pruning_config(record)}
-    write_json(directory / "config.json", json.dumps(whole, indent=2) + "\n")
+    replace_file(directory / "config.json", json.dumps(whole, indent=2) + "\n")
 
 
 def pruning_config(record: Record) -> dict[str, Any]:

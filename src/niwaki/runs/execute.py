@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from niwaki.errors import UsageError, named
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.models.device import find_device
 from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
@@ -226,7 +226,7 @@ def _finish(run: Run, record: Record) -> None:
         run.note(record, outcome)
     if not is_format and all(after):
         card.write(place.directory, record, has_recipe=run.recipe is not None)
-        write_json(place.directory / "niwaki.json", record.to_json())
+        replace_file(place.directory / "niwaki.json", record.to_json())
     if made:
         write_recipe(made, place.directory)
     place.finish_stage(record)

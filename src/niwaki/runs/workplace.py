@@ -28,8 +28,8 @@ from niwaki.files import (
     locked,
     nearest,
     output_errors,
+    replace_file,
     set_usual_mode,
-    write_json,
 )
 from niwaki.records.record import Record
 from niwaki.runs.journal import Journal
@@ -218,7 +218,7 @@ class Workplace:
     def save(self, **changes: Any) -> None:
         """Writes the journal with these changes: what it says is done has to be on disk before."""
         journal = dataclasses.replace(self.journal, **changes)
-        write_json(self._journal, journal.to_json(), sync=True)
+        replace_file(self._journal, journal.to_json(), sync=True)
         vars(self.journal).update(changes)
 
     def save_block(self, block: int, digest: str, record: Record) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from niwaki.checkpoints.tensors import read_json
-from niwaki.files import output_errors, write_json
+from niwaki.files import output_errors, replace_file
 from niwaki.models.tokens import load_tokenizer
 from niwaki.shrinking.tokenizer_file import NAME, TokenizerFile
 
@@ -54,7 +54,7 @@ def write_tokenizer(directory: Path, file: TokenizerFile, new: Mapping[int, int]
         _write(directory / _VOCABULARY, model["vocab"])
     if (directory / _MERGES).is_file() and "merges" in model:
         lines = (one if isinstance(one, str) else " ".join(one) for one in model["merges"])
-        write_json(directory / _MERGES, "\n".join(["#version: 0.2", *lines]) + "\n")
+        replace_file(directory / _MERGES, "\n".join(["#version: 0.2", *lines]) + "\n")
     if (path := directory / _ADDED).is_file():
         _write(path, {token: new[number] for token, number in read_json(path).items()})
     if (path := directory / _CONFIG).is_file():
@@ -66,4 +66,4 @@ def write_tokenizer(directory: Path, file: TokenizerFile, new: Mapping[int, int]
 
 def _write(path: Path, values: Any) -> None:
     with output_errors(path.parent):
-        write_json(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        replace_file(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")

@@ -17,7 +17,7 @@ from niwaki.checkpoints.shards import Shards
 from niwaki.checkpoints.tensors import read_json
 from niwaki.effort import PLAIN_EFFORT, Effort, make_effort
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
-from niwaki.files import write_json
+from niwaki.files import replace_file
 from niwaki.models.device import peak_memory
 from niwaki.models.extra import notes_of
 from niwaki.models.formats import format_of
@@ -250,7 +250,7 @@ class ShrinkingVocabulary:
         write_tokenizer(directory, self._file, self._new)
         for name in FILES[1:]:
             if (file := directory / name).is_file():
-                write_json(file, json.dumps(self._mapped(read_json(file), file), indent=2) + "\n")
+                replace_file(file, json.dumps(self._mapped(read_json(file), file), indent=2) + "\n")
         write_config(directory, self._mapped(checkpoint.config, checkpoint.path / FILES[0]), record)
         rows = torch.tensor([number for number in self._new if number < self._rows])
         shards = Shards(directory)

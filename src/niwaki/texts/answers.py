@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from niwaki.checkpoints.tensors import read_json
 from niwaki.errors import CalibrationError, CheckpointError, first_line
-from niwaki.files import output_errors, write_json
+from niwaki.files import output_errors, replace_file
 from niwaki.layer.products import products
 from niwaki.models.generation import Sampling, at_a_time, continued, for_writing
 from niwaki.models.processes import World
@@ -217,7 +217,7 @@ class _Writer(contextlib.ExitStack):
             if self._place:
                 try:
                     with output_errors(self._place):
-                        write_json(self._place / f"{number}.json", json.dumps(kept) + "\n")
+                        replace_file(self._place / f"{number}.json", json.dumps(kept) + "\n")
                 except Exception as error:  # answers that are not kept are written again some time
                     self._unkept(error)
         return [
