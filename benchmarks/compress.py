@@ -51,7 +51,7 @@ def _by_hand(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage
     before = sum(entry.size for entry in model.checkpoint.entries.values())
     parts = Parts.of(model, before, "niwaki")
     room = 8 * (HEADERS * asked - parts.others)  # bits for matrices and embeddings
-    for ends, effort in itertools.product((8, 6, 5, 4), ("balanced", "fast")):
+    for effort, ends in itertools.product(("fast", "balanced"), (8, 6, 5, 4)):
         last: list[Stage] = [QuantizeEmbeddings(f"int{ends}:64"), Pack()]
         bits = (room - parts.embeddings * (ends + SCALE)) / parts.matrices
         tail = f", embeddings of {ends}, {effort}"

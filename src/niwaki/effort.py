@@ -20,14 +20,15 @@ def _check(name: str, value: float, is_accepted: bool, range_: str) -> None:
 @checked_names
 @dataclass(frozen=True)
 class Planning:
-    """What the dense model is asked before anything is pruned.
+    """How zeros are allocated and which outputs count more, as decided on the dense model before pruning begins.
 
     Attributes:
-        allocation: How zeros are distributed among matrices whose pattern leaves it open: the same sparsity for all
-            ("uniform"), or by "loss", "error" or "owl", see :mod:`niwaki.pruning.plan`.
-        importance: How much squared errors of outputs are weighted by the sensitivity of the model's loss to them when
-            weights are chosen: a power, from 0 (not at all) to 1 (in full), for patterns in which rows compete.
-        pilot: The share of the calibration text used for these two, at least one sample per process.
+        allocation: How zeros are shared out among the matrices, where the pattern leaves that open: the same sparsity
+            for all ("uniform"), or by "loss", "error" or "owl", see :mod:`niwaki.pruning.plan`.
+        importance: How strongly the squared errors of outputs are weighted by the sensitivity of the model's loss to
+            them when weights are chosen. It is a power, from 0 (not at all) to 1 (in full), for patterns in which rows
+            compete.
+        pilot: Fraction of the calibration text used for these two, at least one sample per process.
 
     Raises:
         UsageError: a value is out of range.
@@ -44,11 +45,11 @@ class Planning:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to ask."""
+        """Whether the dense model has to be run before pruning."""
         return self.allocation != "uniform" or self.importance > 0
 
     def without_predictions(self) -> "Planning":
-        """The nearest one that needs no predictions of the next token."""
+        """The nearest plan that needs no predictions of the next token."""
         return replace(self, allocation="error" if self.allocation == "loss" else self.allocation, importance=0.0)
 
 
@@ -58,11 +59,11 @@ class Fitting:
     """How the remaining weights of a block are fitted to the outputs of the dense block: :mod:`niwaki.models.fit`.
 
     Attributes:
-        epochs: Passes over the calibration text; 0 for none, 0.5 for half of the text.
-        rate: The learning rate, relative to the root mean square of each matrix's weights.
-        batch: Tokens per step, over all processes; each takes at least one sample.
-        uniform_epochs: How many epochs there are at least, if any, where the pattern gives all matrices the same
-            sparsity (n:m): no time is spent there on sharing zeros out.
+        epochs: Passes over the calibration text; 0 for no fit, 0.5 for half of the text.
+        rate: Learning rate, relative to the root mean square of each matrix's weights.
+        batch: Tokens per step, over all processes; each process takes at least one sample.
+        uniform_epochs: Least number of epochs, unless ``epochs`` is 0, where the pattern gives all matrices the same
+            sparsity (n:m): the time that sharing out zeros would take goes into the fit instead.
 
     Raises:
         UsageError: a value is out of range.
@@ -81,24 +82,24 @@ class Fitting:
         _check("uniform_epochs", self.uniform_epochs, 0 <= self.uniform_epochs < math.inf, "0 or more")
 
     def tokens_per_part(self, processes: int) -> int:
-        """Tokens of each of so many processes in a step."""
+        """Tokens per step in each of this many ``processes``."""
         return max(1, self.batch // processes)
 
 
 @checked_names
 @dataclass(frozen=True)
 class Effort:
-    """How matrices and blocks are made to fit together. The default is the plain layer-wise method.
+    """What is done for the model as a whole, beyond each matrix. The default is the plain layer-wise method.
 
     Attributes:
         plan: How zeros are shared out, and which outputs count more.
-        synthetic: Windows of text that the dense model writes itself, per window of calibration text, to which they
-            are added, see :mod:`niwaki.texts.synthesis`; none, with a note, where the whole model does not fit in half
-            of the memory, or cannot write.
+        synthetic: Windows of text that the dense model writes itself, per window of calibration text, to which they are
+            added; see :mod:`niwaki.texts.synthesis`. If the whole model does not fit in half of the memory, or cannot
+            write text, there are none, and a note says so.
         fit: How each block is fitted to the dense one.
-        healing: On how many tokens the result is then trained towards the dense model's predictions, for each token of
-            the calibration text, see :func:`niwaki.heal`; 0 for none. None either, with a note, where the model cannot
-            be healed as a whole.
+        healing: Tokens on which the result is then trained towards the dense model's predictions, per token of
+            calibration text, see :func:`niwaki.heal`; 0 for no healing. A model that cannot be healed as a whole is not
+            healed, and a note says so.
 
     Raises:
         UsageError: a value is out of range.
@@ -115,11 +116,11 @@ class Effort:
         _check("healing", self.healing, 0 <= self.healing < math.inf, "0 or more")
 
     def settled(self, shares_zeros: bool, predicts: bool = True, writes: bool = True) -> "Effort":
-        """What is done of this effort with one pattern and one model.
+        """The part of this effort that applies to a given pattern and model.
 
-        Where no matrix may have more zeros than another (not ``shares_zeros``), the fit has its ``uniform_epochs``. A
-        model that does not predict tokens of the text it is calibrated on (not ``predicts``) writes none either, nor
-        does one that ``writes`` only where it is given a source.
+        If no matrix may have more zeros than another (not ``shares_zeros``), the fit takes its ``uniform_epochs``. A
+        model that does not predict the tokens of its calibration text (not ``predicts``) writes no text either, nor
+        does one that can write only from a source (not ``writes``).
         """
         plan, synthetic, epochs = self.plan, self.synthetic, self.fit.epochs
         if not predicts:

@@ -9,25 +9,25 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 class NiwakiError(Exception):
-    """Something failed that the user can act on: the base of all others."""
+    """An error that the user can act on; the base class of all errors that niwaki raises on purpose."""
 
     exit_code = 1
 
 
 class UsageError(NiwakiError, ValueError):
-    """What was asked for makes no sense, whatever the model; the exit code is 2."""
+    """The request is not valid, whatever the model; the exit code is 2."""
 
     exit_code = 2
 
 
 class PatternError(UsageError):
-    """A sparsity or an n:m that is not possible, in general or for this matrix."""
+    """The sparsity or pattern is not possible, either in general or for this matrix."""
 
 
 class UnknownNameError(UsageError):
-    """No ``kind``, such as a solver, parameter or option, of that name; the message gives the nearest ``known`` ones.
+    """No solver, parameter, option or other ``kind`` has that name; the message suggests the nearest ``known`` ones.
 
-    ``instead`` is said where none is near and they are too many to list.
+    If none is near, the message says ``instead``, or lists all known names.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], instead: str = "") -> None:
@@ -38,27 +38,27 @@ class UnknownNameError(UsageError):
 
 
 class CheckpointError(NiwakiError):
-    """A model directory that cannot be read or trusted."""
+    """The model directory cannot be read or is damaged."""
 
 
 class UnsupportedModelError(NiwakiError):
-    """A sound model of a kind that niwaki does not know."""
+    """The model is sound, but niwaki does not support models of this kind."""
 
 
 class CalibrationError(NiwakiError):
-    """A text that is not available, or is too short."""
+    """The text is not available or is too short."""
 
 
 class TaskError(NiwakiError):
-    """A task whose questions are not available or cannot be asked."""
+    """The task's questions are not available or cannot be asked."""
 
 
 class NumericalError(NiwakiError):
-    """NaN or infinity where a number should be, or a matrix beyond repair."""
+    """A number is NaN or infinite, or a matrix cannot be factorised."""
 
 
 class OutputError(NiwakiError):
-    """The result cannot be written, or is not what was meant to be written."""
+    """The result cannot be written, or what was written is not what was meant."""
 
 
 class WorkerError(NiwakiError):
@@ -67,7 +67,10 @@ class WorkerError(NiwakiError):
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Puts ``name`` in front of what is raised, unless it is "" or in it already, or another process has ended."""
+    """Puts ``name`` before the message of an error raised within.
+
+    The message stays as it is if ``name`` is "" or in it already, or if another process has ended.
+    """
     try:
         yield
     except NiwakiError as error:
@@ -79,11 +82,12 @@ def named(name: str) -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """What another library's error says first, for a message of one line; its kind where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    said = str(error).strip().removeprefix("Got: ")  # as the hub's client begins
+    return (said or type(error).__name__).splitlines()[0]
 
 
 def one_line(error: Exception) -> str:
-    """All that another library's error says; its kind where it says nothing."""
+    """The whole message of another library's error, in one line; its class if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -95,9 +99,9 @@ def raised_as(
     hint: str = "",
     reason: Callable[[Exception], str] = first_line,
 ) -> Iterator[None]:
-    """Raises what is ``of`` these kinds, by default of any, as a ``kind`` that says ``what``, the reason and a hint.
+    """Turns errors ``of`` these classes, by default of any, into a ``kind`` that says ``what``, the reason and a hint.
 
-    What niwaki itself has raised stays as it is.
+    Errors that niwaki itself has raised stay as they are.
     """
     try:
         yield
@@ -109,7 +113,7 @@ def raised_as(
 
 @contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Around calls of libraries in Rust, whose panics are no Exceptions: raises RuntimeError in their place."""
+    """Raises RuntimeError where a library in Rust panics within: panics are not subclasses of Exception."""
     try:
         yield
     except BaseException as error:
@@ -119,12 +123,12 @@ def panics_as_errors() -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """``value`` as a message of one line can have it."""
+    """``value`` as it can stand in a message of one line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def either(words: Iterable[str]) -> str:
-    """``"one, two or three"``."""
+    """The words as ``"one, two or three"``."""
     *others, last = words
     return f"{', '.join(others)} or {last}" if others else last

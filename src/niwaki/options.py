@@ -71,18 +71,24 @@ class Calibration(_Options):
     """The text that matrices and blocks are fitted on; a text alone will do, as in ``calibration="text.txt"``.
 
     Attributes:
-        text: A file, a data set, "demo", "answers", windows of a text, or (samples, length) int64 tokens; or several,
-            which share the ``samples`` alike and take turns. For windows and tokens ``samples``, ``order`` and ``seed``
-            are not used. For :func:`niwaki.prune` also a JSONL file of conversations with images, alone.
-        samples: The number of windows.
-        length: Tokens in a window; None for 2,048, or the model's positions if fewer, or what given windows have.
-        order: The "first" windows of the text, or "random" ones, drawn by ``seed`` from all of it; None for the first,
-            and in healing for random ones of files.
-        answers: "own" where the text, or the first of several, is a JSONL file of prompts, which the dense model is to
+        text: A file, a data set, "demo", "answers", :class:`~niwaki.Windows` or (samples, length) int64 tokens; or
+            several of these, which contribute equal shares of ``samples`` and take turns. ``samples``, ``order`` and
+            ``seed`` do not apply to windows and tokens. :func:`niwaki.prune` also accepts a JSONL file of conversations
+            with images, as the only text.
+        samples: Number of windows.
+        length: Tokens in a window; None for 2,048, or the model's positions if fewer, or the length of the given
+            windows.
+        order: "first" for the first windows of the text, "random" for windows drawn from all of it with ``seed``; None
+            for the first, except in healing, where windows of files are random.
+        seed: Random seed, for random windows and for the text that the model writes.
+        answers: "own" if the text, or the first of several, is a JSONL file of prompts that the dense model is to
             answer, see :mod:`niwaki.texts.answers`. The text "answers" stands for prompts that ship with niwaki.
-        bos: Whether windows begin with the token that the model's tokenizer puts before a text, where it puts one.
-        field: The column of files and data sets of rows that has the text, or conversations; None for "text", or else
-            conversations or tasks with answers by their usual names, see :mod:`niwaki.texts.rows`.
+        bos: Whether each window begins with the token that the model's tokenizer puts before a text, if it has one.
+        field: Column that holds the text or the conversations, in files and data sets with rows; None for "text", or
+            else for conversations or tasks with answers in columns of the usual names, see :mod:`niwaki.texts.rows`.
+
+    Raises:
+        UsageError: a value is out of range, or prompts to answer are not in a file.
     """
 
     text: Text | Sequence[Text] = USUAL_CALIBRATION
@@ -106,18 +112,18 @@ class Calibration(_Options):
 
     @property
     def texts(self) -> tuple[Text, ...]:
-        """All of its texts, which is one or several."""
+        """The texts as a tuple, also where there is only one."""
         return self.text if isinstance(self.text, tuple) else (self.text,)
 
     @property
     def shares(self) -> list[int]:
-        """How many windows each of the texts has."""
+        """The number of windows that each text contributes."""
         count = len(self.texts)
         return [self.samples // count + (i < self.samples % count) for i in range(count)]
 
     @property
     def answered(self) -> list[bool]:
-        """Of each of the texts, whether it is prompts that the model is to answer."""
+        """For each text, whether it consists of prompts that the model is to answer."""
         return [
             isinstance(text, str) and (text == OWN_ANSWERS or (self.answers == "own" and i == 0))
             for i, text in enumerate(self.texts)
@@ -130,15 +136,20 @@ class Measurement(_Options):
     """The text that perplexity is measured on; a text alone will do, as in ``measurement="wikitext2"``.
 
     Attributes:
-        text: As in :class:`Calibration`; None, or the calibration text itself, for what follows the calibration windows
-            in that text. Without a calibration None is WikiText-2. For comparisons also several texts.
-        samples: The first N windows of it; 0 measures nothing. None for the usual number: 16 for prune and shrink,
-            256 of what follows the calibration windows for compare, all of the text otherwise.
-        length: Tokens in a window; None for as many as in those of the calibration.
-        before: Whether prune and shrink measure the dense model also.
-        bos: As in :class:`Calibration`; it is given, and not predicted. What follows the calibration windows begins as
-            they do, and is read as they are.
+        text: As in :class:`Calibration`. None, or the calibration text itself, stands for the part of that text after
+            the calibration windows; where nothing is calibrated, None stands for WikiText-2. Comparisons also accept
+            several texts.
+        samples: Number of windows, from the beginning of the text; 0 measures nothing. None for the default: 16 in a
+            run that writes a model, 256 in a comparison that measures on the rest of the calibration text, and
+            otherwise all of the text.
+        length: Tokens in a window; None for the same number as in the calibration windows.
+        before: Whether a run that writes a model also measures the dense model.
+        bos: As in :class:`Calibration`. The token is given and not predicted. The part of a text after the calibration
+            windows is read, and begins, as they do.
         field: As in :class:`Calibration`.
+
+    Raises:
+        UsageError: a value is out of range.
     """
 
     text: Text | Sequence[str] | None = None
@@ -159,16 +170,16 @@ class Measurement(_Options):
 
     @property
     def texts(self) -> tuple[Text | None, ...]:
-        """All of its texts, of which most measurements have one."""
+        """The texts as a tuple; most measurements have one."""
         return self.text if isinstance(self.text, tuple) else (self.text,)
 
     def only_text(self, caller: str) -> None:
-        """Raises UsageError where there are several texts, or none."""
+        """Raises UsageError unless there is exactly one text."""
         if len(self.texts) != 1:
             raise UsageError(f"{caller} measures one text at a time; got {len(self.texts)}")
 
     def some(self) -> None:
-        """Raises UsageError where no window is measured."""
+        """Raises UsageError if no window is to be measured."""
         if self.samples == 0:
             raise UsageError("samples must be 1 or more; got 0")
 
@@ -176,17 +187,20 @@ class Measurement(_Options):
 @checked_names
 @dataclass(frozen=True)
 class Compute(_Options):
-    """Where and in what a model runs; a device alone will do, as in ``compute="cuda"``.
+    """Device, dtype and memory with which a model runs; a device alone will do, as in ``compute="cuda"``.
 
     Attributes:
         device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one. It is checked when the model is opened.
-        dtype: What blocks run in: "float32", "bfloat16", "float16"; "auto" is float32 on a CPU and the checkpoint's own
-            on a GPU. Gram matrices and solvers always use float32.
-        tf32: Where GPUs may round the factors of float32 products to TF32: "auto" for Gram matrices of half-precision
-            activations, where that changes no factor; "always" for all products; "never". Factorisations and inverses
-            never use it.
-        max_memory: Bytes that the process may use, or text such as "8GiB": hidden states that do not fit are kept in a
-            file in the system's temporary directory. None for no limit.
+        dtype: Compute dtype of the blocks: "float32", "bfloat16" or "float16"; "auto" is float32 on a CPU and the
+            checkpoint's own on a GPU. Gram matrices and solvers always use float32.
+        tf32: When a GPU may round the factors of float32 products to TF32: "auto" for Gram matrices of half-precision
+            activations, which it leaves exact; "always" for all products; or "never". Factorisations and inverses never
+            use it.
+        max_memory: Memory limit of the process, in bytes or as text such as "8GiB"; hidden states beyond it are spilled
+            to disk, in the system's temporary directory. None for no limit.
+
+    Raises:
+        UsageError: a value is not valid.
     """
 
     device: str = "auto"
@@ -206,7 +220,7 @@ class Compute(_Options):
 
     @property
     def budget(self) -> int | None:
-        """``max_memory`` in bytes."""
+        """``max_memory`` in bytes; None for no limit."""
         assert not isinstance(self.max_memory, str)
         return self.max_memory
 

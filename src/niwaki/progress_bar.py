@@ -21,11 +21,11 @@ _FORMAT = "{desc}: {percentage:3.0f} %|{bar}| {elapsed}{postfix}"
 
 
 class ProgressBar(Progress):
-    """A bar that shows how far a run is, in Jupyter and in terminals, drawn by tqdm.
+    """A progress bar for Jupyter and terminals, drawn by tqdm: hand it to any function that takes ``progress``.
 
-    For example ``niwaki.prune("demo", "out", 0.6, progress=niwaki.ProgressBar())``; every function with a ``progress``
-    takes one. The first line says about how long the run takes. The bar names the part at work and the time left, and
-    notes are printed above it. It can be used for one run after the other.
+    For example ``niwaki.prune("demo", "out", 0.6, progress=niwaki.ProgressBar())``. A first line says about how long
+    the run will take. The bar names the current part and the time left, and notes are printed above it. The same bar
+    can be used for one run after another.
     """
 
     def __init__(self) -> None:

@@ -48,37 +48,37 @@ def run(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Record:
-    """Does several things to a model, one after the other: shrink, prune, put on a grid, heal, export.
+    """Applies several stages to a model, one after the other: shrink, prune, quantize, heal, export.
 
     For example ``run(model, out, [Shrink(neurons=0.25), Prune("2:4"), Heal(max_time="30m")], calibration="text.txt")``.
-    Everything is checked before the first stage begins. Each stage reads what the one before it wrote; an interrupted
-    run resumes in the stage that was at work, and the result has the same bytes as one that was not interrupted.
+    All stages are checked before the first one begins. Each stage reads what the one before it wrote. An interrupted
+    run resumes in the stage that it had reached, and the result has the same bytes as one that was not interrupted.
 
     Args:
         model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
-        out: A directory that does not exist or is empty. It appears when all is written and checked.
-        stages: :class:`~niwaki.ShrinkVocabulary`, which has to be the first, and :class:`~niwaki.Shrink`, before which
-            nothing else comes; :class:`~niwaki.Prune`, :class:`~niwaki.Quantize`, :class:`~niwaki.Heal`, which trains
-            towards ``model`` and so is not the first, :class:`~niwaki.QuantizeEmbeddings`, after which only formats
-            come, and :class:`~niwaki.Export`, of which :class:`~niwaki.Pack` is
-            one, which has to be the last; or text such as "shrink neurons=0.25" and "export gguf-q8_0". Or a
-            :class:`~niwaki.Recipe`, which has stages and options: those that are given here too come before its own,
-            and a note says whether the result has the bytes that it names.
-        calibration: The text that all stages calibrate and train on, alone or as a
-            :class:`~niwaki.options.Calibration`. Healing, which takes more, reads on where the others stop.
-        measurement: The text that perplexity is measured on after each stage, alone or as a
+        out: Output directory, new or empty. It appears once everything is written and checked.
+        stages: The stages in order: :class:`~niwaki.ShrinkVocabulary`, which must be the first;
+            :class:`~niwaki.Shrink`, which nothing else may precede; :class:`~niwaki.Prune` and
+            :class:`~niwaki.Quantize`; :class:`~niwaki.Heal`, which trains towards ``model`` and so cannot be the first;
+            :class:`~niwaki.QuantizeEmbeddings`, which only a format may follow; and the formats :class:`~niwaki.Export`
+            and :class:`~niwaki.Pack`, one of which may be the last. Text will do too, such as "shrink neurons=0.25" or
+            "export gguf-q8_0". Or a :class:`~niwaki.Recipe`, which has stages and options: options given here override
+            its own, and a note says whether the result has the bytes that the recipe names.
+        calibration: The text that all stages calibrate and train on, as a name or a
+            :class:`~niwaki.options.Calibration`. Healing needs more text and reads on where the other stages stop.
+        measurement: The text that perplexity is measured on after each stage, as a name or a
             :class:`~niwaki.options.Measurement`; by default 16 windows that no stage has calibrated or trained on.
-        compute: The device, alone or as a :class:`~niwaki.options.Compute`.
-        restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
-        progress: Receives how it goes.
+        compute: The device, as a name or a :class:`~niwaki.options.Compute`.
+        restart: Discard what an interrupted run has left for ``out`` instead of resuming it.
+        progress: Receives the progress of the run.
 
     Returns:
-        The record of all stages, which is also in ``out/niwaki.json``, but for an export at the end; its ``stages`` are
-        each in turn.
+        The record of all stages together, with each of them in its ``stages``. It is also in ``out/niwaki.json``,
+        except for an export at the end.
 
     Raises:
-        UsageError: a stage cannot follow those before it, or has a parameter that is not valid; nothing is written.
-        NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
+        UsageError: a stage cannot follow those before it, or has an invalid parameter; nothing is written.
+        NiwakiError: see :mod:`niwaki.errors`. Finished work is kept, and the same call resumes.
     """
     if not isinstance(stages, Recipe):
         made = make_stages(stages)
@@ -111,44 +111,45 @@ def prune(
 ) -> Record:
     """Prunes the model in directory ``model`` and writes the result to directory ``out``.
 
-    One decoder block is in memory at a time, with its Gram matrices and the hidden states of the calibration text.
+    Only one decoder block is in memory at a time, with its Gram matrices and the hidden states of the calibration text.
     Embeddings, norms, biases and the head are copied.
 
     Args:
         model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
-        out: A directory that does not exist or is empty. It appears when all is written and checked.
-        pattern: A fraction of zeros, such as 0.6 or "60 %", in the pattern that the solver's paper uses; or a pattern,
-            such as "2:4" or ``PerRow(0.6)``.
-        solver: A name of ``SOLVERS``, with parameters as in "adam:iterations=50", or a solver; by default continuation.
-        effort: A name of ``EFFORTS``, with parameters as in "best:epochs=3", or an effort: what is done for the whole
-            model, and for matrices and blocks to fit together. By default "balanced", and where a solver or a mask is
-            given "fast": methods as they were published.
-        mask_from: The name of another solver, or a pruned model, whose mask is used; a model's is kept as it is,
-            whatever its pattern. With a pattern as well it gets the zeros that it lacks for that, beyond its own, and
+        out: Output directory, new or empty. It appears once everything is written and checked.
+        pattern: A fraction of zeros, such as 0.6 or "60 %", in the kind of pattern that the solver's paper uses; or a
+            pattern, such as "2:4" or ``PerRow(0.6)``.
+        solver: A name in ``SOLVERS``, with parameters as in "adam:iterations=50", or a solver; by default continuation.
+        effort: What is done for the model as a whole, beyond each matrix: a name in ``EFFORTS``, with parameters as in
+            "best:epochs=3", or an effort. The default is "balanced", or "fast", which is the method as published, if a
+            solver or a mask is given.
+        mask_from: Another solver, by name, or a pruned model whose mask is used. A model's mask is kept as it is,
+            whatever its pattern. If a pattern is given too, the mask gets the zeros that it lacks for that pattern, and
             solvers that refine masks (swaps, dsnot) start from it and stay within the pattern.
-        quantize: A grid for the remaining weights, such as "int4:128": whole numbers of 4 bits, with a scale for each
-            row and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros in addition to the
-            pattern's. Scales are in ``out/quantization/scales.safetensors``, those of two factors, which have 8 bits,
-            beside these.
-        keep_format: Write the pruned matrices of a model in FP8 or MXFP4 in that format again, instead of bfloat16: all
-            that was not pruned keeps its bytes, and zeros are those of the solver. Weights that would round to 0 become
-            the smallest number. UsageError for other models, and together with ``quantize``.
-        revive: Prune as if weights that are 0 in ``model`` were not. By default they stay 0, and count among the zeros
-            that the pattern asks for; where there are more, all stay.
-        blocks: Only those from the first number to before the second one are pruned; (0, 2) or "0:2" are the first two.
-        calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
-        measurement: The text to measure perplexity on, alone or as a :class:`~niwaki.options.Measurement`; by default
+        quantize: A grid for the remaining weights. "int4:128" stands for whole numbers of 4 bits with a scale for each
+            row and 128 inputs, "int8" has one scale for each row. Weights that round to 0 are zeros in addition to the
+            pattern's. Scales are written to ``out/quantization/scales.safetensors``; two factors have 8 bits, and their
+            scales are stored with the factors.
+        keep_format: Write the pruned matrices of an FP8 or MXFP4 model in that format again, instead of bfloat16. All
+            that is not pruned keeps its bytes, and the zeros are those of the solver: weights that would round to 0
+            become the smallest number. UsageError for other models, and together with ``quantize``.
+        revive: Let weights that are 0 in ``model`` become nonzero. By default they stay 0 and count among the zeros
+            that the pattern asks for; if there are more of them, all stay.
+        blocks: Prune only the blocks from the first number up to, but not including, the second; (0, 2) or "0:2" stands
+            for the first two.
+        calibration: The text to calibrate on, as a name or a :class:`~niwaki.options.Calibration`.
+        measurement: The text to measure perplexity on, as a name or a :class:`~niwaki.options.Measurement`; by default
             16 windows of the calibration text after the calibration windows.
-        compute: The device, alone or as a :class:`~niwaki.options.Compute`.
-        restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
-        progress: Receives how it goes.
+        compute: The device, as a name or a :class:`~niwaki.options.Compute`.
+        restart: Discard what an interrupted run has left for ``out`` instead of resuming it.
+        progress: Receives the progress of the run.
 
     Returns:
         The record, which is also in ``out/niwaki.json``.
 
     Raises:
-        NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left; later the same call
-            resumes after the last block that is done, as it does after an interruption.
+        NiwakiError: see :mod:`niwaki.errors`. After an error before the first block is done, nothing is left; later,
+            the same call resumes after the last finished block, as it does after an interruption.
     """
     stage = Prune(pattern, solver, effort, mask_from, quantize, keep_format, revive, blocks)
     return _execute("prune", model, out, [stage], calibration, measurement, compute, restart, progress)
@@ -171,33 +172,33 @@ def quantize(
     """Puts the weights of the decoder blocks on a grid and writes the model to directory ``out``; zeros stay zeros.
 
     The result loads wherever the dense model does and is as large; :func:`niwaki.pack` makes it small and fast, and
-    :func:`niwaki.export` writes it for transformers and vLLM. The same as :func:`niwaki.prune` with the pattern 0 and
-    ``quantize=grid``.
+    :func:`niwaki.export` writes it for transformers and vLLM. The call is the same as :func:`niwaki.prune` with the
+    pattern 0 and ``quantize=grid``.
 
     Args:
         model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
-        out: A directory that does not exist or is empty. It appears when all is written and checked.
-        grid: Such as "int4:64": whole numbers of 4 bits, with a scale for each row and 64 inputs; "int8" has one for
-            each row.
-        embeddings: A grid for the token embeddings and the head too, such as "int8:64", on which they are put when
-            all else is done; by default they stay as they are.
-        effort: "none" rounds each weight to the nearest number of the grid, and reads no text. A name of ``EFFORTS``,
-            or an effort, makes up for what rounding changes, on the calibration text: "fast" within each matrix,
-            "balanced" and "best" within each block too. By default "none" for 8 bits, where the others gain next to
-            nothing, and "balanced" for fewer.
-        calibration: As in :func:`niwaki.prune`, and so are all arguments that follow. Where no text is needed
-            perplexity is measured on it, from its beginning, unless the measurement has another.
-        measurement: What to measure perplexity on.
-        compute: Where blocks run.
-        restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
-        progress: Receives how it goes.
+        out: Output directory, new or empty. It appears once everything is written and checked.
+        grid: "int4:64" stands for whole numbers of 4 bits with a scale for each row and 64 inputs; "int8" has one scale
+            for each row.
+        embeddings: A grid for the token embeddings and the head, such as "int8:64"; they are quantized last. By default
+            they stay as they are.
+        effort: How hard to compensate for rounding. "none" rounds each weight to the nearest number of the grid and
+            reads no text. A name in ``EFFORTS``, or an effort, compensates on the calibration text: "fast" within each
+            matrix, "balanced" and "best" within each block too. The default is "none" for 8 bits, where the others gain
+            next to nothing, and "balanced" for fewer.
+        calibration: As in :func:`niwaki.prune`, like all arguments that follow. If nothing is calibrated, perplexity is
+            measured on this text from its beginning, unless ``measurement`` names another.
+        measurement: The text to measure perplexity on.
+        compute: The device.
+        restart: Discard what an interrupted run has left for ``out`` instead of resuming it.
+        progress: Receives the progress of the run.
 
     Returns:
         The record, which is also in ``out/niwaki.json``.
 
     Raises:
-        NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left; later the same call
-            resumes after the last block that is done.
+        NiwakiError: see :mod:`niwaki.errors`. After an error before the first block is done, nothing is left; later,
+            the same call resumes after the last finished block.
     """
     stages: list[Stage] = [Quantize(grid, effort=effort)]
     if embeddings is not None:
@@ -224,49 +225,52 @@ def shrink(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Record:
-    """Writes a smaller dense model to directory ``out``, which transformers loads as any other.
+    """Writes a smaller dense model to directory ``out``, which transformers loads like any other.
 
-    First the blocks are removed without which the model's predictions change least
-    (:func:`niwaki.shrinking.depth.costs_of_runs`); what they did goes into the last matrix of the block before them, as
-    far as a linear map can do it (:func:`niwaki.shrinking.bridge.bridge`). Then, block by block with the inputs from
-    the smaller blocks before it, those heads and neurons go whose absence costs the outputs of o_proj and down_proj
-    least, and these two are fitted without them (:func:`niwaki.layer.unit_removal.remove_units`), and the experts that
-    contribute least, for which the others are fitted (:func:`niwaki.shrinking.experts.fit_experts`). By default all
-    that is left of each block is then fitted to the outputs of the dense model, see ``effort``.
+    Blocks are removed first: those without which the model's predictions change least
+    (:func:`niwaki.shrinking.depth.costs_of_runs`). As much of their effect as a linear map can reproduce goes into the
+    last matrix of the block before them (:func:`niwaki.shrinking.bridge.bridge`). Then, block by block and with the
+    inputs from the smaller blocks before it, the heads and neurons are removed whose absence costs the outputs of
+    o_proj and down_proj least, and these two matrices are refitted (:func:`niwaki.layer.unit_removal.remove_units`).
+    The experts that contribute least are removed too, and the others fitted to replace them
+    (:func:`niwaki.shrinking.experts.fit_experts`). By default all that is left of each block is then fitted to the
+    outputs of the dense model, see ``effort``.
 
     Args:
         model: A directory with config.json and safetensors, or a Hugging Face hub id.
-        out: A directory that does not exist or is empty. It appears when all is written and checked.
-        vocabulary: How many tokens stay, such as 24576; or the share of them to remove, such as 0.5 or "50 %"; or
-            "used", for all that the calibration text uses, and "used:0.9995" for the most common ones that make up so
-            much of it. Counted is all of the text, and not only its windows. Bytes, special tokens and what others are
-            merged from stay, so that all text can be encoded. For byte-level BPE, BPE with byte fallback, and Unigram.
-        blocks: How many decoder blocks to remove.
-        neurons: Fraction of the MLP neurons of each block to remove, such as 0.25 or "25 %". Where a block has a
-            multiple of 32, the nearest multiple of 32 stays.
-        heads: Fraction of the attention heads of each block to remove, those that share keys and values together.
-        experts: Fraction of the experts of each block to remove, of a mixture of experts.
-        expert_neurons: Fraction of the neurons of each of them to remove, not at the same time; rounded likewise.
-        parameters: How large the result is to be, at most: a share of the model's parameters, such as 0.75 or "75 %",
-            or their number, such as "110M". Then the blocks, heads and neurons go that together cost the predictions
-            least (:mod:`niwaki.shrinking.combinations`). With a ``vocabulary`` a share is of what that leaves.
-        effort: A name of ``EFFORTS``, with parameters as in "balanced:epochs=0.5", or an effort: how much text the
-            dense model writes beside the given one, how outputs are weighted when heads and neurons are chosen, how
-            what is left of each block is fitted, and healing. By default "balanced:synthetic=0.5"; where experts go
-            "fast", which is the given text alone, and fits only the matrices that lose columns or stand before a gap.
-            Where only tokens go it is for healing, such as "best", and by default there is none.
-        calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
-        measurement: What to measure perplexity on.
-        compute: Where blocks run; ``tf32`` and ``max_memory`` are not used.
-        restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
-        progress: Receives how it goes.
+        out: Output directory, new or empty. It appears once everything is written and checked.
+        vocabulary: Number of tokens to keep, such as 24576; or the fraction to remove, such as 0.5 or "50 %"; or "used"
+            for all tokens of the calibration text, and "used:0.9995" for the most common ones that make up this share
+            of it. The whole text is counted, not only its windows. Bytes, special tokens and the tokens that others are
+            merged from are kept, so any text can still be encoded. For byte-level BPE, BPE with byte fallback, and
+            Unigram.
+        blocks: Number of decoder blocks to remove.
+        neurons: Fraction of the MLP neurons of each block to remove, such as 0.25 or "25 %". If a block has a multiple
+            of 32 neurons, the nearest multiple of 32 is kept.
+        heads: Fraction of the attention heads of each block to remove; heads that share keys and values go together.
+        experts: Fraction of the experts of each block to remove, in a mixture of experts.
+        expert_neurons: Fraction of the neurons of each expert to remove, rounded as for ``neurons``; not together with
+            ``experts``.
+        parameters: Largest size of the result: a fraction of the model's parameters, such as 0.75 or "75 %", or their
+            number, such as "110M". The blocks, heads and neurons are removed that together cost the predictions least
+            (:mod:`niwaki.shrinking.combinations`). With ``vocabulary`` the fraction refers to what that leaves.
+        effort: A name in ``EFFORTS``, with parameters as in "balanced:epochs=0.5", or an effort. It sets how much text
+            the dense model adds to the calibration text, how outputs are weighted when heads and neurons are chosen,
+            how the rest of each block is fitted, and healing. The default is "balanced:synthetic=0.5"; for experts it
+            is "fast", which uses the given text alone and fits only the matrices that lose columns or precede a removed
+            block. If only tokens are removed, an effort such as "best" is for healing, and the default is none.
+        calibration: As in :func:`niwaki.prune`, like all arguments that follow.
+        measurement: The text to measure perplexity on.
+        compute: The device; ``tf32`` and ``max_memory`` are not used.
+        restart: Discard what an interrupted run has left for ``out`` instead of resuming it.
+        progress: Receives the progress of the run.
 
     Returns:
         The record, which is also in ``out/niwaki.json``.
 
     Raises:
-        NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left; later the same call
-            resumes after the last block that is done.
+        NiwakiError: see :mod:`niwaki.errors`. After an error before the first block is done, nothing is left; later,
+            the same call resumes after the last finished block.
     """
     Compute.of(compute).only("shrink", "device", "dtype")
     shares = map(parse_share, SHARES, (neurons, heads, experts, expert_neurons))
@@ -297,41 +301,41 @@ def heal(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Record:
-    """Trains the weights of a pruned model that are not zero, and writes the result to directory ``out``.
+    """Trains the nonzero weights of a pruned model towards the dense model's predictions and writes them to ``out``.
 
-    Its predictions of the next token come near those of the dense model (:mod:`niwaki.healing.training`,
-    :class:`niwaki.healing.blocks.BlockRun`). For anything that was pruned, by niwaki or others, with
-    zeros or to a smaller shape: all zeros stay. The dense model is asked a block at a time, the pruned one is in memory
-    as a whole where it fits.
+    This is distillation with the dense model as the teacher (:mod:`niwaki.healing.training`,
+    :class:`niwaki.healing.blocks.BlockRun`). It works on any pruned model, by niwaki or others, with zeros or of a
+    smaller shape; all zeros stay zero. The dense model is in memory one block at a time, the pruned one as a whole if
+    it fits.
 
     Args:
         pruned: The pruned model: a directory with config.json and safetensors, or a Hugging Face hub id.
-        out: A directory that does not exist or is empty. It appears when all is written and checked.
-        teacher: The dense model, likewise; one with the same tokens, or more of them, will do.
-        method: "full" trains all weights that are left, with three more float32 numbers for each; "lora" adds products
-            of low rank to them, in little more memory than the weights take; "norms" trains norms and biases alone.
-            "blocks" trains one block after the other towards the dense model's, with one of each in memory. "auto" is
-            the first of "full", "lora" and "blocks" that memory is enough for.
-        tokens: How many to train on, such as "2M". Where the text has fewer, it is used again.
-        max_time: Seconds, or text such as "1h", that it may take in all; None for no limit. The same tokens give the
-            same bytes, the same time does not.
-        rate: The learning rate, relative to the root mean square of each parameter's weights; None for 0.0007, or 0.01
-            with the method "blocks".
-        batch: Tokens in a step, at least one window; such as "1k".
-        own_text: The share of what is trained on that the dense model writes itself, from 0 to less than 1.
-        calibration: The text to train on, alone or as a :class:`~niwaki.options.Calibration`, whose ``samples`` are
+        out: Output directory, new or empty. It appears once everything is written and checked.
+        teacher: The dense model, likewise; it must have the same tokens, or more.
+        method: "full" trains all remaining weights and needs three more float32 numbers for each; "lora" adds low-rank
+            products to them, in little more memory than the weights take; "norms" trains norms and biases alone;
+            "blocks" trains one block after the other towards the dense model's, with one block of each model in memory.
+            "auto" is the first of "full", "lora" and "blocks" that fits in memory.
+        tokens: Number of tokens to train on, such as "2M". A text with fewer is used repeatedly.
+        max_time: Limit for the whole call, in seconds or as text such as "1h"; None for no limit. The same number of
+            tokens gives the same bytes, the same time does not.
+        rate: Learning rate, relative to the root mean square of each parameter's weights; None for 0.0007, or 0.01 with
+            the method "blocks".
+        batch: Tokens per step, such as 512 or "1k"; at least one window.
+        own_text: Fraction of the training text that the dense model generates, from 0 to less than 1.
+        calibration: The text to train on, as a name or a :class:`~niwaki.options.Calibration`, whose ``samples`` are
             not used; by default in windows of 512 tokens.
         measurement: The text to measure perplexity on, as in :func:`niwaki.prune`.
-        compute: The device; ``tf32`` is not used. Half precision is bfloat16, with weights in float32; "auto" is that
-            also on processors with units for it (AMX or AVX512-BF16), where files are in it.
-        restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
-        progress: Receives how it goes.
+        compute: The device; ``tf32`` is not used. Half precision is bfloat16, with weights in float32. On processors
+            with units for bfloat16 (AMX or AVX512-BF16), "auto" is bfloat16 too if the files are.
+        restart: Discard what an interrupted run has left for ``out`` instead of resuming it.
+        progress: Receives the progress of the run.
 
     Returns:
         The record, which is also in ``out/niwaki.json``; that of the pruned model is in ``out/niwaki.base.json``.
 
     Raises:
-        NiwakiError: see :mod:`niwaki.errors`. After the first point the same call resumes at the last one.
+        NiwakiError: see :mod:`niwaki.errors`. Once a first point has been saved, the same call resumes at the last one.
     """
     known = ("text", "length", "order", "seed", "answers", "bos", "field")
     Calibration.of(calibration).only("heal", *known, hint="; how much it trains on is tokens")

@@ -13,19 +13,20 @@ from niwaki.choices import Order
 
 @dataclass(frozen=True)
 class Windows:
-    """Token windows and where they come from.
+    """Windows of tokens, and where they come from: what every text becomes before a model reads it.
 
     Attributes:
         tokens: (windows, length) int64.
-        source: The text's name, as it was given.
+        source: Name of the text, as it was given.
         order: ``first`` or ``random``.
-        origin: What text it is, how it became tokens, and which windows of it, in words; "" for given tokens.
-        notes: What else a record should say of them.
-        bos: The token that texts of the model begin with; None where they begin with none, or that is not known.
-        spans: (windows, 2) int64, of texts that are not all as long: the first token of each that is predicted, and
-            where its tokens end; what follows stands for nothing. None where all are predicted but the first.
-        bytes: UTF-8 bytes of what is predicted in each window; none where they were not counted.
-        digest: SHA-256 of what tokens are the numbers of, such as sounds; "" where they are tokens alone.
+        origin: In words, which text it is, how it was tokenised and which of its windows these are; "" for given
+            tokens.
+        notes: Further notes for the record.
+        bos: The token that texts begin with in this model; None if there is none, or if it is not known.
+        spans: (windows, 2) int64, for texts that differ in length: the first token of each that is predicted, and the
+            end of its tokens; the rest is padding. None if all tokens are predicted except the first.
+        bytes: UTF-8 bytes of the predicted text in each window; empty if they were not counted.
+        digest: SHA-256 of other inputs that the tokens stand for, such as sounds; "" if there are tokens alone.
     """
 
     tokens: Tensor
@@ -42,11 +43,11 @@ class Windows:
         check_fields(self)
 
     def of(self, numbers: Tensor) -> Windows:
-        """Those with these ``numbers`` (int64), from 0."""
+        """The windows with these ``numbers`` (int64), counted from 0."""
         spans = None if self.spans is None else self.spans[numbers]
         sizes = tuple(self.bytes[number] for number in numbers.tolist()) if self.bytes else ()
         return replace(self, tokens=self.tokens[numbers], spans=spans, bytes=sizes)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the tokens: whether two runs saw the same text."""
+        """SHA-256 of the tokens, which shows whether two runs saw the same text."""
         return hashlib.sha256(self.tokens.contiguous().numpy().tobytes() + self.digest.encode()).hexdigest()

@@ -386,7 +386,7 @@ def test_the_hub_cannot_be_reached(tmp_path: Path, niwaki_: Command, monkeypatch
         ran = niwaki_(*command)
         assert ran.code == 1
         assert len(ran.err.splitlines()) == 1
-        assert "some/model is not a local directory and not available from the hub: no route to host" in ran.err
+        assert "there is no directory some/model, and the Hugging Face hub does not provide it: no route to host" in ran.err
     assert listing(tmp_path) == []
 
 

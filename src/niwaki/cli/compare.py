@@ -19,12 +19,12 @@ class Comparing:
     """How all methods are compared: arguments of :func:`niwaki.compare`.
 
     Options:
-        effort: {efforts}, for solvers that are given without one.
+        effort: Effort for solvers that are given without one: {efforts}.
         text: Text to measure perplexity on; may be repeated. {text} [default: {usual_text}]
         max_time: Time limit, such as 90m or 2h; no run starts that would end later.
 
     More options:
-        text_samples: Windows of each. [default: all, or 256 of the calibration text]
+        text_samples: Windows of each text. [default: all, or 256 of the calibration text]
         keep: Keep the pruned models, in DIR/models.
     """
 
@@ -52,7 +52,7 @@ def compare(
 
     Options:
         results: Output directory; existing results are reused.
-        solvers: Names as for 'prune --solver', each with an effort after an @ if you like.
+        solvers: Names as for 'prune --solver', each optionally with an effort after an @.
         patterns: Fractions of zeros, and patterns such as 2:4 or per-row:0.6.
     """
     with TableDisplay(f"comparing methods on {model}") as display, in_session():

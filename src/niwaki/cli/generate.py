@@ -21,7 +21,7 @@ def generate(
     raw: bool = False,
     compute: Compute = Compute(),
 ) -> None:
-    """Generate text with MODEL, dense or packed: its answer to PROMPT, or without a chat template a continuation.
+    """Generate text with MODEL, dense or packed: its answer to PROMPT, or a continuation if it has no chat template.
 
     Example: niwaki generate MODEL "What is a bonsai?"
 

@@ -49,7 +49,7 @@ _NAMES = {
     "patterns": ", ".join(PATTERN_NAMES),
     "efforts": either(EFFORTS),
     "allocations": either(get_args(Allocation)),
-    "text": "It is a file (text, JSONL, JSON, CSV, Parquet), a data set (c4, c4-validation, ptb, wikitext2, "
+    "text": "A text is a file (text, JSONL, JSON, CSV, Parquet), a data set (c4, c4-validation, ptb, wikitext2, "
     "REPO:CONFIG:SPLIT), demo or demo-held.",
     "usual_text": USUAL_TEXT,
     "healing_length": HEALING_LENGTH,
@@ -69,7 +69,7 @@ class _Shared:
     """Options that several commands have, unless their own docstrings describe them.
 
     Options:
-        model: Directory, GGUF file or hub id of a model, or 'demo'. That is a small model that ships with niwaki.
+        model: Directory, GGUF file or hub id of a model, or 'demo'. 'demo' is a small model that ships with niwaki.
         output: Output directory, new or empty.
         restart: Start over instead of resuming an interrupted run.
 
@@ -92,7 +92,7 @@ class _Calibration:
         samples: Windows of calibration text.
 
     More options:
-        order: The first windows of the text, or random ones from all of it. [default: first]
+        order: Use the first windows of the text, or random ones from all of it. [default: first]
         seed: Random seed, for random windows and for the text that the model writes.
         answers: Let the model answer the (first) text, a file of prompts ('prompt' or 'messages'). Answers in the file
             are replaced.

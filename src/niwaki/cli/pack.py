@@ -15,7 +15,7 @@ Format = Annotated[
     Option(
         "--format",
         case_sensitive=False,
-        help="Packed integers of 4 or 8 bits (compressed-tensors), what 'pack' writes, or GGUF.",
+        help="Packed integers of 4 or 8 bits (compressed-tensors), the format of 'pack', or GGUF.",
     ),
 ]
 

@@ -15,15 +15,15 @@ from niwaki.quantities import HOW_SPARSE
 
 @dataclass(frozen=True)
 class Pruning:
-    """What to prune to, besides the method: arguments of :func:`niwaki.prune`.
+    """How to prune, apart from the method: arguments of :func:`niwaki.prune`.
 
     Options:
-        quantize: Put the remaining weights on a grid too. int4:128 has 4 bits and a scale for each row and 128 inputs,
-            int8 a scale for each row. Without zeros that is 'niwaki quantize'.
+        quantize: Also put the remaining weights on a grid. int4:128 has 4 bits and a scale for each row and 128 inputs,
+            int8 a scale for each row. To quantize without pruning, use 'niwaki quantize'.
 
     More options:
         mask_from: Take the mask of this solver or pruned model and update the weights for it. With --pattern a model's
-            mask gets the zeros that it lacks, and swaps and dsnot refine it within that.
+            mask gets the zeros that it lacks, and swaps and dsnot refine it within the pattern.
         keep_format: Write pruned matrices of an FP8 or MXFP4 model in that format again, instead of bfloat16.
         revive: Let weights that are 0 in MODEL become nonzero. Without it they stay 0.
         blocks: Prune only these decoder blocks, such as 0:2 for the first two.
@@ -56,12 +56,12 @@ def prune(
 
     Options:
         sparsity: Fraction of zeros in the matrices, such as 0.6 or 60%.
-        pattern: A pattern instead, such as 2:4. There are {patterns}.
-        solver: Method for each matrix, such as {solver} or wanda; see 'niwaki solvers'. It is {solver} (the default),
-            {solvers}; for masks {masks}; for weights {weights}; or several, as in wanda+swaps+exact.
-        effort: {efforts}: what is done for the model as a whole, beyond each matrix. It shares out zeros, fits blocks
-            and heals; heal is best with three times the training. With parameters as in best:healing=0. [default:
-            balanced; fast with --solver or --mask-from]
+        pattern: Pattern instead of a fraction, such as 2:4. Available: {patterns}.
+        solver: Method for each matrix, such as {solver} or wanda; see 'niwaki solvers'. Available: {solver} (the
+            default), {solvers}; for masks {masks}; for weights {weights}; or several, as in wanda+swaps+exact.
+        effort: {efforts}: what is done for the model as a whole, beyond each matrix. Efforts share out zeros, fit
+            blocks and heal; heal is like best with three times the training. Parameters can be set, as in
+            best:healing=0. [default: balanced; fast with --solver or --mask-from]
 
     More options:
         settings: Set a parameter of the solver. May be repeated.

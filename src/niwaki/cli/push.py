@@ -18,7 +18,7 @@ def push(
     """Publish DIR, which niwaki wrote, as the model OWNER/NAME on the Hugging Face hub, with your login.
 
     All files are listed first and then uploaded in one commit: the weights, the model card, the record niwaki.json and
-    recipe.toml, by which others can make the same model again.
+    recipe.toml, with which others can make the same model again.
 
     Example: niwaki push OUT OWNER/NAME --dry-run
 

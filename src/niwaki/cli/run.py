@@ -26,11 +26,11 @@ def run(
     Example: niwaki run MODEL OUT -s 'shrink neurons=0.25' -s 'prune 2:4' -s 'heal max_time=30m'
 
     Options:
-        stages: A stage with its parameters, in quotes. Such as 'shrink neurons=0.25', 'prune 2:4', 'quantize int4:128',
-            'heal max_time=30m', 'embeddings int8:64', 'pack' or 'export gguf-q8_0'. May be repeated; stages run in this
-            order.
+        stages: Stage with its parameters, in quotes. Examples: 'shrink neurons=0.25', 'prune 2:4', 'quantize int4:128',
+            'heal max_time=30m', 'embeddings int8:64', 'pack' or 'export gguf-q8_0'. May be repeated; stages run in the
+            order given.
         recipe: TOML file with the stages instead, such as the recipe.toml of another result. It has tables called
-            [[stages]] and may have options, which those on the command line override.
+            [[stages]] and may have options; those on the command line override them.
     """
     if bool(stages) == (recipe is not None):
         raise UsageError("say what to do, by --stage or by --recipe FILE; such as --stage 'prune 0.5' --stage heal")

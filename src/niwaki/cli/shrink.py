@@ -14,19 +14,20 @@ class Removal:
     """What is removed: arguments of :func:`niwaki.shrink`.
 
     Options:
-        parameters: Size of the result: a share such as 0.75, or a number such as 110M. The blocks, heads and neurons
-            are removed that together cost least. With --vocabulary 0.75 is of what that leaves.
-        vocabulary: Tokens to keep, such as 24576, or a share to remove, such as 0.5. Or used, for the tokens of the
-            calibration text, and used:0.9995 for the most common ones that make up this share of it. All of the text is
+        parameters: Size of the result: a fraction such as 0.75, or a number such as 110M. The blocks, heads and neurons
+            that together cost least are removed. With --vocabulary, 0.75 refers to what that leaves.
+        vocabulary: Tokens to keep, such as 24576, or a fraction to remove, such as 0.5. 'used' keeps the tokens of the
+            calibration text, and 'used:0.9995' the most common ones that make up this share of it. All of the text is
             counted. Any text can still be encoded.
-        blocks: Decoder blocks to remove. Those go without which the predictions change least.
+        blocks: Number of decoder blocks to remove. They are those without which the predictions change least.
         neurons: Fraction of the MLP neurons of each block to remove. Rounded so that a multiple of 32 stays, if there
-            was one before: block formats such as Q8_0 need it.
+            was one before: formats with groups of 32, such as Q8_0, need it.
         heads: Fraction of the attention heads of each block to remove.
         experts: Fraction of the experts of each block to remove, in a mixture of experts.
-        effort: fast, balanced or best: how well what is left is fitted. fast fits the matrices that lose columns or
-            stand before a gap; balanced and best all of each block, also on text that the model writes; best then
-            heals. With parameters as in best:healing=0. [default: balanced:synthetic=0.5; fast with --experts]
+        effort: fast, balanced or best: how well the remaining weights are fitted. fast fits the matrices that lose
+            columns or precede a removed block; balanced and best fit all of each block, also on text that the model
+            writes; best then heals. Parameters can be set, as in best:healing=0. [default: balanced:synthetic=0.5; fast
+            with --experts]
 
     More options:
         expert_neurons: Fraction of the neurons of each expert to remove, rounded as for --neurons.

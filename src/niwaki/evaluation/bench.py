@@ -40,17 +40,25 @@ def bench(
     compute: Compute | str = Compute(),
     progress: Progress | None = None,
 ) -> SpeedRecord:
-    """Measures a model (directory or hub id, dense or packed) in both forms, each in a process of its own.
+    """Measures the speed and memory of a model in its dense and packed forms, each in a process of its own.
 
-    The dense form is what transformers makes of it. Where no matrix would be smaller packed, as in a model that is not
-    pruned, it is measured alone.
+    The dense form runs in transformers. If no matrix would be smaller packed, as in a model that is not pruned, only
+    the dense form is measured. After a prompt of random tokens, ``tokens`` are generated ``repeats`` times; the medians
+    count. A form that does not exist is made in a temporary directory, which takes as much space as its files.
 
-    After ``prompt_tokens`` random ones ``tokens`` are written, ``repeats`` times; medians count. The form that is not
-    there is made in a temporary directory, which takes as much space as its files. ``compute`` has the device, and a
-    dtype as for :func:`niwaki.load`; ``tf32`` and ``max_memory`` are not used.
+    Args:
+        model: A directory or hub id, dense or packed.
+        prompt_tokens: Tokens in the prompt.
+        tokens: Tokens to generate after it, at least 2.
+        repeats: Repetitions, after one to warm up.
+        compute: The device, and a dtype as for :func:`niwaki.load`; ``tf32`` and ``max_memory`` are not used.
+        progress: Receives the progress of the measurement.
+
+    Returns:
+        The speed, memory and size on disk of each form.
 
     Raises:
-        UsageError: a number is out of its range.
+        UsageError: a number is out of range.
         NiwakiError: see :mod:`niwaki.errors`.
     """
     for name, count, least in (("prompt_tokens", prompt_tokens, 1), ("tokens", tokens, 2), ("repeats", repeats, 1)):

@@ -57,39 +57,40 @@ def compare(
     max_time: float | str | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Prunes ``model`` by every method to every pattern and measures the perplexity of each result.
+    """Prunes ``model`` with every method to every pattern and measures the perplexity of each result.
 
-    ``out`` receives compare.json, .csv, .md and .tex after each cell, and in ``records`` the record of each run. An
-    interrupted call resumes when it is repeated, also in the middle of a run; one with other methods or
-    patterns adds to what is there. Each cell is what a single ``prune`` and ``evaluate`` give, to the bit; only the
-    peak memory in a record is that of the whole process so far.
+    After each cell of the table, ``out`` receives compare.json, .csv, .md and .tex, and ``records`` in it the record of
+    the run. An interrupted comparison resumes when the call is repeated, even in the middle of a run; a call with other
+    methods or patterns adds to the table. Each cell is what a single ``prune`` and ``evaluate`` give, bit for bit; only
+    the peak memory in a record is that of the whole process so far.
 
     Args:
         model: A directory or hub id.
-        out: A directory that does not exist, is empty, or has a comparison of the same model, texts, device, dtype and
-            versions. By default nothing is kept.
-        solvers: One or several: names that ``make_solver`` knows, such as "admm-grad" or "wanda+exact", with an effort
-            of their own as in "continuation@best:epochs=3"; or solvers, which go by the names of their classes.
-        patterns: One or several, by columns of the table: fractions of zeros such as 0.6, "0.6" or "60 %", for which
-            each solver takes the pattern of its paper, and patterns such as "2:4" or "per-row:0.6".
-        effort: For solvers that have none of their own.
+        out: Output directory: new, empty, or with a comparison of the same model, texts, device, dtype and versions. By
+            default nothing is kept.
+        solvers: One or several: names that ``make_solver`` accepts, such as "admm-grad" or "wanda+exact", with an
+            effort after an @ if you like, as in "continuation@best:epochs=3"; or solvers, which go by the names of
+            their classes.
+        patterns: One or several, in the order of the table's columns: fractions of zeros such as 0.6, "0.6" or "60 %",
+            for which each solver takes the kind of pattern of its paper; and patterns such as "2:4" or "per-row:0.6".
+        effort: The effort for solvers that are given without one.
         calibration: As in :func:`niwaki.prune`.
-        measurement: The texts to measure on, alone or as a :class:`~niwaki.options.Measurement`; by default WikiText-2.
-            One that is also the calibration text is measured on after the calibration windows.
+        measurement: The texts to measure on, as names or a :class:`~niwaki.options.Measurement`; by default WikiText-2.
+            If the calibration text is among them, it is measured after the calibration windows.
         compute: As in :func:`niwaki.prune`.
-        keep: Whether the pruned models of the cells that this call does stay, in ``models``.
-        max_time: Seconds, or text such as "2h". A cell is started only if it will end in time, should it take as long
-            as the slowest of its method, or of all where its method has none yet; the very first one always.
-            ``missing`` has the others.
-        progress: Receives how it goes.
+        keep: Keep the pruned models of the cells that this call computes, in ``out/models``.
+        max_time: Time limit, in seconds or as text such as "2h". A cell is started only if it would end in time,
+            assuming that it takes as long as the slowest one of its method, or of all methods if its own has none yet;
+            the very first cell is always started. Cells that are left out are in ``missing``.
+        progress: Receives the progress of the comparison.
 
     Returns:
-        All that is in ``out``, also from earlier calls; ``rows()`` is for pandas.
+        All cells in ``out``, including those of earlier calls; ``rows()`` is for pandas.
 
     Raises:
         UsageError: before anything is computed, if a name, a pattern or a number is not valid, a pattern does not fit
-            the model's matrices, or ``out`` has something else.
-        NiwakiError: see :mod:`niwaki.errors`. The cells that are done stay.
+            the model's matrices, or ``out`` has other contents.
+        NiwakiError: see :mod:`niwaki.errors`. Finished cells stay.
     """
     began, progress = time.monotonic(), progress or Progress()
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)

@@ -27,11 +27,23 @@ def evaluate(
     compute: Compute | str = Compute(),
     progress: Progress | None = None,
 ) -> Perplexity:
-    """The perplexity of the model in a directory (or hub id), dense, pruned or packed, on a text.
+    """Measures the perplexity of a model, dense, pruned or packed, on a text.
 
-    By default that is all of WikiText-2's test text, in windows of 2,048 tokens, or the model's positions if fewer. One
-    decoder block is in memory at a time. Of a text that is named also the bits of a byte are known, which compare
-    between models with other tokens; perplexities do not. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
+    Only one decoder block is in memory at a time. For a text given by name, the bits per byte are known too; they
+    compare between models with different tokens, which perplexities do not.
+
+    Args:
+        model: A directory or hub id.
+        measurement: The text, as a name or a :class:`~niwaki.options.Measurement`. By default it is all of WikiText-2's
+            test text, in windows of 2,048 tokens, or the model's positions if fewer.
+        compute: The device, as a name or a :class:`~niwaki.options.Compute`.
+        progress: Receives the progress of the measurement.
+
+    Returns:
+        The perplexity, with its standard error and the protocol by which it was measured.
+
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`.
     """
     measurement, compute, progress = Measurement.of(measurement), Compute.of(compute), progress or Progress()
     measurement.only("evaluate", "text", "samples", "length", "bos", "field")

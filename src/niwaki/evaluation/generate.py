@@ -37,12 +37,27 @@ def generate(
     compute: Compute | str = Compute(),
     say: Callable[[str], None] | None = None,
 ) -> str:
-    """What the model in a directory (or hub id), dense, pruned or packed, writes for ``prompt``: at most ``tokens``.
+    """Generates text with a model, dense, pruned or packed: its answer to ``prompt``, or a continuation.
 
-    A model with a chat template answers the prompt as a user's message; any other, and with ``raw`` each, continues it
-    as it stands. All of the model has to fit in memory. ``compute`` is as in :func:`niwaki.bench`, and ``say`` receives
-    each piece of the text as soon as it is certain. Each token is the most likely one, or above ``temperature`` 0 drawn
-    from the model's probabilities at it, by ``seed``. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
+    A model with a chat template answers the prompt as a user's message; any other model continues it. The whole model
+    has to fit in memory.
+
+    Args:
+        model: A directory or hub id.
+        prompt: The text to answer or to continue.
+        tokens: Largest number of tokens to generate.
+        temperature: 0 takes the most likely token each time; above 0, tokens are sampled from the model's probabilities
+            at this temperature.
+        seed: Random seed for sampling.
+        raw: Continue the prompt as it is, without the chat template.
+        compute: The device and the dtype, as in :func:`niwaki.bench`.
+        say: Called with each piece of the text as soon as it is certain.
+
+    Returns:
+        The generated text.
+
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`.
     """
     return write(model, prompt, tokens, temperature, seed, raw, Compute.of(compute), say)
 

@@ -20,13 +20,13 @@ KNOWN_PATTERNS = ((1, 4), (2, 4), (4, 8))
 
 @dataclass(frozen=True)
 class MatrixSummary:
-    """How sparse a matrix is.
+    """How sparse a matrix is, and which n:m patterns it has.
 
     Attributes:
-        dtype: What ``matrix`` is stored in.
+        dtype: The dtype that ``matrix`` is stored in.
         row_zeros: The least and the greatest number of zeros in a row.
-        fitting: For each n:m of ``KNOWN_PATTERNS`` the fraction of groups of m that have at most n non-zero weights: 1
-            where the matrix has the pattern, NaN where m does not divide its columns.
+        fitting: For each n:m in ``KNOWN_PATTERNS``, the fraction of groups of m that have at most n nonzero weights: 1
+            if the matrix has the pattern, NaN if m does not divide the number of its columns.
     """
 
     matrix: Matrix
@@ -43,27 +43,33 @@ class MatrixSummary:
 
 @checked
 def left_dense(model: str | Path) -> list[LeftDense]:
-    """What would not be pruned of the decoder of a model in a directory (or hub id), and why not.
+    """The tensors of the decoder of a model (directory or hub id) that would not be pruned, and why.
 
-    Errors are NiwakiErrors, see :mod:`niwaki.errors`.
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`.
     """
     return StreamedModel(open_checkpoint(locate_model(str(model))), "cpu", "float32").left_dense
 
 
 @checked
 def extra_tensors(model: str | Path) -> list[ExtraTensors]:
-    """What the files of a model in a directory (or hub id) have that transformers' model has not.
+    """The tensors in the files of a model (directory or hub id) that the model in transformers does not have.
 
-    Errors are NiwakiErrors, see :mod:`niwaki.errors`.
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`.
     """
     return find_extra(StreamedModel(open_checkpoint(locate_model(str(model))), "cpu", "float32"))
 
 
 @checked
 def inspect(model: str | Path) -> Iterator[MatrixSummary]:
-    """Each matrix that would be pruned in a directory (or hub id), one in memory at a time.
+    """Yields a summary of each matrix of a model that would be pruned; one matrix is in memory at a time.
 
-    Errors are NiwakiErrors, see :mod:`niwaki.errors`.
+    Args:
+        model: A directory or hub id.
+
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`.
     """
     checkpoint = open_checkpoint(locate_model(str(model)))
     for matrix in StreamedModel(checkpoint, "cpu", "float32").matrices():
@@ -79,6 +85,6 @@ def inspect(model: str | Path) -> Iterator[MatrixSummary]:
 
 
 def pattern_of_factors(model: str | Path) -> str | None:
-    """The pattern of a directory (or hub id) whose matrices are products of two sparse factors; None for others."""
+    """The pattern of a model whose matrices are products of two sparse factors; None for other models."""
     pruning = open_checkpoint(locate_model(str(model))).pruning
     return pruning.pattern if pruning.has_factors else None

@@ -56,17 +56,18 @@ _ACCURACY = "acc"
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one task.
+    """The score of one task by one metric.
 
     Attributes:
-        task: Its name, or its file as it was given.
-        version: That of the harness; of a file, as of all that ships with niwaki, the start of its SHA-256.
-        metric: As the harness calls it: "acc" is the share of questions where the right choice is the most likely one,
-            "acc_norm" where it is that for each character of its text.
-        value: Accuracies are from 0 to 1.
-        standard_error: The harness's (of accuracies the standard deviation of right and wrong over the square root of
-            their number), where it has one.
-        questions: How many were asked, each after ``shots`` examples.
+        task: Name of the task, or its file as it was given.
+        version: The harness's version of the task; for files, and for tasks that ship with niwaki, the start of the
+            SHA-256.
+        metric: Name of the metric in the harness: "acc" is the fraction of questions whose right choice is the most
+            likely one, "acc_norm" the fraction where it is the most likely per character.
+        value: The score; accuracies are from 0 to 1.
+        standard_error: The harness's, if it has one; for accuracies, the standard deviation of right and wrong answers
+            over the square root of their number.
+        questions: Number of questions asked, each after ``shots`` examples.
     """
 
     task: str
@@ -80,7 +81,7 @@ class Score:
 
 @dataclass(frozen=True)
 class TaskScores:
-    """One score for each task and metric, in the order of the tasks.
+    """The scores of a model: one for each task and metric, in the order of the tasks.
 
     ``harness`` is the version of lm-evaluation-harness. The first ``limit`` questions of each task were asked, or all.
     """
@@ -93,9 +94,9 @@ class TaskScores:
 
     @property
     def mean(self) -> tuple[float, float | None] | None:
-        """The mean of the tasks' "acc", as in the papers, and its standard error, that of independent tasks.
+        """The mean of the tasks' "acc", as papers report it, with its standard error for independent tasks.
 
-        None where there are fewer than two tasks, or one without accuracy.
+        None if there are fewer than two tasks, or one has no accuracy.
         """
         scores = [score for score in self.scores if score.metric == _ACCURACY]
         if len(scores) < 2 or len(scores) != len({score.task for score in self.scores}):
@@ -114,13 +115,23 @@ def evaluate_tasks(
     compute: Compute | str = Compute(),
     progress: Progress | None = None,
 ) -> TaskScores:
-    """Scores of the model in a directory (or hub id), dense or pruned, on one or several ``tasks`` (see the module).
+    """Scores a model, dense, pruned or packed, on one or several tasks of lm-evaluation-harness.
 
-    All of the model has to fit into memory. Only the first ``limit`` questions of each task are asked. Of ``compute``
-    device and dtype are used. Where there is a ``progress``, the harness shows its own bars on a terminal.
+    The whole model has to fit in memory.
+
+    Args:
+        model: A directory or hub id.
+        tasks: One or several: names that the harness knows, files of questions (``.jsonl`` or ``.json``), or
+            "which-follows", questions that ship with niwaki. :mod:`niwaki.evaluation.tasks` describes the files.
+        limit: Ask only the first N questions of each task; None for all.
+        compute: The device and the dtype; ``tf32`` and ``max_memory`` are not used.
+        progress: Receives the progress of the measurement; with it, the harness shows bars of its own on a terminal.
+
+    Returns:
+        A score for each task and metric, in the order of the tasks.
 
     Raises:
-        UnknownNameError: no such task.
+        UnknownNameError: there is no task of that name.
         TaskError: the harness is not installed, or the questions are not available.
         NiwakiError: see :mod:`niwaki.errors`.
     """

@@ -32,25 +32,33 @@ def export(
     format: ExportFormat = "compressed-tensors",  # noqa: A002 - it is the word for it
     progress: Progress | None = None,
 ) -> list[str]:
-    """Writes ``model``, a directory or hub id, to ``out``, in a ``format`` that is smaller or for other programs.
+    """Writes a model in a ``format`` that is smaller or for other programs.
 
-    | format | what it is | of which models |
+    | format | what it is | for which models |
     |---|---|---|
-    | "compressed-tensors" | packed integers, for transformers and vLLM | of ``prune(..., quantize=...)``, 4 or 8 bits |
-    | "packed" | a mask and values, for :func:`niwaki.load` | pruned ones, or such as are on a grid |
+    | "compressed-tensors" | packed integers, for transformers and vLLM | on a grid of 4 or 8 bits, as by ``quantize`` |
+    | "packed" | a mask and values, for :func:`niwaki.load` | pruned, or on a grid |
     | "gguf-f16", "gguf-q8_0", "gguf-q4_0" | one file, for llama.cpp and Ollama | LLaMA, Mistral, Qwen 2 and 3 |
 
-    ``out`` is a directory, new or empty. With GGUF that has the file, such as ``model-Q8_0.gguf``, a model card and the
-    record; where the name ends in ".gguf", ``out`` is the file itself. Returned is what there is to say of the result,
-    a sentence each, such as where llama.cpp differs. A tensor is in memory at a time.
+    Only one tensor is in memory at a time.
+
+    Args:
+        model: A directory or hub id.
+        out: Output directory, new or empty. For GGUF it receives the file, such as ``model-Q8_0.gguf``, a model card
+            and the record; if the name ends in ".gguf", ``out`` is the file itself.
+        format: The format, see above.
+        progress: Receives the progress of the export.
+
+    Returns:
+        Notes on the result, a sentence each, such as where llama.cpp differs.
 
     Raises:
-        UsageError: ``out`` is taken or inside the model's directory; the weights are not on a grid, or one that the
-            format does not have; no matrix would be smaller packed.
-        UnsupportedModelError: the format cannot have the model, or llama.cpp would compute something else.
-        CheckpointError: scales are missing, or cannot be those of the weights.
+        UsageError: ``out`` is taken or inside the model's directory; the weights are not on a grid, or not on one that
+            the format has; no matrix would be smaller packed.
+        UnsupportedModelError: the format does not support the model, or llama.cpp would compute something else.
+        CheckpointError: scales are missing, or do not belong to the weights.
         OutputError: weights are not on their grid any more, or a file cannot be written.
-        NiwakiError: see :mod:`niwaki.errors`. Nothing is left then.
+        NiwakiError: see :mod:`niwaki.errors`. After an error nothing is left.
     """
     is_file = is_gguf_file(out, format)
     form = _opened(format, Checkpoint(locate_model(str(model))), str(model), progress or Progress())
@@ -76,7 +84,7 @@ def _opened(
 @checked_names
 @dataclass(frozen=True)
 class Export:
-    """Writes the model in another ``format``, as :func:`niwaki.export` does: the last stage of a run."""
+    """The stage that writes the model in another ``format``, as :func:`niwaki.export` does; it is the last of a run."""
 
     format: ExportFormat = "compressed-tensors"
 
@@ -108,7 +116,7 @@ class Export:
 @checked_names
 @dataclass(frozen=True)
 class Pack(Export):
-    """Writes the pruned model without its zeros, as :func:`niwaki.pack` does: the same as ``Export("packed")``."""
+    """The stage that writes the model without its zeros, as :func:`niwaki.pack` does: ``Export("packed")``."""
 
     format: ExportFormat = field(default="packed", init=False)
 

@@ -32,43 +32,43 @@ NO_BASE = "none"
 
 @checked
 def push(directory: str | Path, name: str, *, base_model: str | None = None, private: bool = False) -> str:
-    """Publishes what niwaki wrote to ``directory`` as the model ``name`` of the Hugging Face hub.
+    """Publishes a directory that niwaki wrote as the model ``name`` on the Hugging Face hub, with the user's own login.
 
-    All files of the directory are uploaded, in one commit, with the user's own login. The model card on the hub says
-    which model it was made from, what was done and measured; ``recipe.toml`` makes it again. :class:`Publication` says
-    first what would be uploaded.
+    All files are uploaded in one commit. The model card on the hub says which model the result was made from, what was
+    done and what was measured; others can make the same model again from ``recipe.toml``. Use :class:`Publication` to
+    see beforehand what would be uploaded.
 
     Args:
         directory: A directory that niwaki wrote, in any format.
-        name: "OWNER/NAME"; no such model may be on the hub yet, or it has to be empty.
-        base_model: The model of the hub that it was made from, for results whose card does not say that; "none" for one
-            that is not there.
-        private: Make a model that only its owner sees.
+        name: "OWNER/NAME" of a model that is not on the hub yet, or is empty.
+        base_model: Hub id of the original model, for results whose card does not name it; "none" if it is not on the
+            hub.
+        private: Make the model private.
 
     Returns:
         The address of the model.
 
     Raises:
-        UsageError: there is nothing that niwaki wrote, no login, a name that is not valid or is taken, or nothing that
-            says what the model was made from.
-        CheckpointError: a file cannot be read, or leads out of the directory.
-        OutputError: the hub is out of reach, or refuses it.
+        UsageError: the directory has no result of niwaki, there is no login, the name is invalid or taken, or the
+            original model is not known.
+        CheckpointError: a file cannot be read, or is a link out of the directory.
+        OutputError: the hub is out of reach or refuses the upload.
     """
     return Publication(directory, name, base_model).upload(private)
 
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A file to upload: its path on the hub, and its size in bytes."""
+    """A file to upload: its path on the hub and its size in bytes."""
 
     path: str
     size: int
 
 
 class Publication:
-    """The directory of a result, opened to be published; ``files`` are all that would be uploaded.
+    """A result that is ready to be published, to look at before it is uploaded; ``files`` lists what would be uploaded.
 
-    Arguments and errors are as of :func:`push`. Nothing has been sent anywhere by then.
+    Arguments and errors are as for :func:`push`. Making one sends nothing.
     """
 
     def __init__(self, directory: str | Path, name: str, base_model: str | None = None) -> None:
@@ -94,7 +94,7 @@ class Publication:
 
     @property
     def notes(self) -> list[str]:
-        """What its owner should know before others see it."""
+        """What the owner should know before others see the model."""
         said = []
         if not ModelCard(self._contents[_CARD].decode()).data.get("license"):
             said.append("the card names no license; the base model's says which may be given")
@@ -107,9 +107,9 @@ class Publication:
         return said
 
     def upload(self, private: bool = False) -> str:
-        """Makes the model on the hub and uploads all ``files`` in one commit; the address of the model.
+        """Creates the model on the hub and uploads all ``files`` in one commit; returns the address of the model.
 
-        After an error nothing of them is there; the model itself may be, empty, and the same call goes on with it.
+        After an error none of the files is there. The model itself may exist, empty, and the same call can be repeated.
         """
         api = HfApi()
         try:

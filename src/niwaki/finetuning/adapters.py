@@ -20,23 +20,24 @@ _CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 @torch.no_grad()
 def merge_lora(model: "PeftModel") -> nn.Module:
-    """The model without its adapters, whose changes are in the weights that are not zero.
+    """Merges the LoRA adapters of a pruned model into its weights without filling the zeros.
 
-    For after training LoRA on a pruned model: what ``merge_and_unload`` of PEFT does, but zeros stay zeros. Where
-    :func:`niwaki.keep_zeros` was called before training, that is exactly the model that was trained. Where it was not,
-    what the adapters made of zeros is lost, which a warning says, and the model is worse: then rather merge with PEFT,
-    and give the zeros back with ``niwaki prune MERGED OUT --mask-from PRUNED --solver exact``, which makes up for them.
+    Use it after training LoRA on a pruned model, in place of PEFT's ``merge_and_unload``. If :func:`niwaki.keep_zeros`
+    was called before training, the result is exactly the model that was trained. If not, what the adapters added to
+    zeros is lost and the model is worse; a warning says so. In that case, rather merge with PEFT and restore the zeros
+    with ``niwaki prune MERGED OUT --mask-from PRUNED --solver exact``, which compensates for them.
 
     Args:
-        model: Of PEFT, with active adapters that can be merged and are not yet. Its weights are changed.
+        model: A model of PEFT with active adapters that can be merged and have not been merged yet. Its weights are
+            changed.
 
     Returns:
-        The pruned model itself, without the layers of the adapters.
+        The pruned model itself, without the adapters' layers.
 
     Raises:
-        UsageError: There is no adapter, or it was merged already, which has filled the zeros.
-        UnsupportedModelError: PEFT is not installed, weights are packed, as with bitsandbytes, or the adapters began by
-            changing them (PiSSA, OLoRA).
+        UsageError: there is no adapter, or it was merged already, which has filled the zeros.
+        UnsupportedModelError: PEFT is not installed; weights are packed, as with bitsandbytes; or the adapters changed
+            the weights when they were initialised (PiSSA, OLoRA).
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"merge_lora takes a model of PEFT; got {shown(model)}")

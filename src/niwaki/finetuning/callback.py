@@ -11,27 +11,27 @@ from niwaki.finetuning.zeros import KeptZeros, keep_zeros
 
 
 class KeepZeros(TrainerCallback):
-    """Keeps the zeros of the model that a trainer trains: see :func:`niwaki.keep_zeros`.
+    """A callback for trainers that keeps the zeros of the model while it is trained: see :func:`niwaki.keep_zeros`.
 
-    For ``Trainer`` of transformers, ``SFTTrainer`` and ``DPOTrainer`` of TRL, and any other that takes callbacks:
-    ``Trainer(..., callbacks=[KeepZeros()])``. Each checkpoint that is saved is checked; a warning says where it lacks
-    zeros.
+    For ``Trainer`` of transformers, ``SFTTrainer`` and ``DPOTrainer`` of TRL, and any other trainer that takes
+    callbacks: ``Trainer(..., callbacks=[KeepZeros()])``. Each saved checkpoint is checked, and a warning says if it
+    lacks zeros.
 
     Attributes:
-        zeros: From the beginning of training: what keeps them.
+        zeros: The :class:`~niwaki.KeptZeros` of the model, from the beginning of training; None before.
     """
 
     def __init__(self) -> None:
         self.zeros: KeptZeros | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Begins to keep them, once the trainer has made of the model what it trains."""
+        """Begins to keep the zeros, once the trainer has prepared the model."""
         if self.zeros:
             self.zeros.remove()
         self.zeros = keep_zeros(model)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Checks the checkpoint."""
+        """Checks the saved checkpoint, and warns if it lacks zeros."""
         directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self.zeros and state.is_world_process_zero:
             try:
@@ -40,6 +40,6 @@ class KeepZeros(TrainerCallback):
                 warnings.warn(str(error), stacklevel=2)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Checks the model, whose zeros stay kept, and whose adapters stay masked."""
+        """Checks the model; its zeros are still kept afterwards, and its adapters stay masked."""
         if self.zeros:
             self.zeros.check()

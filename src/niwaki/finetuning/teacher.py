@@ -33,21 +33,22 @@ _COMPARED = 256
 
 
 class Teacher:
-    """A dense model that has read a data set once, and is not needed in memory after that.
+    """A dense model that reads a data set once, for training a pruned model towards its predictions (distillation).
 
-    For training a pruned model towards the dense one's predictions on your own data, in your own loop or a ``Trainer``:
-    the loss is the exact KL divergence of the next token's distribution. What is kept of the dense model is a vector as
-    long as a hidden state, and a number, for each token (2 bytes each; see docs/healing.md). The dense model is read a
-    block at a time. The head and the embeddings that it is tied to are those of the dense model, and stay.
+    Use it to train on your own data, in your own loop or a ``Trainer``; the dense model is not in memory during
+    training. The loss is the exact KL divergence of the next token's distribution. For each token, a vector as long as
+    a hidden state and a number are stored (2 bytes each; see docs/healing.md). The dense model is read one block at a
+    time. The head, and the embeddings if they are tied to it, are those of the dense model and are not trained.
 
     Args:
         model: The dense model: a directory with config.json and safetensors, or a Hugging Face hub id.
-        directory: Where its predictions are kept; those that are there already are used again.
-        compute: The device and the dtype of blocks.
-        progress: Receives how it goes.
+        directory: Where the predictions are stored; existing ones are reused.
+        compute: The device, and the dtype of the blocks.
+        progress: Receives the progress of reading.
 
     Raises:
-        NiwakiError: The model cannot be read, predicts no next token, or its logits are not the head's products.
+        NiwakiError: the model cannot be read, does not predict the next token, or has logits that are not simply
+            products with its head.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class Teacher:
         """Reads a data set: the tokens of each row, as the trainer will give them to the model, without padding.
 
         Raises:
-            CalibrationError: There are no rows, or one has tokens that the model does not know.
-            OutputError: There is no space, or the directory has predictions of other rows or of another model.
+            CalibrationError: there are no rows, or one has tokens that the model does not know.
+            OutputError: there is no space, or the directory has predictions for other rows or of another model.
         """
         known = {_digest(row): list(row) for row in rows if len(row) > 1}
         if not known:
@@ -99,14 +100,14 @@ class Teacher:
         self._numbers, self._lessons = {digest: number for number, digest in enumerate(known)}, lessons
 
     def loss(self, model: nn.Module) -> Callable[..., Tensor]:
-        """The loss for ``Trainer(..., compute_loss_func=teacher.loss(model))``, or for a loop of one's own.
+        """The loss for ``Trainer(..., compute_loss_func=teacher.loss(model))``, or for your own training loop.
 
-        Call ``loss(outputs, labels)`` right after ``outputs = model(...)``; the result is the mean KL divergence in
-        nats, over all tokens that are not padding, or whose labels are not -100. From now on the head of ``model`` and
-        the embeddings that it is tied to are not trained.
+        Call ``loss(outputs, labels)`` right after ``outputs = model(...)``. The result is the mean KL divergence in
+        nats, over the tokens whose label is not -100, or over all that are not padding if there are no labels. From now
+        on the head of ``model``, and the embeddings if they are tied to it, are not trained.
 
         Raises:
-            UsageError: Nothing was read, or the head is not the dense model's; later, a row was not read.
+            UsageError: nothing has been read, or the head is not the dense model's; later, a row has not been read.
         """
         lessons = self._lessons
         if lessons is None:

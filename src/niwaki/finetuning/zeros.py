@@ -37,11 +37,11 @@ _ALIVE = weakref.WeakKeyDictionary[nn.Module, "KeptZeros"]()
 
 
 class KeptZeros:
-    """What keeps the zeros of a model while it is trained: see :func:`keep_zeros`, which makes it.
+    """Keeps the zeros of a model while it is trained; made by :func:`keep_zeros`, which says how.
 
     Attributes:
-        zeros: How many there are, in all matrices that are kept.
-        sparsity: The same as a fraction of their weights.
+        zeros: Number of zeros in all matrices whose zeros are kept.
+        sparsity: The same as a fraction of the weights of these matrices.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,7 +83,11 @@ class KeptZeros:
         _ALIVE[model] = self
 
     def check(self) -> None:
-        """OutputError where a zero of the model is a zero no longer, with the matrices that have lost most."""
+        """Checks that all zeros of the model are still zero.
+
+        Raises:
+            OutputError: some are not; the message names the matrices that lost most.
+        """
         lost = {}
         for name, kept in self._kept.items():
             if gone := _all(int((_local(kept.parameter)[~kept.mask()] != 0).sum()), kept.parameter):
@@ -96,11 +100,15 @@ class KeptZeros:
             )
 
     def check_saved(self, directory: str | Path) -> None:
-        """Checks that the model that was saved in a ``directory``, as by ``save_pretrained``, has all of the zeros.
+        """Checks that a model saved in ``directory``, as by ``save_pretrained``, has all of the zeros.
 
-        Where weights are on a grid, their scales are put beside them. Where there are only those of an adapter, nothing
-        is checked. OutputError where it has fewer; then ``pruning_config`` is not in config.json any more, which would
-        say what is not so. CheckpointError where there are no weights.
+        If weights are on a grid, their scales are added to the directory. If it has only an adapter, nothing is
+        checked.
+
+        Raises:
+            OutputError: zeros are missing; ``pruning_config`` has been removed from config.json, as it would no longer
+                be true.
+            CheckpointError: there are no weights.
         """
         if not isinstance(directory, str | Path):
             raise UsageError(f"check_saved takes a directory; got {shown(directory)}")
@@ -131,7 +139,7 @@ class KeptZeros:
         )
 
     def remove(self) -> None:
-        """From now on nothing is kept: training may fill the zeros."""
+        """Stops keeping zeros: from now on training may fill them."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -160,13 +168,13 @@ class KeptZeros:
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """What is due before a step of any optimizer."""
+        """Called before each step of any optimizer: restores the unrounded weights, if they are on a grid."""
         if self._grid:
             self._grid.before_step(optimizer)
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
-        """What is due after it: not all leave a weight that is 0, with a gradient of 0, as it is."""
+        """Called after each step of any optimizer: sets the zeros to 0 again, as some optimizers change them."""
         self._check_parameters(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -191,28 +199,30 @@ class KeptZeros:
 
 
 def keep_zeros(model: nn.Module) -> KeptZeros:
-    """Keeps the zeros of ``model`` while any optimizer of torch trains it.
+    """Keeps the zeros of ``model`` zero while any optimizer of torch trains it: use it to fine-tune a pruned model.
 
-    For a pruned model that is to be trained further, on a task of one's own: call it once, when the model is where it
-    is trained (after ``fully_shard`` or DDP), and train as usual. Kept are the zeros of all matrices (experts too) of
-    which at least 0.1 % and not all are zero: vectors, and adapters that begin with zeros, are trained whole. Gradients
-    are masked as soon as they are accumulated, so that clipping by their norm and what optimizers remember are of
-    weights that are trained; weights are masked after each step of any optimizer of torch. LoRA of PEFT is computed
-    where weights are not zero, so that :func:`niwaki.merge_lora` loses nothing. Weights that niwaki has put on a grid
-    stay on it: the model computes with what is rounded, steps change what is not. It works with gradient accumulation,
-    autocast, ``torch.compile``, DDP and FSDP 2. It takes one bit for each weight, and where there is a grid 4 bytes.
+    Call it once, when the model is in the form in which it is trained (after ``fully_shard`` or DDP), and train as
+    usual. It works with gradient accumulation, autocast, ``torch.compile``, DDP and FSDP 2, and takes one bit for each
+    weight, or with a grid 4 bytes more.
+
+    The zeros of every matrix are kept (experts too) of which at least 0.1 % but not all weights are zero. Vectors, and
+    adapters that begin with zeros, are trained as a whole. Gradients are masked as soon as they are accumulated, so
+    clipping by their norm and the optimizer's state see only trained weights; weights are masked after each step.
+    PEFT's LoRA is computed only where weights are nonzero, so :func:`niwaki.merge_lora` loses nothing. Weights that
+    niwaki has put on a grid stay on it: the model computes with the rounded weights, while steps change the unrounded
+    ones.
 
     Args:
-        model: Any module: of niwaki or not, with adapters of PEFT or without.
+        model: Any module, by niwaki or not, with or without adapters of PEFT.
 
     Returns:
-        What keeps them, and :meth:`~KeptZeros.check` says whether they are all there. It lives as long as the model, or
-        until :meth:`~KeptZeros.remove`; it can be used as a context.
+        An object that keeps the zeros for as long as the model lives, or until :meth:`~KeptZeros.remove`; it can be
+        used as a context manager. Its :meth:`~KeptZeros.check` says whether all zeros are still there.
 
     Raises:
-        UsageError: No matrix has zeros; later, from an optimizer's step: the model's parameters were replaced.
-        UnsupportedModelError: Its parameters are those of FSDP 1; or they are on a grid and split over processes.
-        CheckpointError: They are on a grid whose scales are not to be found.
+        UsageError: no matrix has zeros; later, from an optimizer's step: the model's parameters were replaced.
+        UnsupportedModelError: the model uses FSDP 1, or its weights are on a grid and split over processes.
+        CheckpointError: the weights are on a grid whose scales cannot be found.
     """
     return KeptZeros(model)
 

@@ -61,9 +61,9 @@ _LIMIT = 1 << 50
 @checked_names
 @dataclass(frozen=True)
 class Heal:
-    """Trains the weights that are not zero: see :func:`niwaki.heal` for its arguments.
+    """The stage that trains the nonzero weights: see :func:`niwaki.heal` for its arguments.
 
-    The dense model is the one that the run was given, unless there is another ``teacher``.
+    The dense model is the one that the run was given, unless ``teacher`` names another.
     """
 
     method: HealingMethod = "auto"
@@ -97,17 +97,17 @@ class Heal:
 
     @property
     def tokens_asked(self) -> int:
-        """The number of tokens, where it is given as such."""
+        """The number of tokens to train on, as an int."""
         return parse_number(self.tokens) if isinstance(self.tokens, str) else self.tokens
 
     @property
     def limit(self) -> float | None:
-        """Seconds that it may take."""
+        """The time limit in seconds; None for no limit."""
         return parse_time(self.max_time) if isinstance(self.max_time, str) else self.max_time
 
     @property
     def tokens_in_a_step(self) -> int:
-        """The size of a step."""
+        """The number of tokens per step."""
         return parse_number(self.batch) if isinstance(self.batch, str) else self.batch
 
     def check_order(self, before: tuple[Stage, ...]) -> None:

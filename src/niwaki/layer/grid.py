@@ -17,14 +17,20 @@ _CLIPPING = tuple(1 - 0.05 * i for i in range(11))
 
 @dataclass(frozen=True)
 class Grid:
-    """The numbers q s with whole q from -2^(bits-1) to 2^(bits-1) - 1 and a scale s for each row and group of inputs.
+    """A grid for weights: the numbers q s with whole q from -2^(bits-1) to 2^(bits-1) - 1, and scales s.
 
-    Scales are positive and representable in ``dtype``; q s is rounded to ``dtype``, as in a product in that dtype.
-    Given s, q is the whole number next to q s / s. ``bits`` are 2 to 8, and ``group`` consecutive inputs share a scale,
-    or all of a row if it is None; UsageError if out of range.
+    Each row has one scale for every ``group`` consecutive inputs, or one for all if ``group`` is None. Scales are
+    positive and representable in ``dtype``; q s is rounded to ``dtype``, as in a product in that dtype. Given s, a
+    number q s of the grid is restored by the whole number next to q s / s.
 
-    With an ``average`` of bits matrices of a model have different ones, the :attr:`choices`, see
-    :mod:`niwaki.pruning.mixed_bits`; ``bits`` are the most, which have the numbers of all.
+    Attributes:
+        bits: 2 to 8. With an ``average`` it is the largest number of bits, whose whole numbers include all others.
+        group: Number of consecutive inputs that share a scale; None for a whole row.
+        average: Average number of bits over the matrices of a model, which then have different ones, among
+            :attr:`choices`; see :mod:`niwaki.pruning.mixed_bits`. None for the same ``bits`` in all.
+
+    Raises:
+        UsageError: a value is out of range.
     """
 
     bits: int
@@ -46,20 +52,20 @@ class Grid:
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """The bits that a matrix may have: what the formats have that take such groups.
+        """The numbers of bits that a matrix may have: those that exist in the formats with such groups.
 
-        Packed models, in groups of a multiple of 64, have more of them than GGUF files, in groups of 32.
+        Packed models, with groups of a multiple of 64, have more of them than GGUF files, with groups of 32.
         """
         if not self.is_mixed:
             return (self.bits,)
         return (4, 5, 8) if self.group and self.group % 64 else (2, 3, 4, 5, 6, 8)
 
     def of(self, bits: int) -> "Grid":
-        """The grid of a matrix with so many ``bits``."""
+        """The grid of a matrix with this number of ``bits``."""
         return Grid(bits, self.group)
 
     def fewest(self, codes: Tensor) -> int:
-        """The fewest bits, of those that a matrix may have, that have all of the whole numbers ``codes``."""
+        """The smallest of the :attr:`choices` of bits that can hold all of the whole numbers ``codes``."""
         low, high = (int(codes.min()), int(codes.max())) if codes.numel() else (0, 0)
         return next(bits for bits in self.choices if self.of(bits).lowest <= low and high <= self.of(bits).highest)
 
@@ -72,12 +78,12 @@ class Grid:
         return (1 << (self.bits - 1)) - 1
 
     def groups(self, columns: int) -> int:
-        """The number of scales of a row with ``columns`` inputs, which must divide into groups (UsageError)."""
+        """The number of scales for a row of ``columns`` inputs; UsageError if they cannot be divided into groups."""
         self.check([columns])
         return columns // self.group if self.group else 1
 
     def check(self, widths: Iterable[int]) -> None:
-        """Raises UsageError unless matrices with these numbers of inputs can all be divided into groups."""
+        """Raises UsageError unless rows of all these ``widths`` can be divided into groups."""
         widths = list(widths)
         if self.group and (odd := [columns for columns in widths if columns % self.group]):
             common = math.gcd(*widths)
@@ -88,10 +94,11 @@ class Grid:
             )
 
     def scales(self, W: Tensor, importance: Tensor, dtype: torch.dtype) -> Tensor:
-        """(out, groups) in the dtype of W: of some scales for each group the one with the least squared error.
+        """The best scales for W (out, in) among a few candidates: (out, groups) in the dtype of W.
 
-        The error is that of rounding W (out, in), weighted by ``importance`` (in,). The largest weight of a group is at
-        the end of the grid, or up to twice outside, where it is cut off. A group of zeros has the scale 1.
+        The best scale of a group has the least squared rounding error, weighted by ``importance`` (in,). The candidates
+        put the group's largest weight at the end of the grid or up to twice as far out, where it is clipped. The scale
+        of a group of zeros is 1.
         """
         grouped = W.unflatten(1, (self.groups(W.shape[1]), -1))
         widest = grouped.abs().amax(dim=2).div_((self.highest - self.lowest) / 2)
@@ -104,24 +111,24 @@ class Grid:
         return chosen
 
     def codes(self, W: Tensor, scales: Tensor) -> Tensor:
-        """(out, in), the q nearest to W (out, in), as whole numbers in the dtype of W."""
+        """The whole numbers q nearest to W (out, in), as (out, in) in the dtype of W."""
         grouped: Tensor = W.unflatten(1, (scales.shape[1], -1)) / scales.unsqueeze(2)
         return grouped.round_().clamp_(self.lowest, self.highest).flatten(1)
 
     def values(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """(out, in), q s in the dtype of ``codes``, rounded to ``dtype``."""
+        """The numbers q s for ``codes`` (out, in), rounded to ``dtype`` and returned in the dtype of ``codes``."""
         grouped: Tensor = codes.unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)
         return grouped.flatten(1).to(dtype).to(codes.dtype)
 
     def project(self, W: Tensor, scales: Tensor, dtype: torch.dtype, same_zeros: bool = False) -> Tensor:
-        """(out, in), the nearest numbers of the grid, in the dtype of W; with ``same_zeros`` only zeros become zero."""
+        """The nearest numbers of the grid to W (out, in), in its dtype; with ``same_zeros`` only zeros become zero."""
         codes = self.codes(W, scales)
         if same_zeros:
             codes = torch.where((W != 0) & (codes == 0), W.sign(), codes)
         return self.values(codes, scales, dtype)
 
     def has(self, W: Tensor, scales: Tensor) -> bool:
-        """Whether all of W (out, in) are whole numbers times these ``scales``, rounded to their dtype, to the bit."""
+        """Whether all of W (out, in) is on the grid with these ``scales``, rounded to their dtype, bit for bit."""
         W = W.float()
         return torch.equal(self.project(W, scales.float(), scales.dtype), W)
 

@@ -27,21 +27,23 @@ _ROUNDING = 1e-3
 
 @runtime_checkable
 class Monitor(Protocol):
-    """What a solver calls after each of its steps: any function of three numbers will do."""
+    """A function that a solver calls after each of its steps; anything that takes three numbers will do."""
 
     def __call__(self, step: int, steps: int, error: float, /) -> None:
-        """Step ``step`` of ``steps`` is done, with this relative squared ``error``, estimated from some of the rows."""
+        """Called after ``step`` of ``steps`` with the relative squared ``error``, estimated from some of the rows."""
 
 
 class Gram:
-    """H = X^T X / tokens and what solvers derive from it, shared by matrices with the same input.
+    """The Gram matrix H = X^T X / tokens of a layer's inputs, and what solvers derive from it.
+
+    Make one if several matrices have the same input, so that they share factorisations.
 
     Args:
-        H: (in, in) float32 or float64, symmetric, positive semidefinite. Not changed.
-        shared: Whether several problems use it, so that factorisations are worth their memory.
-        mean: (in,) the mean of each input over the same tokens, which DSnoT needs.
-        trusted: Whether H is known to be X^T X / tokens of some X, which is not checked then.
-        tokens: How many there were, where that is known: the fewer, the more the default solver damps H.
+        H: (in, in) float32 or float64, symmetric and positive semidefinite. It is not changed.
+        shared: Whether several problems use it, so that factorisations are worth the memory to keep them.
+        mean: (in,) mean of each input over the same tokens, in the dtype of H; DSnoT needs it.
+        trusted: Whether H is known to be X^T X / tokens of some X, so that it need not be checked.
+        tokens: Number of tokens, if known: the fewer there are, the more the default solver damps H.
 
     Raises:
         UsageError: H cannot be a Gram matrix, or the mean does not fit it.
@@ -96,16 +98,16 @@ class Gram:
 
     @property
     def inputs_per_token(self) -> float:
-        """The larger it is, the less H says of other text of its kind; 0 where tokens are not known."""
+        """Inputs per token: the larger, the less H says about other text of its kind; 0 if tokens are not known."""
         return len(self.H) / self.tokens if self.tokens else 0.0
 
     def damped(self, damping: float) -> "Gram":
-        """In all but H, which stays for errors, that of H + ``damping`` diag(h_j g)^(1/2).
+        """A Gram matrix that acts as H + ``damping`` diag(h_j g)^(1/2), except that errors are still measured with H.
 
-        h is the diagonal of H and g the geometric mean of what is not 0 there. H is that of the calibration text, and
-        of another text inputs have another power. A ridge in proportion to an input's own power protects the weights of
-        weak inputs too little, the same for all those of strong ones: what is between has the lowest errors on texts of
-        another kind (docs/log.md).
+        h is the diagonal of H and g the geometric mean of its nonzero entries. H comes from the calibration text, and
+        in another text inputs have other powers. A ridge in proportion to each input's own power protects the weights
+        of weak inputs too little, and an equal ridge does so with those of strong ones; this one, in between, gives the
+        lowest errors on texts of another kind (docs/log.md).
         """
 
         def make() -> Gram:
@@ -119,20 +121,20 @@ class Gram:
         return self.derived(("damped", damping), make)
 
     def unit(self) -> Tensor:
-        """(in, in), new: H in coordinates where live inputs have unit norm; 0 for dead inputs."""
+        """H in coordinates where active inputs have unit norm: a new (in, in) tensor, 0 for dead inputs."""
         inverse = torch.where(self.norm > 0, 1 / self.norm, 0.0)
         H = (self.H * inverse).mul_(inverse.unsqueeze(1))
         H.diagonal().add_(self._ridge * inverse.square())
         return H
 
     def live(self) -> Tensor:
-        """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, which need no damping then."""
+        """As :meth:`unit`, with 1 on the diagonal of dead inputs, which then need no damping; a new (in, in) tensor."""
         H = self.unit()
         H.diagonal().add_(self.norm == 0)
         return H
 
     def derived(self, key: object, compute: Callable[[], T]) -> T:
-        """``compute()``, once for each key, so that matrices share a factorisation."""
+        """Returns ``compute()``, called only once for each ``key`` so that matrices share a factorisation."""
         value: T = self._memo[key] if key in self._memo else compute()
         if self.shared:
             self._memo[key] = value
@@ -141,15 +143,15 @@ class Gram:
 
 @dataclass(frozen=True)
 class Solution:
-    """A pruned matrix.
+    """A pruned matrix, as a solver returns it.
 
     Attributes:
-        W: (out, in) in the dtype of the problem's W, exactly +0.0 off the mask.
-        mask: (out, in) bool, True where a weight is kept, with exactly the count of the pattern.
-        error: tr((W - What) H (W - What)^T) / tr(W H W^T), the squared error relative to the output.
+        W: (out, in) in the dtype of the problem's W, exactly +0.0 where the mask is False.
+        mask: (out, in) bool, True for the weights that are kept, whose number is exactly that of the pattern.
+        error: tr((W - What) H (W - What)^T) / tr(W H W^T), the squared error of the outputs relative to their square.
         stats: Other figures for the record, such as the damping that was used.
-        factors: (out, n) and (n, in), both sparse, whose product is W; None where W is one sparse matrix. Of a product
-            the mask is all True.
+        factors: (out, n) and (n, in), two sparse matrices whose product is W; None if W is one sparse matrix. For a
+            product, the mask is True everywhere.
     """
 
     W: Tensor
@@ -159,7 +161,7 @@ class Solution:
     factors: tuple[Tensor, Tensor] | None = None
 
     def times(self, exponent: int, problem: "LayerProblem") -> "Solution":
-        """That of ``problem``, whose W is that of this solution's times 2^exponent."""
+        """The solution of ``problem``, whose W is 2^exponent times that of this solution's problem."""
 
         def scaled(M: Tensor, power: int) -> Tensor:
             return M.double().mul(2.0**power).to(M.dtype)
@@ -174,11 +176,18 @@ class Solution:
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """One matrix to prune: W (out, in), float32 or float64, and H (in, in) of the same dtype and device.
+    """One matrix to prune: W (out, in), with the Gram matrix H (in, in) of its inputs.
 
-    H may be a :class:`Gram` that several problems share. Neither is changed, and gradients do not reach them.
-    UsageError where shapes, dtypes or devices do not go together, or H is no Gram matrix; NumericalError where W or H
-    is not finite.
+    Solvers take it together with a pattern, as in ``Continuation()(LayerProblem(W, H), NM(2, 4))``. Neither W nor H is
+    changed, and gradients do not reach them.
+
+    Attributes:
+        W: (out, in) float32 or float64, with a row for each output.
+        H: (in, in) of the same dtype, on the same device; a tensor, or a :class:`Gram` that several problems share.
+
+    Raises:
+        UsageError: shapes, dtypes or devices do not match, or H is not a Gram matrix.
+        NumericalError: W or H is not finite.
     """
 
     W: Tensor
@@ -207,24 +216,28 @@ class LayerProblem:
 
     @cached_property
     def exponent(self) -> int:
-        """Of the power of two next to the largest weight, in coordinates where H has unit diagonal; 0 if all are 0."""
+        """Exponent of the power of two next to the largest weight, with H of unit diagonal; 0 if all are 0."""
         columns = torch.linalg.vector_norm(self.W, math.inf, dim=0).double() * self.gram.norm.double()
         return math.frexp(float(columns.max()))[1]
 
     def times(self, exponent: int) -> "LayerProblem":
-        """The problem with W times 2^exponent, which changes no digit."""
+        """The problem with 2^exponent times W, which changes no digit."""
         return LayerProblem(self.W.double().mul(2.0**exponent).to(self.W.dtype), self.gram)
 
     def loss(self, What: Tensor) -> float:
-        """tr((W - What) H (W - What)^T); cost of one (out, in) x (in, in) product."""
+        """tr((W - What) H (W - What)^T), at the cost of one (out, in) x (in, in) product."""
         return quadratic_form(self.W, self.gram.H, What)
 
     def error(self, What: Tensor) -> float:
-        """The loss relative to the power."""
+        """The loss of ``What`` relative to :attr:`power`."""
         return relative(self.loss(What), self.power)
 
     def solution(self, What: Tensor, mask: Tensor, **stats: float | int | str) -> Solution:
-        """``What`` off the mask set to +0.0, with its error; raises NumericalError if a weight is NaN or infinite."""
+        """The solution with the weights ``What``, set to +0.0 where ``mask`` is False, with its error and ``stats``.
+
+        Raises:
+            NumericalError: a weight is NaN or infinite.
+        """
         # masked_fill, not a product: a negative weight times False is -0.0. Adding +0.0 changes -0.0 on the mask too.
         W = What.masked_fill(~mask, 0.0).add_(0.0)
         if not is_finite(W):

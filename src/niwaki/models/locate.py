@@ -21,7 +21,8 @@ def locate_model(model: str) -> Path:
 
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.md", "LICENSE*"]
     # The hub's client raises errors of its own, of httpx and of the system.
-    with raised_as(CheckpointError, f"{model} is not a local directory and not available from the hub"):
+    missing = f"there is no directory {model}, and the Hugging Face hub does not provide it"
+    with raised_as(CheckpointError, missing):
         return Path(snapshot_download(model, allow_patterns=patterns))
 
 

@@ -33,23 +33,26 @@ def load(
     *,
     two_four: bool = False,
 ) -> PreTrainedModel:
-    """A model of transformers, ready to generate text, with weights that stay packed in memory.
+    """Loads a model of transformers, ready to generate text; packed weights stay packed in memory.
 
-    Linear layers with packed weights become :class:`SparseLinear`; other packed tensors (experts in one tensor) are
-    unpacked.
+    Packed linear layers, the head included, become :class:`SparseLinear`, and packed embeddings stay packed too. Other
+    packed tensors (experts in one tensor) are unpacked.
 
     Args:
-        model: A directory that ``niwaki pack`` wrote, or any model directory or hub id, which loads as it is.
+        model: A directory that ``niwaki pack`` wrote; any other model directory or hub id is loaded as it is.
         device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
-        dtype: To compute in: "float32", "bfloat16", "float16", or one of torch's; "auto" is the checkpoint's own, but
-            float32 for float16 on a CPU. Packed weights stay as they are.
-        two_four: On a GPU, linear layers with the pattern 2:4 become torch's semi-structured ones, and nothing stays
-            packed. Loading takes as much memory as the dense model.
+        dtype: Compute dtype: "float32", "bfloat16", "float16", or a dtype of torch; "auto" is the checkpoint's own,
+            except that float16 becomes float32 on a CPU. Packed weights stay as they are.
+        two_four: On a GPU, turn linear layers with the pattern 2:4 into torch's semi-structured ones; nothing stays
+            packed then. Loading takes as much memory as the dense model.
+
+    Returns:
+        The model, in evaluation mode.
 
     Raises:
-        UsageError: ``two_four`` without a GPU, not in half precision, or of a model without the pattern.
-        CheckpointError: it is damaged or incomplete.
-        UnsupportedModelError: niwaki does not know this kind of model.
+        UsageError: ``two_four`` was given without a GPU, without half precision, or for a model without the pattern.
+        CheckpointError: the model is damaged or incomplete.
+        UnsupportedModelError: niwaki does not support models of this kind.
     """
     compute = Compute(str(device), str(dtype).removeprefix("torch."))
     checkpoint = open_checkpoint(locate_model(str(model)))

@@ -70,7 +70,7 @@ class Sizes:
 
     @property
     def described(self) -> list[str]:
-        """What there is to say of it, a sentence each."""
+        """Sentences that describe the sizes."""
         if not self.negative_zeros:
             return [str(self)]
         return [
@@ -99,17 +99,25 @@ class Sizes:
 
 @checked
 def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -> Sizes:
-    """Writes the pruned ``model``, a directory or hub id, without its zeros to ``out``, a new or empty directory.
+    """Writes a pruned or quantized model without its zeros and with few bits a weight, to save disk and memory.
 
-    Each matrix that gets smaller becomes a mask and its values, which are whole numbers of a few bits with scales if
-    ``prune(..., quantize=...)`` put it on a grid; if hardly any of these are 0, all of them, without a mask. All else
-    stays. Every file is rebuilt in memory and compared. It is the same as :func:`niwaki.export` with
-    ``format="packed"``, and says by how much the model got smaller.
+    Each matrix that gets smaller becomes a mask and its values; if it is on a grid, the values are whole numbers of a
+    few bits, with scales. A matrix with hardly any zeros has no mask. Everything else stays as it is. Every file is
+    rebuilt in memory and compared. The call is the same as :func:`niwaki.export` with ``format="packed"``, and also
+    returns the sizes.
+
+    Args:
+        model: A directory or hub id.
+        out: Output directory, new or empty.
+        progress: Receives the progress of packing.
+
+    Returns:
+        How much smaller the matrices and the whole model have become.
 
     Raises:
-        UsageError: no matrix would be smaller, or the model is packed.
-        UnsupportedModelError: a tensor has a dtype that is unknown here, or a name that packing gives too.
-        OutputError: it cannot be written.
+        UsageError: no matrix would be smaller, or the model is packed already.
+        UnsupportedModelError: a tensor has an unknown dtype, or a name that packing uses too.
+        OutputError: the result cannot be written.
         NiwakiError: see :mod:`niwaki.errors`.
     """
     path = locate_model(str(model))

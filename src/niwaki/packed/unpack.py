@@ -29,15 +29,19 @@ _TEXTS = ("config.json", INDEX_NAME)
 
 @checked
 def unpack(model: str | Path, out: str | Path, progress: Progress | None = None) -> None:
-    """Writes to ``out``, new or empty, the dense model that :func:`pack` made ``model`` from.
+    """Writes the dense model from which :func:`pack` made ``model``, byte for byte.
 
-    It is the same byte for byte; but products of two factors are computed again, which another processor rounds in
-    another way.
+    Only products of two factors are computed again, and another processor may round them differently.
+
+    Args:
+        model: A directory that ``pack`` wrote.
+        out: Output directory, new or empty.
+        progress: Receives the progress of unpacking.
 
     Raises:
         UsageError: the model is not packed.
-        CheckpointError: it is damaged.
-        OutputError: it cannot be written.
+        CheckpointError: the model is damaged.
+        OutputError: the result cannot be written.
         NiwakiError: see :mod:`niwaki.errors`.
     """
     path = locate_model(str(model))

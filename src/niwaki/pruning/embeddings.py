@@ -41,13 +41,13 @@ from niwaki.windows import Windows
 @checked_names
 @dataclass(frozen=True)
 class QuantizeEmbeddings:
-    """Puts the token embeddings and the head on a ``grid``, such as "int8:64".
+    """The stage that puts the token embeddings and the head on a ``grid``, such as "int8:64".
 
-    In small models they are much of what is stored and read for each token. It comes after all that changes weights.
-    With 8 bits each weight goes to the nearest number, and no text is read. With fewer the head, which often is the
-    embeddings too, is rounded so that its outputs stay as they are on the calibration text, as one more matrix
-    (:func:`niwaki.layer.rounding.onto_grid`); embeddings of their own go to the nearest. The ``effort`` "none" does so
-    with all; another one makes up for the rounding with 8 bits too.
+    In small models these are a large part of what is stored and read for each token. The stage comes after all that
+    change weights. With 8 bits each weight is rounded to the nearest number, and no text is read. With fewer bits the
+    head, which is often the embeddings too, is rounded like any other matrix, in a way that preserves its outputs on
+    the calibration text (:func:`niwaki.layer.rounding.onto_grid`); separate embeddings are rounded to the nearest. The
+    ``effort`` "none" rounds everything to the nearest; any other effort compensates for the rounding with 8 bits too.
     """
 
     grid: str | Grid = "int8:64"
@@ -63,12 +63,12 @@ class QuantizeEmbeddings:
 
     @property
     def wanted(self) -> Grid:
-        """The grid."""
+        """The grid as an object."""
         return parse_grid(self.grid) if isinstance(self.grid, str) else self.grid
 
     @property
     def rounds_to_nearest(self) -> bool:
-        """Whether no text is read."""
+        """Whether all weights are rounded to the nearest, so that no text is read."""
         return rounds_to_nearest(self.wanted, self.effort)
 
     def check_order(self, before: tuple[Stage, ...]) -> None:

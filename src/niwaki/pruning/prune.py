@@ -44,7 +44,7 @@ from niwaki.windows import Windows
 @checked_names
 @dataclass(frozen=True)
 class Prune(Request):
-    """Makes weights of the linear matrices zero, and updates the others: see :func:`niwaki.prune` for its arguments."""
+    """The stage that makes weights zero and updates the others: see :func:`niwaki.prune` for its arguments."""
 
     name: ClassVar[str] = "prune"
     is_format: ClassVar[bool] = False
@@ -64,9 +64,9 @@ class Prune(Request):
 @checked_names
 @dataclass(frozen=True)
 class Quantize:
-    """Puts the weights that are left on a ``grid``; zeros stay: see :func:`niwaki.quantize` for its arguments.
+    """The stage that puts the remaining weights on a ``grid``: see :func:`niwaki.quantize` for its arguments.
 
-    The same as :class:`Prune` with no more zeros and ``quantize=grid``.
+    Zeros stay zeros: it is the same as :class:`Prune` with no more zeros and ``quantize=grid``.
     """
 
     grid: str | Grid = "int4:128"
@@ -88,12 +88,12 @@ class Quantize:
 
     @property
     def settled_effort(self) -> Effort:
-        """As that of :class:`Prune`."""
+        """The effort that applies, as for :class:`Prune`."""
         return self._as_prune.settled_effort
 
     @property
     def rounds_to_nearest(self) -> bool:
-        """Whether no text is read."""
+        """Whether all weights are rounded to the nearest, so that no text is read."""
         return self._as_prune.rounds_to_nearest
 
     def check_order(self, before: tuple[Stage, ...]) -> None:

@@ -29,15 +29,15 @@ PATTERNS = ("50 %", "60 %", "70 %", "80 %", "2:4")
 
 @dataclass(frozen=True)
 class Cell:
-    """One method at one pattern.
+    """The result of one method at one pattern.
 
     Attributes:
-        method: A solver, and after an @ the effort if it is not "fast", as in "continuation@best"; or "dense".
+        method: A solver, followed by an @ and the effort unless that is "fast", as in "continuation@best"; or "dense".
         pattern: Such as "50 %" or "2:4"; "" for the dense model.
-        sparsity: Fraction of zeros that was measured in all pruned matrices together; 0 for the dense model.
-        perplexity: Of the result, by the name of the text.
-        seconds: That pruning took, from the model directory to the pruned one; ``stages`` has them by stage, and
-            ``measuring`` those that the perplexities took.
+        sparsity: Measured fraction of zeros in all pruned matrices together; 0 for the dense model.
+        perplexity: Perplexity of the result, by the name of the text.
+        seconds: Duration of pruning, from the model directory to the pruned one; ``stages`` has it by stage, and
+            ``measuring`` the time that the perplexities took.
         error: Geometric mean of the matrices' relative errors.
         record: The file with the whole record, relative to the comparison's directory, if there is one.
     """
@@ -57,7 +57,7 @@ class Cell:
             raise UsageError(f"a pattern in percent is from 0 % to below 100 %; got {self.pattern!r}")
 
     def is_of(self, record: Record) -> bool:
-        """Whether ``record`` is that of its run, as far as the figures of both say."""
+        """Whether ``record`` is the one of this cell's run, judging by the figures of both."""
         return self.sparsity == record.sparsity and math.isclose(self.error, record.mean_error)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Entry(NamedTuple):
 
 
 class Identity(TypedDict):
-    """Something that has to be the same for cells to compare, and how it is shown."""
+    """Something that must be the same for cells to be comparable, and how it is shown."""
 
     identity: str
     shown: str
@@ -81,15 +81,18 @@ class Identity(TypedDict):
 
 @dataclass
 class Comparison(JsonFile):
-    """Methods at patterns, on one model with one calibration text: ``compare.json``.
+    """The results of several methods at several patterns, for one model and one calibration text: ``compare.json``.
 
     Attributes:
+        model: Name of the model, as it was given.
         calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens.
-        cells: The dense model, and then methods at patterns in the order in which they were done.
-        missing: (method, pattern) that were asked for and are not done yet.
-        fingerprint: By name, all that has to be the same for cells to compare.
-        command: The command line of the last call, or "" where it was called from Python.
-        seconds: Of all calls together.
+        texts: Names of the texts that perplexity was measured on.
+        cells: The dense model, then the methods at the patterns, in the order in which they were computed.
+        missing: The (method, pattern) pairs that were requested and are not done yet.
+        fingerprint: By name, everything that must be the same for cells to be comparable.
+        command: The last command line; "" for a call from Python.
+        versions: Versions of niwaki, Python and the libraries, by name.
+        seconds: Duration of all calls together.
     """
 
     model: Name
@@ -115,14 +118,14 @@ class Comparison(JsonFile):
             raise UsageError(f"{len(done):,} cells are too many methods and patterns to show")
 
     def done(self) -> dict[tuple[str, str], Cell]:
-        """The cells by method and pattern; ("dense", "") is one."""
+        """The finished cells by method and pattern; ("dense", "") is one of them."""
         return {(cell.method, cell.pattern): cell for cell in self.cells}
 
     def rows(self) -> list[dict[str, Any]]:
-        """A flat dictionary for each cell and text, the same keys in all: ``pandas.DataFrame(rows)`` takes them.
+        """A flat dictionary for each cell and text, all with the same keys, as ``pandas.DataFrame(rows)`` takes them.
 
-        Keys: model, method, pattern, sparsity, error, seconds, text, perplexity, standard_error (None for one window
-        alone), tokens, context, windows, above_dense and above_dense_error (in nats a token, on the same windows).
+        Keys: model, method, pattern, sparsity, error, seconds, text, perplexity, standard_error (None if there is only
+        one window), tokens, context, windows, above_dense and above_dense_error (in nats a token, on the same windows).
         """
         rows = []
         for cell in self.cells:
@@ -135,10 +138,10 @@ class Comparison(JsonFile):
         return rows
 
     def grid(self, text: str) -> tuple[list[str], list[list[Entry]]]:
-        """The paper's table 1 for a text: headings, and a row for each method, the dense model first.
+        """The perplexities on a text as in the paper's table 1: headings, then a row for each method, dense first.
 
-        A column for each pattern, sparsities in order and then others; nothing where a cell is missing. The last column
-        has the seconds of pruning, the mean of the row.
+        There is a column for each pattern: sparsities in ascending order, then other patterns. Missing cells are empty.
+        The last column is the mean duration of pruning in seconds.
         """
         lowest = self._lowest(text)
 
@@ -154,9 +157,10 @@ class Comparison(JsonFile):
         return ["method", *patterns, "seconds"], [dense, *rows]
 
     def gaps(self, text: str) -> tuple[list[str], list[list[Entry]]]:
-        """As :meth:`grid`, how far each method's loss is above the dense model's, with the paired standard error.
+        """How far each method's loss is above the dense model's, with the paired error; laid out like :meth:`grid`.
 
-        The best of a column are all that are not clearly above the lowest, see :class:`~.record.Difference`.
+        The best of a column are all that are not clearly above the lowest, see
+        :class:`~niwaki.records.perplexity.Difference`.
         """
         dense, lowest = self.cells[0].perplexity[text], self._lowest(text)
 
@@ -187,7 +191,7 @@ class Comparison(JsonFile):
         return patterns, rows
 
     def to_csv(self) -> str:
-        """:meth:`rows` as CSV, with all digits."""
+        """The result of :meth:`rows` as CSV, with all digits."""
         rows, file = self.rows(), io.StringIO()
         writer = csv.DictWriter(file, rows[0] if rows else [], lineterminator="\n")
         writer.writeheader()
@@ -195,7 +199,7 @@ class Comparison(JsonFile):
         return file.getvalue()
 
     def to_markdown(self) -> str:
-        """The table of each text, and what it takes to read them."""
+        """The tables of all texts in Markdown, with what is needed to read them."""
         lines = []
         for text in self.texts:
             for title, (header, entries) in self.tables(text).items():
@@ -211,7 +215,7 @@ class Comparison(JsonFile):
         return "\n".join(lines) + "\n"
 
     def to_latex(self) -> str:
-        """The same tables for a paper: each a ``tabular`` with the rules of the package booktabs."""
+        """The tables of all texts in LaTeX: each a ``tabular`` with the rules of the package booktabs."""
         lines = [f"% {latex(self.model)}, calibrated on {latex(text_in_words(self.calibration))}"]
         for text in self.texts:
             for title, (header, entries) in self.tables(text).items():
@@ -226,7 +230,7 @@ class Comparison(JsonFile):
         return "\n".join(lines) + "\n"
 
     def tables(self, text: str) -> dict[str, tuple[list[str], list[list[Entry]]]]:
-        """:meth:`grid` and, once something is pruned, :meth:`gaps`, by their headings."""
+        """The tables for a text by heading: :meth:`grid` and, once something is pruned, :meth:`gaps`."""
         dense = self.cells[0].perplexity[text]
         where = f"on {dense.tokens:,} tokens of {dense.text}, context {dense.context:,}"
         tables = {f"Perplexity {where}": self.grid(text)}
@@ -235,7 +239,11 @@ class Comparison(JsonFile):
         return tables
 
     def save(self, directory: Path) -> None:
-        """Writes ``compare.json``, ``.csv``, ``.md`` and ``.tex``, each whole or not at all (OutputError)."""
+        """Writes ``compare.json``, ``.csv``, ``.md`` and ``.tex`` to ``directory``, each completely or not at all.
+
+        Raises:
+            OutputError: a file cannot be written.
+        """
         replace_file(directory / "compare.json", self.to_json(), sync=True)
         replace_file(directory / "compare.csv", self.to_csv())
         replace_file(directory / "compare.md", self.to_markdown())
@@ -244,7 +252,11 @@ class Comparison(JsonFile):
     @classmethod
     @checked
     def load(cls, path: str | os.PathLike[str]) -> Comparison:
-        """From a directory that ``niwaki compare`` wrote, all done or not (if not, CheckpointError)."""
+        """Reads the comparison in a directory that ``niwaki compare`` wrote, finished or not.
+
+        Raises:
+            CheckpointError: there is no comparison, or it cannot be read.
+        """
         return super().load(Path(path) / "compare.json")
 
 

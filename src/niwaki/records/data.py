@@ -37,10 +37,10 @@ Kept = TypeVar("Kept", bound="JsonFile")
 
 
 class JsonFile:
-    """A dataclass that is kept in a JSON file."""
+    """A dataclass that is stored in a JSON file."""
 
     def to_json(self) -> str:
-        """JSON text, indented."""
+        """The values as indented JSON text."""
         return json.dumps(self._values(), indent=2, allow_nan=False) + "\n"
 
     def _values(self) -> dict[str, Any]:
@@ -49,9 +49,10 @@ class JsonFile:
 
     @classmethod
     def from_json(cls: type[Kept], text: str) -> Kept:
-        """The inverse of :meth:`to_json`, also of what earlier versions wrote (CheckpointError if it is anything else).
+        """Reads what :meth:`to_json` wrote, in this or an earlier version; what later versions added is ignored.
 
-        What later versions added is ignored.
+        Raises:
+            CheckpointError: the text is anything else.
         """
         try:
             values = json.loads(text)
@@ -68,7 +69,11 @@ class JsonFile:
     @classmethod
     @checked
     def load(cls: type[Kept], path: str | os.PathLike[str]) -> Kept:
-        """From a file; CheckpointError if it cannot be read."""
+        """Reads the JSON file at ``path``.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
         return load(given_path(path), cls.from_json)
 
 

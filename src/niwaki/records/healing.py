@@ -13,13 +13,14 @@ LARGEST_CURVE = 10_000
 
 @dataclass(frozen=True)
 class HealingPoint:
-    """A moment of a training: after so many ``tokens``, ``steps`` and ``seconds``.
+    """A point of a training: its state after this many ``tokens``, ``steps`` and ``seconds``.
 
     Attributes:
-        error: The mean KL of the dense from the pruned model on what is held out, in nats a token; of weights as files
-            have them. Where models have no head, the squared distance of states, relative to their squares.
-        loss: The same on what was trained on since the last point; None where that is nothing, as at the first point,
-            and where blocks are trained, each towards its own. Old records have a copy of the error at the first one.
+        error: Mean KL divergence of the pruned model from the dense one on held-out text, in nats a token, for weights
+            as the files have them. For models without a head, the squared distance of states, relative to their
+            squares.
+        loss: The same on the text trained on since the last point; None if there is none, as at the first point, and if
+            blocks are trained, each towards its own. In old records the first point has a copy of the error.
     """
 
     tokens: Count
@@ -30,27 +31,28 @@ class HealingPoint:
 
     @property
     def trained_on(self) -> float | None:
-        """``loss``, but for what old records have at a point before any step."""
+        """``loss``, except that it is None at a point before any step, where old records have a number."""
         return self.loss if self.steps else None
 
 
 @dataclass
 class HealingRecord:
-    """A training of a pruned model's weights, see :mod:`niwaki.healing.heal`.
+    """How a pruned model's weights were trained, see :mod:`niwaki.healing.heal`.
 
     Attributes:
         teacher: The dense model, as it was given.
-        method: What was trained: "full", "lora", "norms", or one of the "blocks" after the other.
-        tokens: How many were to be trained on, at most.
-        limit: The seconds that it was given; None for no limit.
-        rate: The learning rate, relative to the root mean square of each parameter's weights.
-        batch: Tokens in a step.
-        held: Tokens that were held out.
-        own_text: The share of what was trained on that the dense model was to write itself.
-        of_states: Whether states were trained towards those of the dense model, which has no head, and no predictions.
-        halved: How often the rate was halved, after outputs that were not finite.
-        points: From the pruned model as it came to the end.
-        best: The number of the point with the lowest error, whose weights are the result.
+        method: What was trained: "full", "lora", "norms", or "blocks" one after the other.
+        tokens: Largest number of tokens to train on.
+        limit: Time limit in seconds; None for no limit.
+        rate: Learning rate, relative to the root mean square of each parameter's weights.
+        batch: Tokens per step.
+        held: Number of held-out tokens.
+        own_text: Fraction of the training text that the dense model was to generate.
+        of_states: Whether states were trained towards those of the dense model, which has no head, instead of
+            predictions.
+        halved: How often the rate was halved because outputs were not finite.
+        points: The points, from the pruned model as it was given to the end.
+        best: Number of the point with the lowest error, whose weights are the result.
     """
 
     teacher: Name
@@ -74,7 +76,7 @@ class HealingRecord:
 
     @property
     def by_block(self) -> bool:
-        """Whether blocks were trained one after the other, and points have no loss."""
+        """Whether blocks were trained one after the other, so that points have no loss."""
         return self.method == "blocks"
 
     def __str__(self) -> str:

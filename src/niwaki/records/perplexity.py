@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 
 class Difference(NamedTuple):
-    """Of two models' mean losses on the same windows, in nats a token.
+    """The difference of two models' mean losses on the same windows, in nats a token.
 
-    Where the two have other tokens for the same text it is in bits a byte, as ``unit`` says.
+    If the two have different tokens for the same text, the difference is in bits a byte, as ``unit`` says.
 
-    The standard error is that of the windows' own differences ("paired"), which is much less than that of either loss,
-    because what makes a window hard for one model makes it hard for the other. None where windows were not kept.
+    The standard error is that of the windows' own differences ("paired"). It is much smaller than that of either loss,
+    because what makes a window hard for one model makes it hard for the other. None if the windows' losses were not
+    kept.
     """
 
     nats: float
@@ -31,7 +32,7 @@ class Difference(NamedTuple):
 
     @property
     def clear(self) -> bool:
-        """Whether it is more than two standard errors away from 0; without an error, whether it is not 0."""
+        """Whether the difference is more than two standard errors from 0; without an error, whether it is not 0."""
         return abs(self.nats) > 2 * (self.standard_error or 0.0)
 
     def __str__(self) -> str:
@@ -40,26 +41,32 @@ class Difference(NamedTuple):
 
     @property
     def words(self) -> str:
-        """``"0.1156 ±0.0062 nats a token"``."""
+        """The difference in words, such as ``"0.1156 ±0.0062 nats a token"``."""
         return f"{self} {self.unit}"
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """exp of the mean cross-entropy, and what it is the perplexity of.
+    """The perplexity of a model on a text, the exponential of the mean cross-entropy, and how it was measured.
 
-    In each of the non-overlapping ``windows`` of ``context`` tokens the first token is given and the others are
+    In each of the non-overlapping ``windows`` of ``context`` tokens, the first token is given and the others are
     predicted, ``tokens`` in all; this is the protocol of the SparseGPT and Wanda papers (docs/reproduce.md).
-    Perplexities of different contexts do not compare.
+    Perplexities with different contexts are not comparable.
 
     Attributes:
-        standard_error: Of ``value``, from the spread of the windows' mean losses: how another text of this kind would
-            differ. Two models on the same text compare more tightly, see :meth:`above`. None where there is one window.
-        origin: Where ``text`` is from and how it became windows, in words; "" where that is not known.
-        losses: The mean cross-entropy of each window in nats; none in records of earlier versions.
-        counts: How many tokens of each window are predicted, where that is not ``context`` - 1: models with other
-            vocabularies see the same text as other tokens, and their perplexities do not compare.
-        bytes: UTF-8 bytes of what is predicted in each window; none where they were not counted.
+        value: The perplexity.
+        standard_error: Standard error of ``value``, from the spread of the windows' mean losses: how much another text
+            of this kind would differ. Two models on the same text can be compared more closely, see :meth:`above`. None
+            if there is only one window.
+        tokens: Number of predicted tokens.
+        context: Tokens in a window.
+        windows: Number of windows.
+        text: Name of the text.
+        origin: Where ``text`` comes from and how it became windows, in words; "" if not known.
+        losses: Mean cross-entropy of each window, in nats; empty in records of earlier versions.
+        counts: Number of predicted tokens in each window, if it is not ``context`` - 1: models with other vocabularies
+            have different tokens for the same text, and their perplexities are not comparable.
+        bytes: UTF-8 bytes of the predicted text in each window; empty if they were not counted.
     """
 
     value: Annotated[float, msgspec.Meta(ge=0.5, le=1e305)]  # 1 or more, but for rounding
@@ -82,7 +89,10 @@ class Perplexity:
         counts: tuple[int, ...] = (),
         bytes: tuple[int, ...] = (),  # noqa: A002 - it is the word for it
     ) -> Perplexity:
-        """From (windows, context - 1) cross-entropies in nats, 0 where nothing is predicted, as ``counts`` tells."""
+        """Computes it from ``losses``, (windows, context - 1) cross-entropies in nats.
+
+        If ``counts`` says how many tokens of each window are predicted, the losses of the others are 0.
+        """
         tokens, exact = sum(counts) or losses.numel(), losses.double()
         if counts:
             means = exact.sum(dim=1) / exact.new_tensor(counts)
@@ -97,24 +107,24 @@ class Perplexity:
 
     @property
     def nats(self) -> float:
-        """The mean cross-entropy of a token."""
+        """The mean cross-entropy per token, in nats."""
         return math.log(self.value)
 
     @property
     def bits(self) -> float | None:
-        """Bits that a byte of the text takes, which compares between all models; None where bytes were not counted."""
+        """Bits per byte of the text, which are comparable between all models; None if bytes were not counted."""
         return self.nats * self.tokens / math.log(2) / sum(self.bytes) if self.bytes else None
 
     def bits_of_windows(self) -> list[float]:
-        """Bits that a byte takes in each window, where losses and bytes of these are known."""
+        """Bits per byte in each window; the losses and bytes of the windows must be known."""
         counts = self.counts or (self.context - 1,) * len(self.bytes)
         each = zip(self.losses, counts, self.bytes, strict=True)
         return [loss * count / math.log(2) / length for loss, count, length in each]
 
     def above(self, other: Perplexity) -> Difference:
-        """By how much the mean loss of a token is greater than ``other``, which is of the same text.
+        """How much greater the mean loss per token is than that of ``other``, measured on the same text.
 
-        Where that is other tokens for the two, by how many more bits a byte takes.
+        If the two have different tokens for it, the result is in bits a byte.
         """
         if self.counts != other.counts and self.bits is not None and other.bits is not None:
             pairs = zip(self.bits_of_windows(), other.bits_of_windows(), strict=True)
@@ -129,7 +139,7 @@ class Perplexity:
 
     @property
     def protocol(self) -> str:
-        """All that another program needs to measure the same, in words."""
+        """Everything that another program needs to repeat the measurement, in words."""
         if self.counts:
             return (
                 f"{self.origin or self.text}; {self.tokens:,} predicted tokens in {self.windows:,} windows or pairs; "
@@ -142,7 +152,10 @@ class Perplexity:
 
     @property
     def figure(self) -> str:
-        """``"44.87 ± 1.20"``, without its error where there is none, or where the value is too large for a float."""
+        """The value and its error, as in ``"44.87 ± 1.20"``; without an error if there is none.
+
+        A value that is too large for a float has none either.
+        """
         if is_cut(self.value):
             return number(self.value)
         digits, of_error = (".2f", ".2f") if self.value < 1e6 else (".3g", ".2g")
@@ -152,7 +165,7 @@ class Perplexity:
 
     @property
     def by_bytes(self) -> str:
-        """``", 1.234 bits a byte"``, for after the perplexity; "" where bytes were not counted."""
+        """Text to follow the perplexity, such as ``", 1.234 bits a byte"``; "" if bytes were not counted."""
         return "" if self.bits is None else f", {self.bits:.4f} bits a byte"
 
     def __str__(self) -> str:

@@ -11,79 +11,83 @@ SOON = 15
 
 
 class Progress:
-    """Receives how anything that takes its time goes. This one ignores it; the command line has some that draw."""
+    """Receives the progress of anything that takes time. This base class ignores it; subclass it to show it.
+
+    :class:`niwaki.ProgressBar` is one such subclass, the command line has others.
+    """
 
     #: Whether to call ``solving``, for which solvers have to estimate their error.
     wants_steps = False
 
     def status(self, what: str, done: int = 0, count: int = 0) -> None:
-        """What is being done now, such as "packing", and how far that is where it can be counted."""
+        """Called with what is being done, such as "packing", and how much of it is ``done`` if that is countable."""
 
     def note(self, text: str) -> None:
-        """Something that the user should know."""
+        """Called with a note that the user should see."""
 
     # Of a run, pruning or shrinking.
 
     def estimate(self, seconds: float) -> None:
-        """All that comes takes about this long."""
+        """Called before a run with about how many seconds it will take."""
 
     def turn(self, number: int, count: int, stage: str) -> None:
-        """It is the turn of ``stage``, ``number`` of the ``count`` of a run of several, from 1."""
+        """Called when a stage of a run of several begins: ``stage``, ``number`` of ``count``, from 1."""
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
-        """All inputs are read, ``blocks`` with ``matrices`` in total to come."""
+        """Called when all inputs are read; ``blocks`` with ``matrices`` in total are to come."""
 
     def stage(self, block: int, name: str, steps: int) -> None:
-        """A part of a block begins: "capture", "solve", "fit" or "advance", in ``steps`` steps.
+        """Called when a part of a block begins: "capture", "solve", "fit" or "advance", in ``steps`` steps.
 
-        Before all of them come, where the effort asks for it, one "sensitivity", an "allocation" for each block and a
-        "synthesis", and where blocks share matrices a "sharing" for each block; with structured pruning an "influence"
-        for each block and, also after all others, a "perplexity".
+        Before these, if the effort asks for them, come one "sensitivity", an "allocation" for each block and a
+        "synthesis"; and, where blocks share matrices, a "sharing" for each block. Structured pruning has an "influence"
+        for each block. A "perplexity" for each block can come before and after all others.
         """
 
     def step(self) -> None:
-        """One step of the stage is done."""
+        """Called after each step of a part."""
 
     def solving(self, matrix: str, step: int, steps: int, error: float) -> None:
-        """The solver is at ``step`` of ``steps`` with this estimated relative error."""
+        """Called after a solver's ``step`` of ``steps``, with the estimated relative error."""
 
     def solved(self, matrix: MatrixRecord) -> None:
-        """A matrix is done."""
+        """Called when a matrix is done."""
 
     def stopped(self, done: int, blocks: int, where: str = "") -> None:
-        """The run ends early, with ``done`` of the ``blocks`` to prune on disk; the same call resumes after them.
+        """Called when a run ends early with ``done`` of its ``blocks`` on disk; the same call resumes after them.
 
-        ``where`` is the stage of a run of several, such as "stage 2 of 3, heal".
+        ``where`` is the stage, in a run of several, such as "stage 2 of 3, heal".
         """
 
     def lost(self) -> None:
-        """The run is interrupted, and nothing of it is kept; the same call starts over."""
+        """Called when a run is interrupted and nothing of it is kept; the same call starts over."""
 
     def end(self, record: Record) -> None:
-        """The output is in place."""
+        """Called when the output is in place."""
 
     def fitted(self, fit: FitRecord) -> None:
-        """A block is healed."""
+        """Called when a block is healed, in healing block by block."""
 
     def healing(self, record: HealingRecord, share: float, seconds: float) -> None:
-        """``share`` of a training is done after ``seconds``; ``record`` may have a new point."""
+        """Called during healing: ``share`` of it is done after ``seconds``, and ``record`` may have a new point."""
 
     # Of a comparison, which also calls those of its runs.
 
     def table(self, comparison: Comparison, runs: int) -> None:
-        """All texts are read; ``comparison`` has what is there already, ``runs`` are to come."""
+        """Called when all texts are read; ``comparison`` has the finished cells, and ``runs`` are to come."""
 
     def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
-        """A run begins after ``done`` of ``runs``; the seconds that it and those after it will take.
+        """Called when a run begins, after ``done`` of ``runs``, with the ``expected`` seconds of all that remain.
 
-        0 where nothing is known; no seconds at all for the dense model, which is measured before the runs.
+        The seconds are 0 where nothing is known. For the dense model, which is measured before the runs, there are
+        none.
         """
 
     def done(self, cell: Cell) -> None:
-        """A cell is done, and on disk."""
+        """Called when a cell is done and on disk."""
 
     def paused(self, done: int, missing: int) -> None:
-        """The comparison ends early with ``done`` runs on disk; the same call does those that are missing."""
+        """Called when a comparison ends early with ``done`` runs on disk; the same call does the ``missing`` ones."""
 
     def finished(self, comparison: Comparison, left_out: Sequence[tuple[str, str]]) -> None:
-        """All is done but what the limit of time ``left_out``."""
+        """Called when a comparison is done, except for the (method, pattern) pairs that its time limit ``left_out``."""

@@ -41,20 +41,20 @@ _BY_THE_CLOCK = "# But healing was limited by a time, and how far it comes in th
 
 @dataclass(frozen=True)
 class Recipe:
-    """A list of stages, with the options of a run: what ``recipe.toml`` has, and ``niwaki run --recipe`` takes.
+    """The stages and options of a run, as in ``recipe.toml``; :func:`niwaki.run` and ``niwaki run --recipe`` repeat it.
 
-    Only ``stages`` has to be there. The options are as in :class:`~niwaki.options.Calibration`,
-    :class:`~niwaki.options.Measurement` and :class:`~niwaki.options.Compute`, and those that are missing have their
-    defaults. What else is there tells whether another run of it is the same.
+    Only ``stages`` is required. The options are those of :class:`~niwaki.options.Calibration`,
+    :class:`~niwaki.options.Measurement` and :class:`~niwaki.options.Compute`, with their defaults. The other attributes
+    show whether another run of the recipe gives the same model.
 
     Attributes:
-        stages: Each with its name as "stage", and its parameters.
-        calibration: Options of the texts to calibrate on.
-        measurement: Options of the text to measure on.
-        compute: Options of where to compute.
-        model: The "name" of the model that it was made from.
-        weights: SHA-256 of that model's weight files, by name.
-        texts: SHA-256 of the local files that it was calibrated on, by name.
+        stages: A table for each stage, with its name as "stage" and its parameters.
+        calibration: Options for the texts to calibrate on.
+        measurement: Options for the text to measure on.
+        compute: Options for the device and dtype.
+        model: The original model, with its name as "name".
+        weights: SHA-256 of the original model's weight files, by name.
+        texts: SHA-256 of the local files that were calibrated on, by name.
         made_with: Versions and the device, by name.
         result: SHA-256 of the weight files that were written, by name.
     """
@@ -72,9 +72,12 @@ class Recipe:
     @classmethod
     @checked
     def read(cls, path: str | Path) -> Recipe:
-        """The recipe in the TOML file at ``path``; UsageError, which names the file, where it is not valid.
+        """Reads the recipe in the TOML file at ``path``, or in the ``recipe.toml`` of a directory.
 
-        Names and parameters of stages, and values of options, are checked where a run is made of them.
+        Names and parameters of stages, and values of options, are checked when the recipe is run.
+
+        Raises:
+            UsageError: the file is not a valid recipe.
         """
         file = given_path(path)
         file = file / RECIPE if file.is_dir() else file
@@ -100,7 +103,7 @@ class Recipe:
             raise UsageError(f"{file} is not a valid recipe: {error}") from error
 
     def toml(self) -> str:
-        """The text of its file, with a comment for people."""
+        """The recipe as TOML text, with a comment that says how to use it."""
         where = f", with {_line(', '.join(self.texts))} in the working directory" if self.texts else ""
         model = shlex.quote(_line(self.model.get("name", ""))) if self.model else "MODEL"
         head = _HEAD.format(where=where, model=model, file=RECIPE)
@@ -110,18 +113,18 @@ class Recipe:
         return f"{head}\n{tomli_w.dumps(values)}"
 
     def with_options(self, **given: Table) -> Recipe:
-        """The same with other options, by the name of their table: what is given there comes before its own."""
+        """The recipe with other options, by the name of their table; options ``given`` here override its own."""
         changed: Any = {name: {**getattr(self, name), **table} for name, table in given.items()}
         return dataclasses.replace(self, **changed)
 
     def renamed(self, former: str, name: str) -> Recipe:
-        """The same, for those who call the model ``former`` by another ``name``."""
+        """The recipe with the model ``former`` renamed to ``name``."""
         stages = [{key: name if value == former else value for key, value in stage.items()} for stage in self.stages]
         model = {key: name if value == former else value for key, value in self.model.items()}
         return dataclasses.replace(self, stages=stages, model=model)
 
     def differences(self, other: Recipe) -> list[str]:
-        """In what ``other``, a run of this recipe on some model and texts, differs from it, in words."""
+        """How ``other``, a run of this recipe, differs from it in model, texts, versions and device, in words."""
         found = [
             f"{what} ({', '.join(names)}) {_has(names)} other bytes"
             for what, here, there in (("the model", self.weights, other.weights), ("the text", self.texts, other.texts))
@@ -135,7 +138,7 @@ class Recipe:
         return found + differing
 
     def outcome(self, other: Recipe) -> str:
-        """Whether ``other``, a run of this recipe, made the same weights, as a sentence; "" for one without digests."""
+        """Whether ``other``, a run of this recipe, made the same weights, as a sentence; "" without any digests."""
         if not self.result:
             return "the recipe has no digests of weights to compare these with" if self.made_with else ""
         if self.result == other.result:

@@ -48,19 +48,24 @@ FINDINGS = REPORT_NAME, SPEED_NAME = "report.html", "niwaki-bench.json"
 
 @dataclass(frozen=True)
 class MatrixRecord:
-    """One pruned matrix: its block, from 0, its path there, its shape (out, in) and the seconds that the solver took.
+    """What was done to one matrix.
 
     Attributes:
+        block: Number of its block, from 0.
+        name: Its path in the block.
+        shape: (out, in).
         sparsity: Fraction of zeros in the tensor that was written.
-        error: Squared output error relative to the squared output, on the calibration text, before the block is
-            fitted; of weights that were rounded without a text, their squared error relative to their squares.
+        error: Squared output error relative to the squared output, on the calibration text, before the block is fitted;
+            for weights that were rounded without a text, their squared error relative to their squares.
+        seconds: Time that the solver took.
         tokens: Tokens in its Gram matrix.
-        stats: The solver's own, such as the damping that was used. On a grid also "error_before_rounding", the
-            solver's, and "rounded_to_zero", the number of weights that the solver kept and the grid did not, and, if
-            any, "revived_by_rounding", the number of those that were 0 and are not on the grid; in a format that was
-            kept the first, and "raised_from_zero", the number of those that became its smallest number. Where the model
-            had zeros, "zeros_before" is their number, and "revived" of how many other weights were made,
-            and, if any, "kept_at_zero", the number of those that the pattern keeps and the solver gave no other value.
+        stats: Figures of the solver, such as the damping that was used. On a grid they include "error_before_rounding",
+            the solver's error; "rounded_to_zero", the number of weights that the solver kept and the grid made 0; and,
+            if any, "revived_by_rounding", the number of weights that were 0 and are not on the grid. In a format that
+            was kept they include the first of these, and "raised_from_zero", the number of weights that became the
+            format's smallest number instead of 0. If the model had zeros, "zeros_before" is their number and "revived"
+            how many of them became nonzero; "kept_at_zero", if any, is how many of them the pattern keeps and the
+            solver left at 0.
     """
 
     block: Count
@@ -75,13 +80,15 @@ class MatrixRecord:
 
 @dataclass(frozen=True)
 class FitRecord:
-    """One block, by its number from 0, whose remaining weights were fitted to the dense block's outputs.
+    """How the remaining weights of one block were fitted to the dense block's outputs.
 
     Attributes:
+        block: Number of the block, from 0.
         before: Squared error of its outputs on held-out samples, relative to the dense block's squared outputs.
-        after: The same in the end.
-        epochs: After how many it was lowest, which is the end; 0 where the weights stayed as they were.
-        steps: How many were made.
+        after: The same error at the end.
+        epochs: Number of epochs after which the error was lowest, where the fit ends; 0 if the weights stayed as they
+            were.
+        steps: Number of steps made.
     """
 
     block: Count
@@ -94,13 +101,13 @@ class FitRecord:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """A stage of a run of several.
+    """One stage of a run of several.
 
     Attributes:
         name: What was done: "shrink", "prune", "quantize", "heal" and so on.
-        asked: With which parameters, in words.
+        asked: The parameters, in words.
         seconds: How long it took.
-        perplexity: Of the model after it, where that was measured.
+        perplexity: Perplexity of the model after the stage, if it was measured.
     """
 
     name: Name
@@ -111,11 +118,11 @@ class StageRecord:
 
 @dataclass
 class LeftDense:
-    """Tensors that stay as they are: those that have the same name in all blocks, with * for numbers in it.
+    """Tensors that are not pruned: those with the same name in all blocks, with * for numbers in it.
 
     Attributes:
-        size: The number of their weights, of all blocks together.
-        share: What that is of the decoder's weights in tensors with two dimensions or more, without embeddings.
+        size: Number of weights, in all blocks together.
+        share: Fraction of the decoder's weights in tensors with two dimensions or more, without embeddings.
         reason: Why they are not pruned.
     """
 
@@ -129,12 +136,12 @@ class LeftDense:
 
 
 class CalibrationRecord(TypedDict, total=False):
-    """The windows of a calibration text: ``seed`` is that of random ones, ``synthetic`` windows were written.
+    """The windows of a calibration text; ``seed`` is for random ones, and ``synthetic`` is how many the model wrote.
 
-    With ``images`` the samples are conversations that have so many, the longest of ``sequence_length`` tokens. With
-    ``pairs`` they are pairs of a source and a target, of so many tokens together.
-    ``origin`` is what the text is and how it became windows, in words, and ``bos`` the token that all of them begin
-    with, where they do.
+    If there are ``images``, the samples are conversations with that many images, the longest of ``sequence_length``
+    tokens. If there are ``pairs``, they are pairs of a source and a target, with that many tokens together. ``origin``
+    says in words which text it is and how it became windows; ``bos`` is the token that all windows begin with, if there
+    is one.
     """
 
     source: Name
@@ -158,38 +165,44 @@ def calibration_tokens(calibration: CalibrationRecord) -> int:
 
 @dataclass
 class Record(JsonFile):
-    """All that was done to a model: ``niwaki.json``.
+    """Everything that was done to a model, with the results: ``niwaki.json``.
 
     Attributes:
-        command: The command line, or "" where it was called from Python.
-        method: The solver's name, or that of its class.
-        solver: The solver's "name" and all its parameters, see :mod:`niwaki.records.data`; ``effort`` likewise, what
-            was done to blocks (nothing in structured pruning).
-        mask_from: Where the masks came from, if not from the solver.
-        calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens; where the effort asks for
-            it how many more windows the dense model wrote, as "synthetic". Empty where no text was needed.
-        device: Where blocks ran, in ``dtype``, and matrices were solved.
-        flops: Floating-point operations that the solver needs for all matrices, estimated before it begins: those of
-            products and factorisations, as if no two matrices had the same inputs, without the effort's and the grid's.
-        sparsity: Fraction of zeros in all pruned ``matrices`` together, which are in the order of computation.
-        perplexity: "before" and "after", where measured.
-        vectors: Of models that predict no words, how near sentence vectors are to the dense model's: of one that was
-            pruned before "pruned", and "after".
-        seconds: By stage, and in "total".
-        peak_memory: Bytes: the greatest resident size of the process; on a GPU also that of its allocator.
-        notes: What a careful reader should know: damping raised, text left out, files not carried over.
-        resumed: After which numbers of blocks, or of a healing steps, the run was stopped and resumed.
-        blocks: The first block that was pruned and the first one after them; None for all blocks.
-        tf32: What used TF32 on a GPU, as in :class:`~niwaki.options.Compute`; "never" on a device that has none.
-        structure: What structured pruning removed; None where weights became zeros.
-        quantization: The grid that weights are on, such as "int4:128"; None for none.
-        embeddings: The grid that token embeddings and the head are on; None for none.
-        kept_format: The format of the dense model's files in which matrices were written again, such as "MXFP4"; None
-            where numbers are stored as they are.
-        healing: How the weights were trained after pruning; None where they were not.
-        left_dense: The tensors with two dimensions or more in the decoder that are not pruned, without embeddings.
-        stages: Of a run of several stages, each in turn. What else is here is of all of them together: ``matrices``,
-            ``solver``, ``effort`` and ``pattern`` of the last one that pruned.
+        command: The command line; "" for a call from Python.
+        model: Name of the model, as it was given.
+        method: Name of the solver, or of its class.
+        solver: The solver's "name" and all its parameters, see :mod:`niwaki.records.data`; ``effort`` likewise, empty
+            where none applies.
+        pattern: The pattern, or what was removed, in words.
+        mask_from: Source of the masks, if not the solver.
+        calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens; "synthetic" is the number
+            of windows that the dense model added, if the effort asks for that. Empty if no text was needed.
+        device: Device on which blocks ran, in ``dtype``, and matrices were solved.
+        flops: Floating-point operations that the solver needs for all matrices, estimated before it begins: products
+            and factorisations, as if no two matrices had the same inputs, without those of the effort and the grid.
+        versions: Versions of niwaki, Python and the libraries that decide the result, by name.
+        sparsity: Fraction of zeros in all pruned ``matrices`` together; these are in the order of computation.
+        matrices: What was done to each matrix.
+        fits: How each block was fitted, if it was.
+        perplexity: Perplexities measured "before" and "after"; healing also has that of the "pruned" model.
+        vectors: For models that make sentence vectors and predict no words: how close the vectors are to the dense
+            model's, "after" and, for a model that was pruned before, as "pruned".
+        seconds: Duration of each stage of the work, and in "total".
+        peak_memory: Bytes: the greatest resident size of the process and, on a GPU, of its allocator.
+        notes: What a careful reader should know, such as damping that was raised, text left out, or files not carried
+            over.
+        resumed: For each time that the run resumed, the number of blocks, or steps of healing, that were done by then.
+        blocks: The first block that was pruned and the first one after the pruned ones; None for all blocks.
+        tf32: When TF32 was used on a GPU, as in :class:`~niwaki.options.Compute`; "never" on a device without it.
+        structure: What structured pruning removed; None if nothing was removed.
+        quantization: The grid that the weights are on, such as "int4:128"; None for no grid.
+        embeddings: The grid that the token embeddings and the head are on; None for no grid.
+        kept_format: The format of the dense model's files, such as "MXFP4", in which matrices were written again; None
+            if numbers are stored as they are.
+        healing: How the weights were trained after pruning; None if they were not.
+        left_dense: The tensors of the decoder with two dimensions or more that are not pruned, without embeddings.
+        stages: The stages of a run of several, in order. Everything else is about all of them together, except that
+            ``matrices``, ``solver``, ``effort`` and ``pattern`` are about the last one that pruned.
     """
 
     command: str
@@ -235,9 +248,9 @@ class Record(JsonFile):
             raise UsageError(f"the matrices are of {len(kinds):,} kinds in {len(blocks):,} blocks, too many to show")
 
     def after(self, earlier: Record, only_rounds: bool = False) -> Record:
-        """This record, of one stage, together with that of all stages before it.
+        """The record of this stage and all stages before it together.
 
-        One that ``only_rounds`` weights to a grid leaves it to these what was pruned, and how.
+        If this stage ``only_rounds`` weights to a grid, ``earlier`` says what was pruned and how.
         """
         whole = self
         if self.only_heals:
@@ -269,7 +282,7 @@ class Record(JsonFile):
 
     @property
     def of_which_stage(self) -> str:
-        """What to say of figures of matrices where several stages had some: they are those of the last one."""
+        """Text to follow figures of matrices if several stages had some: they are from the last one."""
         solved = [stage.name for stage in self.stages if stage.name in ("prune", "quantize")]
         return f" of the stage {solved[-1]}" if len(solved) > 1 else ""
 
@@ -280,7 +293,7 @@ class Record(JsonFile):
 
     @property
     def error_of(self) -> str:
-        """Of what errors are a share."""
+        """What the errors are relative to: the square of the outputs or of the weights, as a word."""
         return "weights'" if self._only_rounded else "output's"
 
     @property
@@ -290,29 +303,29 @@ class Record(JsonFile):
 
     @property
     def mean_error(self) -> float:
-        """The geometric mean of the matrices' errors; 0 where one is 0."""
+        """The geometric mean of the matrices' errors; 0 if one of them is 0."""
         return _geometric_mean([matrix.error for matrix in self.matrices])
 
     @property
     def only_heals(self) -> bool:
-        """Whether it is of ``niwaki heal``, which has nothing of how the model was pruned before that."""
+        """Whether the record is from ``niwaki heal``, which does not know how the model was pruned before."""
         return self.method == "heal"
 
     @property
     def only_shrinks(self) -> bool:
-        """Whether parts were removed, and no weights became zero."""
+        """Whether parts were removed and no weights became zero."""
         return self.structure is not None and self.sparsity == 0
 
     @property
     def only_quantizes(self) -> bool:
-        """Whether weights were put on a grid, and neither this run nor one before it has made zeros."""
+        """Whether weights were put on a grid, and neither this run nor one before it made zeros."""
         if not (self.quantization or self.embeddings) or self.structure or not self.pattern.endswith(":0"):
             return False
         zeros = sum(int(matrix.stats.get("zeros_before", 0)) for matrix in self.matrices)
         return zeros <= FEW_ZEROS * sum(math.prod(matrix.shape) for matrix in self.matrices)
 
     def costs(self) -> list[tuple[StageRecord, Difference | None]]:
-        """The stages, each with what it cost: by how many nats a token the loss is above that before it."""
+        """The stages, each with its cost: how many nats a token the loss after it is above the loss before it."""
         found, before = list[tuple[StageRecord, Difference | None]](), self.perplexity.get("before")
         for stage in self.stages:
             after = stage.perplexity
@@ -322,17 +335,17 @@ class Record(JsonFile):
 
     @property
     def calibration_tokens(self) -> int:
-        """How many tokens it was calibrated on; of conversations, at most."""
+        """The number of tokens calibrated on; for conversations, an upper bound."""
         return calibration_tokens(self.calibration)
 
     @property
     def teacher(self) -> str:
-        """The dense model that ``niwaki heal`` was given; "" in other records, whose model it is."""
+        """The dense model that ``niwaki heal`` was given; "" in other records, where it is ``model``."""
         return self.healing.teacher if self.healing and self.only_heals else ""
 
     @property
     def rounding(self) -> str:
-        """What the grid, or the format that was kept, did to the matrices, in words; "" without either."""
+        """What the grid, or the format that was kept, did to the matrices, in words; "" if there is neither."""
         name, count = self.quantization or self.kept_format or "", "rounded_to_zero"
         if not name or not self.matrices:
             return name
@@ -356,18 +369,18 @@ class Record(JsonFile):
 
     @property
     def stays(self) -> str:
-        """What is not pruned, in words; "" where that is nothing."""
+        """The tensors that are not pruned, in words; "" if there are none."""
         return several(list(map(str, self.left_dense)))
 
     @property
     def own_text(self) -> str:
-        """What the dense model wrote to calibrate on; "" if it wrote nothing."""
+        """The calibration text that the dense model wrote, in words; "" if it wrote none."""
         count = self.calibration.get("synthetic", 0)
         return f"{counted(count, 'window')} that the dense model wrote itself" if count else ""
 
     @property
     def where(self) -> str:
-        """To follow what was done there: ``" in blocks 0 to 2"``, or "" if all were pruned."""
+        """Text to follow what was done in some blocks only, such as ``" in blocks 0 to 2"``; "" if all were pruned."""
         return f" in {self.part}" if self.part else ""
 
     @property
@@ -383,12 +396,12 @@ class Record(JsonFile):
 
     @property
     def has_factors(self) -> bool:
-        """Whether matrices are products of two factors, and zeros how many weights fewer than a matrix these have."""
+        """Whether matrices are products of two factors; ``sparsity`` is then how many fewer weights these have."""
         return self.pattern.startswith(TWO_FACTORS)
 
     @property
     def part(self) -> str:
-        """Which blocks were pruned, such as "blocks 0 to 2"; "" if all were."""
+        """The blocks that were pruned, such as "blocks 0 to 2"; "" if all were."""
         if self.blocks is None:
             return ""
         first, last = self.blocks[0], self.blocks[1] - 1
@@ -408,7 +421,11 @@ class Record(JsonFile):
                 values[key] = from_repr(text, name) if text else {}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a JSON file, whole or not at all (OutputError)."""
+        """Writes the record to a JSON file at ``path``, completely or not at all.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
         replace_file(given_path(path), self.to_json())
 
 

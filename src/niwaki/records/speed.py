@@ -13,15 +13,16 @@ Rate = Annotated[float, msgspec.Meta(ge=1e-12, le=1e12)]
 
 @dataclass(frozen=True)
 class Speed:
-    """One form of a model, in a process of its own.
+    """The speed and memory of one form of a model, measured in a process of its own.
 
     Attributes:
         weights: "dense" or "packed".
-        disk: Bytes of the weight files; ``resident`` those of all weights in memory.
-        peak: Most bytes in memory: of the process, or of the GPU's memory that torch had.
-        load: Seconds until the model was loaded, from files that may be in the system's cache.
-        first_token: Seconds from the prompt to the first token, the median.
-        tokens_per_second: After that, one sequence, the median of rates from ``slowest`` to ``fastest``.
+        disk: Bytes of the weight files; ``resident`` is the size of all weights in memory, in bytes.
+        peak: Largest memory use in bytes: of the process, or of torch on the GPU.
+        load: Seconds to load the model, from files that may be in the system's cache.
+        first_token: Median time in seconds from the prompt to the first token.
+        tokens_per_second: Median rate after the first token, for one sequence; the rates range from ``slowest`` to
+            ``fastest``.
     """
 
     weights: Name
@@ -41,9 +42,9 @@ class SpeedRecord(JsonFile):
     """What ``niwaki bench`` measured, where and with which libraries.
 
     Attributes:
-        prompt: Tokens of the prompt, after which ``tokens`` were generated, ``repeats`` times.
-        threads: Of torch, on a CPU.
-        kernels: What packed weights were computed with on a CPU.
+        prompt: Tokens in the prompt, after which ``tokens`` were generated, ``repeats`` times.
+        threads: Threads of torch, on a CPU.
+        kernels: The kernels that computed with packed weights on a CPU.
     """
 
     model: str
@@ -58,7 +59,7 @@ class SpeedRecord(JsonFile):
     versions: dict[str, str]
 
     def table(self) -> list[list[str]]:
-        """For people: the heading, then a row for each form of the model."""
+        """A table for people: the heading, then a row for each form of the model."""
         table = [["weights", "computed in", "on disk", "in memory", "peak", "loaded in", "first token", "tokens/s"]]
         for speed in self.speeds:
             sizes = [size(count) for count in (speed.disk, speed.resident, speed.peak)]
@@ -67,7 +68,7 @@ class SpeedRecord(JsonFile):
         return table
 
     def conditions(self) -> str:
-        """For people: what was measured where."""
+        """What was measured where, in words."""
         where = self.device
         if where == "cpu":
             where = counted(self.threads, "thread")

@@ -13,17 +13,17 @@ class StructureRecord:
     """What structured pruning removed, see :mod:`niwaki.shrinking.shrink`.
 
     Attributes:
-        parameters: Numbers in all tensors of the files, "before" and "after".
-        removed: Fraction of the blocks' parameters that is gone.
-        influence: Of each block, where blocks were to go: what the model without it alone loses, in nats a token, see
-            :func:`niwaki.shrinking.depth.costs_of_runs`.
-        blocks: Numbers of the blocks that went, from 0, as are all that follow.
-        heads: For each block that stayed, the heads that went; of heads that share keys and values, the groups.
-        neurons: Likewise.
-        experts: Likewise, of blocks that have some.
-        vocabulary: How many tokens the model has, "before" and "after"; nothing where none were removed.
-        combinations: Where only a size was asked for, what each combination of that size would cost, in nats a token,
-            see :func:`niwaki.shrinking.combinations.costs_of_combinations`.
+        parameters: Number of parameters in all tensors of the files, "before" and "after".
+        removed: Fraction of the blocks' parameters that was removed.
+        influence: If blocks were removed, for each block: how much the model without it alone loses, in nats a token,
+            see :func:`niwaki.shrinking.depth.costs_of_runs`.
+        blocks: Numbers of the blocks that were removed; all numbers here and below count from 0.
+        heads: For each remaining block, the heads that were removed; for heads that share keys and values, the groups.
+        neurons: For each remaining block, the neurons that were removed.
+        experts: For each remaining block that has experts, those that were removed.
+        vocabulary: Number of tokens of the model, "before" and "after"; empty if none were removed.
+        combinations: If only a size was requested, what each combination of that size would cost, in nats a token, see
+            :func:`niwaki.shrinking.combinations.costs_of_combinations`.
     """
 
     parameters: dict[str, Positive]
@@ -47,7 +47,7 @@ class StructureRecord:
 
     @property
     def share(self) -> str:
-        """How much of all parameters is gone, such as "25.7 %"."""
+        """The fraction of all parameters that was removed, such as "25.7 %"."""
         return f"{100 * (1 - self.parameters['after'] / self.parameters['before']):.1f} %"
 
     def __str__(self) -> str:

@@ -15,21 +15,21 @@ Cosine = Annotated[float, msgspec.Meta(ge=-1.01, le=1.01)]
 
 @dataclass(frozen=True)
 class Similarity:
-    """Sentence vectors of a model beside those of the dense one, for the same sentences.
+    """How close the sentence vectors of a model are to those of the dense one, for the same sentences.
 
-    It is for models that make vectors of texts and predict no words, which have no perplexity.
+    It replaces the perplexity for models that make vectors of texts and predict no words.
 
     Attributes:
-        cosine: The mean cosine of the two vectors of a sentence: 1 where nothing has changed.
-        standard_error: Of that mean.
+        cosine: Mean cosine of the two vectors of a sentence: 1 if nothing has changed.
+        standard_error: Standard error of that mean.
         lowest: The lowest cosine of all sentences.
-        rank_correlation: Spearman's, of the similarities of pairs of sentences: whether a search finds the same in the
-            same order.
-        sentences: How many there are.
-        pairs: How many pairs of them.
-        pooling: How a sentence's vector is made of those of its tokens: "mean", "cls" (the first), "lasttoken" or
+        rank_correlation: Spearman's correlation of the similarities of pairs of sentences: whether a search finds the
+            same results in the same order.
+        sentences: Number of sentences.
+        pairs: Number of pairs of sentences.
+        pooling: How a sentence's vector is made from those of its tokens: "mean", "cls" (the first), "lasttoken" or
             "max".
-        text: Where the sentences are from.
+        text: Where the sentences come from.
     """
 
     cosine: Cosine

@@ -34,21 +34,25 @@ def report(
     figures: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Writes a page about a pruned model or a comparison: one HTML file that needs nothing else; returns its path.
+    """Writes a page about a pruned model or a comparison: one self-contained HTML file.
 
     Args:
-        directory: What :func:`niwaki.prune`, :func:`niwaki.shrink` or :func:`niwaki.compare` wrote.
-        out: The file; by default ``report.html`` in ``directory``.
-        prompts: What pruned and dense models continue, by default three sentences; none in a comparison or for [].
-        reference: "paper" for published results too, marked as such and not measured.
-        figures: A directory that gets each chart of the page as SVG and as PDF, for papers and slides; with other
-            files in it, it is refused.
-        progress: Receives how it goes.
+        directory: Output of :func:`niwaki.prune`, :func:`niwaki.shrink`, :func:`niwaki.compare` and the like.
+        out: The file to write; by default ``report.html`` in ``directory``.
+        prompts: Prompts that the pruned and the dense model continue; by default three sentences, none for [] or a
+            comparison.
+        reference: "paper" to show published results too, marked as such.
+        figures: A directory that receives each chart of the page as SVG and as PDF, for papers and slides. It may have
+            no other files in it.
+        progress: Receives the progress of the report.
+
+    Returns:
+        The path of the page.
 
     Raises:
-        UsageError: the directory has no record or comparison, there is no such reference, ``out`` is a file that is
-            not such a page, or ``figures`` has files that are no figures.
-        CheckpointError: its files cannot be read.
+        UsageError: the directory has no record or comparison, there is no such reference, ``out`` exists and is not
+            such a page, or ``figures`` has files that are not figures.
+        CheckpointError: files in the directory cannot be read.
         OutputError: the page cannot be written, or the libraries of ``niwaki[report]`` are missing.
     """
     directory = given_path(directory)

@@ -50,7 +50,7 @@ SHARES = ("neurons", "heads", "experts", "expert_neurons")
 @checked_names
 @dataclass(frozen=True)
 class Shrink:
-    """Removes blocks, heads, neurons or experts: see :func:`niwaki.shrink` for its arguments."""
+    """The stage that removes blocks, heads, neurons or experts: see :func:`niwaki.shrink` for its arguments."""
 
     blocks: int = 0
     neurons: float | str = 0.0
@@ -81,7 +81,7 @@ class Shrink:
 
     @property
     def shares(self) -> dict[str, float]:
-        """By kind, the fraction of the units to remove."""
+        """The fraction of units to remove, by kind."""
         return {name: parse_share(name, getattr(self, name)) for name in SHARES}
 
     @property
@@ -90,7 +90,7 @@ class Shrink:
         return self.effort_for(predicts=True)
 
     def effort_for(self, predicts: bool, writes: bool = True) -> Effort:
-        """The same for a model that predicts tokens of its text, or does not, and ``writes`` text or does not."""
+        """The effort for a model that ``predicts`` the tokens of its text, and ``writes`` text, or does not."""
         # What fits to more text gain where experts go was not measured.
         usual = PLAIN_EFFORT if self.shares["experts"] or self.shares["expert_neurons"] else SHRINK_EFFORT
         effort = usual if self.effort is None else self.effort

@@ -54,12 +54,15 @@ _CONVERSATION = [
 @checked_names
 @dataclass(frozen=True)
 class ShrinkVocabulary:
-    """Removes the tokens that are least needed: see ``vocabulary`` of :func:`niwaki.shrink`.
+    """The stage that removes the least needed tokens: see ``vocabulary`` of :func:`niwaki.shrink`.
 
     Attributes:
-        size: How many tokens stay, such as 24576; or the share to remove, such as 0.5 or "50 %"; or "used" for all that
-            the text uses, and "used:0.9995" for the most common ones that make up so much of it.
-        effort: How long what is left is healed, as with "best" or "fast:healing=0.5"; None for no healing.
+        size: Number of tokens to keep, such as 24576; or the fraction to remove, such as 0.5 or "50 %"; or "used" for
+            all tokens of the text, and "used:0.9995" for the most common ones that make up this share of it.
+        effort: How long the rest is healed, as in "best" or "fast:healing=0.5"; None for no healing.
+
+    Raises:
+        UsageError: a value is not valid, or the effort has no healing.
     """
 
     size: int | float | str
@@ -84,7 +87,7 @@ class ShrinkVocabulary:
 
     @property
     def settled_effort(self) -> Effort:
-        """The effort, of which only healing counts."""
+        """The effort, of which only the healing applies."""
         effort = PLAIN_EFFORT if self.effort is None else self.effort
         return make_effort(effort) if isinstance(effort, str) else effort
 

@@ -25,7 +25,7 @@ Slices: TypeAlias = Iterator[tuple[int, int, Choice]]
 
 
 class Pattern(abc.ABC):
-    """A set of allowed supports for a matrix of shape (out, in)."""
+    """A rule for where the zeros of a matrix (out, in) may be; solvers ask it for masks."""
 
     if TYPE_CHECKING:  # at run time a dataclass field would take the property for its default
 
@@ -35,48 +35,52 @@ class Pattern(abc.ABC):
 
     @abc.abstractmethod
     def mask(self, scores: Tensor) -> Tensor:
-        """(out, in) bool, True where a weight is kept: the allowed mask that keeps the greatest sum of squared scores.
+        """The allowed mask that keeps the greatest sum of squared scores: (out, in) bool, True for kept weights.
 
-        ``scores`` (out, in) are floating point, finite, at least 0, and stay unchanged. They are magnitudes such as |W|
-        and not squares, because thresholds are between them. PatternError if the shape does not fit.
+        ``scores`` (out, in) must be floating point, finite and at least 0, and are not changed. They are magnitudes
+        such as |W|, not squares, because thresholds lie between them.
+
+        Raises:
+            PatternError: the shape does not fit the pattern.
         """
 
     @property
     def has_factors(self) -> bool:
-        """Whether it is of two sparse factors, whose product the matrix is."""
+        """Whether matrices become products of two sparse factors."""
         return False
 
     def kept_in_factors(self, shape: Sequence[int]) -> tuple[int, int]:
-        """How many weights the left and the right factor of a matrix have; PatternError where it has no factors."""
+        """The numbers of weights in the left and the right factor of a matrix; PatternError if there are no factors."""
         raise PatternError(f"{self} is a pattern of one matrix, and not of two factors")
 
     def highest_sparsity(self, shape: Sequence[int]) -> float:
-        """That a pattern of this kind can have for a matrix of ``shape``."""
+        """The highest sparsity that a pattern of this kind can have for a matrix of this ``shape``."""
         return 1.0
 
     def partial(self, fraction: float) -> Pattern:
-        """The pattern with ``fraction`` (in [0, 1]) of its zeros, which keeps all that this one would keep."""
+        """A pattern with ``fraction`` (in [0, 1]) of the zeros, which keeps everything that this one keeps."""
         return _Partial(self, fraction)
 
     @abc.abstractmethod
     def slices(self, shape: Sequence[int], width: int, places: Tensor | None = None) -> Slices:
-        """Runs of columns of a matrix, for solvers that go from left to right.
+        """Yields runs of columns, for solvers that go from left to right: (start, stop, function that makes the mask).
 
-        Counts add up to that of the whole. Runs are about ``width`` wide, or the pattern's own group, and never cross a
-        multiple of both. Where all but ``places`` (out, in) bool are zero, each run keeps its share of what is there.
+        The counts of the runs add up to that of the whole. Runs are about ``width`` columns wide, or as wide as the
+        pattern's group, and never cross a multiple of both. If all weights but those at ``places`` (out, in) bool are
+        zero, each run keeps its share of what is there.
         """
 
     def at(self, sparsity: float) -> Pattern | None:
-        """This kind of pattern with another sparsity, or the nearest possible; None if it has one only (n:m, masks)."""
+        """A pattern of this kind with the nearest possible ``sparsity``; None if the kind has only one (n:m, masks)."""
         return None
 
     @property
     def group(self) -> int:
-        """The number of columns that are chosen together: m for n:m, otherwise 1."""
+        """The number of columns whose mask is chosen together: m for n:m, otherwise 1."""
         return 1
 
     def exchange(self, columns: int) -> int:
-        """The length of the runs of a row within which a kept and a pruned weight may change places; 0 if none may."""
+        """The length of the runs of a row within which a kept and a pruned weight may trade places; 0 if none may."""
         return columns
 
     @property
@@ -85,32 +89,32 @@ class Pattern(abc.ABC):
         return None
 
     def reordered(self, columns: Tensor) -> Pattern:
-        """The same pattern for a matrix whose columns are taken in the order ``columns``, groups as a whole."""
+        """The pattern for a matrix whose columns are taken in the order ``columns``, with groups kept together."""
         return self
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        """What kept scores exceed, up to ties (broadcastable); None if they do not decide alone, or none is dropped."""
+        """The value that kept scores exceed, up to ties (broadcastable); None if there is none, or all are kept."""
         return None
 
     def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
-        """Patterns for runs of whole groups with these ``scores``, together as this one; None if runs cannot choose."""
+        """Patterns for runs of whole groups with these ``scores``, equal to this one together; None if impossible."""
         return None
 
     @property
     def rows(self) -> Rows:
-        """The rows of the matrix that ``scores`` and masks have."""
+        """The rows of the matrix that ``scores`` and masks cover."""
         return ALL
 
     def for_rows(self, rows: Rows) -> Pattern | None:
-        """The same pattern, counts and all, where scores and masks have only ``rows``; None if rows go together."""
+        """The pattern, counts included, for scores and masks that cover only ``rows``; None if all rows are needed."""
         return None
 
     def weights(self, scores: Tensor) -> int:
-        """The number of weights in the whole matrix, of which ``scores`` has some rows."""
+        """The number of weights in the whole matrix, of which ``scores`` covers some rows."""
         return self.rows.of(scores.shape[0]) * scores.shape[1]
 
     def check(self, shape: Sequence[int]) -> None:  # noqa: B027 - most patterns fit every shape
-        """Raises PatternError where the pattern does not fit a matrix of ``shape``."""
+        """Raises PatternError if the pattern does not fit a matrix of this ``shape``."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +161,13 @@ class Counted(ByRows):
 
     @abc.abstractmethod
     def keep(self, scores: Tensor, zeros: int) -> Tensor:
-        """The mask with this number of zeros in all rows of the matrix."""
+        """The mask with this number of zeros in all rows of the matrix together."""
 
     def zeros(self, weights: int) -> int:
-        """Of so many weights; the one formula, because s * rows * columns depends on the order of the products."""
+        """The number of zeros among this many weights.
+
+        It is the only such formula, because s * rows * columns depends on the order of the products.
+        """
         return round(self.sparsity * weights)
 
     def room(self, places: Tensor) -> Tensor:

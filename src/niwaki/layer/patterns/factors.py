@@ -30,11 +30,16 @@ _SHARES_ON_GRID = 0.4, 0.25
 
 @dataclass(frozen=True)
 class TwoFactors(BySparsity):
-    """W is a product of two sparse factors, in the bytes of one matrix with this ``sparsity``.
+    """Two sparse factors whose product is W, in the bytes of one sparse matrix with this ``sparsity``.
 
-    Of W (out, in) the left factor is (out, n) and the right one (n, in), n the lesser of ``out`` and ``in``: one of
-    them is square. Values of 16 bits, or on a ``grid`` of fewer with scales of 16, and a bit of a mask for every place
-    are counted, so that what two factors have beside their values leaves fewer of these than one matrix would have.
+    For W (out, in) the left factor is (out, n) and the right one (n, in), with n the lesser of ``out`` and ``in``, so
+    one of them is square. A value counts 16 bits, or those of the ``grid``, whose scales count 16; every place of a
+    mask counts one. What a second mask and its scales take therefore leaves two factors fewer values than one matrix
+    would have. The solver is :class:`~niwaki.layer.solvers.DoubleSparse`.
+
+    Raises:
+        PatternError: the sparsity is out of range, or the grid has other than 8 bits, or groups that are no multiple of
+            64 inputs.
     """
 
     grid: Grid | None = None
@@ -60,7 +65,7 @@ class TwoFactors(BySparsity):
         return True
 
     def kept_in_factors(self, shape: Sequence[int]) -> tuple[int, int]:
-        """See :meth:`Pattern.kept_in_factors`; PatternError where two factors cannot be made of such a matrix."""
+        """See :meth:`Pattern.kept_in_factors`; PatternError if two factors cannot be made from such a matrix."""
         rows, columns = shape
         least = min(rows, columns)
         total = rows * columns - self.zeros(rows * columns) - self._beside(least)

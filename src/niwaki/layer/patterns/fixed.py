@@ -12,9 +12,12 @@ from niwaki.layer.patterns.rows import Rows
 
 @dataclass(frozen=True, eq=False)
 class Fixed(ByRows):
-    """A mask from elsewhere, ``values`` (out, in) bool, True where a weight is kept.
+    """A given mask, such as that of another program: ``values`` (out, in) bool, True for kept weights.
 
-    ``within`` is the pattern that it was chosen from, within which solvers may refine it.
+    ``within`` is the pattern that the mask was chosen from; solvers may refine the mask within it.
+
+    Raises:
+        PatternError: ``values`` is not (out, in) bool.
     """
 
     values: Tensor

@@ -18,7 +18,11 @@ from niwaki.quantities import check_n_of_m
 
 @dataclass(frozen=True)
 class NM(ByRows):
-    """At most ``n`` of every ``m`` consecutive weights of a row are non-zero, as in 2:4."""
+    """At most ``n`` of every ``m`` consecutive weights of a row are nonzero; GPUs support 2:4.
+
+    Raises:
+        PatternError: n or m is out of range, or, when a matrix is known, m does not divide the number of its columns.
+    """
 
     prefix: ClassVar[str] = ""
     n: int
@@ -66,9 +70,9 @@ class NM(ByRows):
 
 @dataclass(frozen=True)
 class MixedNM(NM):
-    """Each matrix keeps its own number of every m weights, so that all matrices together have the sparsity of n:m.
+    """A choice of n for each matrix, with the same m, so that all matrices together have the sparsity of n:m.
 
-    Until :mod:`niwaki.pruning.plan` chooses the numbers it is n:m.
+    Until :mod:`niwaki.pruning.plan` has chosen, it acts as n:m.
     """
 
     prefix = "mixed-"
@@ -80,11 +84,13 @@ class MixedNM(NM):
 
 @dataclass(frozen=True)
 class Quota(Counted):
-    """n:m with more zeros: at most n of every m, and a sparsity above 1 - n/m.
+    """n:m with more zeros: at most n of every m weights are nonzero, and the sparsity is above 1 - n/m.
 
-    The mask is that of ``within``, then the selection of ``quota`` (for each row, or the matrix) among the weights that
-    are left. With such nested (laminar) limits on counts it is optimal to take the highest weights that fit.
-    PatternError if the sparsity of ``quota`` is the lower one.
+    The mask is that of ``within``, followed by the selection of ``quota`` (for each row, or the matrix) among the
+    remaining weights. With such nested (laminar) limits it is optimal to take the highest scores that fit.
+
+    Raises:
+        PatternError: the sparsity of ``quota`` is below that of ``within``.
     """
 
     within: NM

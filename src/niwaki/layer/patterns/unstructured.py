@@ -12,7 +12,7 @@ from niwaki.layer.patterns.selection import keep_highest, keep_highest_per_row, 
 
 @dataclass(frozen=True)
 class Unstructured(BySparsity):
-    """The lowest ``round(sparsity * out * in)`` scores of the whole matrix are zero."""
+    """Zeros anywhere: the lowest ``round(sparsity * out * in)`` scores of the whole matrix are pruned."""
 
     def __str__(self) -> str:
         return f"unstructured:{short_number(self.sparsity)}"
@@ -36,10 +36,10 @@ class Unstructured(BySparsity):
 
 @dataclass(frozen=True)
 class PerRow(BySparsity):
-    """Every row (output) has the same number of zeros, to within one.
+    """The same number of zeros in every row (output), to within one.
 
     The total is exactly ``round(sparsity * out * in)``: rows whose next weight has the lowest score have one more.
-    Solvers that choose masks for one run of columns after another do so within each run.
+    Solvers that choose masks for one run of columns after another apply this within each run.
     """
 
     def __str__(self) -> str:

@@ -66,15 +66,16 @@ SOLVERS: dict[str, Solver] = {
 
 @checked
 def make_solver(name: str, settings: Mapping[str, Any] | None = None) -> Solver:
-    """The solver called ``name`` with some of its parameters changed.
+    """Makes the solver called ``name``, with some of its parameters changed.
 
     Args:
         name: A key of ``SOLVERS``, with parameters as in ``adam:iterations=50:learning_rate=0.3``; or several joined by
             ``+``, see :class:`MaskThenUpdate`.
-        settings: Parameter name to value, also as text; of the last solver of several.
+        settings: Values by parameter name, also as text; if there are several solvers, they apply to the last.
 
-    UnknownNameError if there is no such solver or parameter, UsageError if a value is not of the parameter's type or
-    range, or a parameter has none.
+    Raises:
+        UnknownNameError: there is no such solver or parameter.
+        UsageError: a value is missing, or is not of the parameter's type or range.
     """
     *masks, name = name.split("+")
     if len(masks) > _MOST:

@@ -47,9 +47,13 @@ def _checked(call: Callable[..., Solution]) -> Callable[..., Solution]:
 
 @dataclass(frozen=True)
 class Solver(abc.ABC):
-    """A method: a frozen dataclass whose fields are its parameters, and the command line's ``--set`` options.
+    """The base class of all solvers, each of which is a frozen dataclass whose fields are its parameters.
 
-    A new solver is one file with one subclass and one line in ``SOLVERS``.
+    Call it with a problem and a pattern to prune one matrix. On the command line the parameters are set by ``--set``. A
+    new solver is one file with one subclass and one line in ``SOLVERS``.
+
+    Raises:
+        UsageError: a parameter is out of range.
     """
 
     def __init_subclass__(cls) -> None:
@@ -65,18 +69,24 @@ class Solver(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        """Prunes one matrix; changes neither W nor H. Solvers that go step by step call ``monitor`` after each step.
+        """Prunes one matrix without changing W or H; iterative solvers call ``monitor`` after each step.
 
-        Callers may give the pattern as a fraction of zeros or text also, as to :func:`niwaki.prune`. PatternError if it
-        does not fit the shape of W, NumericalError if H cannot be factorised or the result is not finite.
+        Callers may also give the pattern as a fraction of zeros or as text, as for :func:`niwaki.prune`.
+
+        Raises:
+            PatternError: the pattern does not fit the shape of W.
+            NumericalError: H cannot be factorised, or the result is not finite.
         """
 
     def flops(self, rows: int, columns: int) -> float:
-        """Floating-point operations of products and factorisations, with an H of its own; here to measure the error."""
+        """Floating-point operations in products and factorisations for one matrix with an H of its own.
+
+        In this class, it is those that measure the error.
+        """
         return 2 * product(rows, columns)
 
     def check(self, pattern: Pattern) -> None:
-        """PatternError where it cannot make matrices of this kind of ``pattern``."""
+        """Raises PatternError if the solver does not support this kind of ``pattern``."""
         if pattern.has_factors:
             raise PatternError(f"only the solver double-sparse makes {pattern}; leave the solver out, or take that one")
 
@@ -84,10 +94,10 @@ class Solver(abc.ABC):
     def separable_rows(self) -> bool:
         """Whether runs of rows may be solved in different processes, each with ``pattern.for_rows`` of its rows.
 
-        True promises that (1) a row depends on the other rows through the pattern's answers only, to within rounding;
-        (2) which of the pattern's methods (and ``sparsity``) are called, and in which order, depends on the pattern and
-        on ``pattern.weights`` only, not on the values or the number of own rows, because processes wait for each other
-        in them; (3) ``stats`` depend on H only.
+        True promises that (1) a row depends on the other rows only through the pattern's answers, to within rounding;
+        (2) which of the pattern's methods (and ``sparsity``) are called, and in which order, depends only on the
+        pattern and on ``pattern.weights``, not on the values or the number of a process's rows, because processes wait
+        for each other in these methods; (3) ``stats`` depend only on H.
         """
         return False
 
@@ -104,10 +114,10 @@ class Solver(abc.ABC):
 
 @dataclass(frozen=True)
 class MaskThenUpdate(Solver):
-    """``mask`` chooses which weights stay, ``update`` starts again from the dense ones and fits them.
+    """Two solvers in sequence: ``mask`` chooses the weights that stay, and ``update`` refits the dense ones to it.
 
-    Where ``update`` refines masks itself (DSnoT, swaps), it may do so ``within`` the pattern. On the command line it is
-    written ``mask+update``, for more than two from left to right: ``wanda+swaps+exact``.
+    An ``update`` that refines masks itself (DSnoT, swaps) may do so within the pattern. On the command line it is
+    written ``mask+update``; more than two are taken from left to right, as in ``wanda+swaps+exact``.
     """
 
     mask: Solver

@@ -15,32 +15,33 @@ Schedule = Literal["constant", "cubic", "printed"]
 
 @dataclass(frozen=True)
 class ADMM(Solver):
-    """The alternating direction method of multipliers on the layer problem, with its mask chosen on the way.
+    """The alternating direction method of multipliers (ADMM) on the layer problem; the mask is chosen on the way.
 
-    With unit diagonal, V = W + U, and for step t = 1..k of k = ``iterations``, k_s = ``sparsification_steps``:
+    Take it for results as in Boza 2024; :class:`Continuation` has lower errors in about the same time. With unit
+    diagonal, V = W + U, and for step t = 1..k of k = ``iterations``, k_s = ``sparsification_steps``:
 
         M = the pattern's mask of |V| at sparsity s_t     (while t <= k_s; then M stays)
         Z = M * V
         U = V - Z
         W = (H + (lambda + rho) I)^-1 ((H + lambda I) W0 + rho (Z - U))                         (eq. 7)
 
-    and What = M * (W + U) at the end (algorithm 1). ``schedule`` has s_t, with s_f the pattern's sparsity:
+    and What = M * (W + U) at the end (algorithm 1). ``schedule`` gives s_t, with s_f the pattern's sparsity:
 
-        printed    s_f (t / k_s)^3              as the paper prints it
+        printed    s_f (t / k_s)^3              as printed in the paper
         cubic      s_f (1 - (1 - t / k_s)^3)    Zhu & Gupta 2017, which the paper cites
-        constant   s_f                          what the published code does without a pattern n:m
+        constant   s_f                          as in the published code for patterns other than n:m
 
-    ADMM1 of the paper is k_s = 1: the mask is that of |W0|, Wanda's score, and stays.
+    The paper's ADMM1 is k_s = 1: the mask is that of |W0|, which is Wanda's score, and stays.
 
     Differences from the paper:
 
-    1. W = W0 + (Z - U - W0) R with R = rho (H + (lambda + rho) I)^-1: the same, one product a step, and what is rounded
-       is the change of the weights.
-    2. The default schedule is ``constant`` also for n:m, where the published code is gradual; see docs/methods.md.
-    3. Dead inputs keep their weights unless the mask takes them.
+    1. W = W0 + (Z - U - W0) R with R = rho (H + (lambda + rho) I)^-1: the same value with one product per step, and
+       only the change of the weights is rounded.
+    2. The default schedule is ``constant`` for n:m too, where the published code is gradual; see docs/methods.md.
+    3. Dead inputs keep their weights unless the mask removes them.
 
-    Cost: in^3 for R, once for matrices with the same input, 2 out in^2 a step, and k_s selections; memory of R and four
-    copies of W.
+    Cost: in^3 for R, once for matrices with the same input, 2 out in^2 per step, and k_s selections; memory for R and
+    four copies of W.
     Reference: Boza 2024, arXiv 2401.02938, algorithm 1 and eqs. 5-7.
     """
 

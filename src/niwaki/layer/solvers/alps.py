@@ -17,29 +17,31 @@ FACTORS = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))
 
 @dataclass(frozen=True)
 class ALPS(Solver):
-    """ADMM with the pattern as a constraint, until the support stays, then a refit.
+    """ADMM with the pattern as a constraint until the support settles, followed by a refit.
 
-    With unit diagonal, H' = H + lambda I, V = 0, and D = the projection P(W0) of the weights onto the pattern at first:
+    With unit diagonal, H' = H + lambda I, V = 0, and D initially P(W0), the projection of the weights onto the pattern:
 
         W = (H' + rho I)^-1 (H' W0 - V + rho D),   D = P(W + V / rho),   V = V + rho (W - D)
 
-    Every 3 steps, with s the number of weights that entered or left the support of D since, and k that of kept ones,
+    Every 3 steps, with s the number of weights that have entered or left the support of D since, and k the number of
+    kept weights,
 
         rho = 1.3 rho  if s >= 0.1 k,    1.2 rho  if s >= 0.005 k,    1.1 rho  if s >= 1
 
-    and s = 0 ends the loop. What = ``finish`` steps of conjugate gradients from D on its support (algorithm 2).
+    and s = 0 ends the loop. What is the result of ``finish`` steps of conjugate gradients from D on its support
+    (algorithm 2).
 
     Differences from the paper:
 
-    1. W = W0 + (H' + rho I)^-1 (rho (D - W0) - V): the same, one product a step, none before the first.
-    2. At most ``iterations`` steps; ``stats["converged"]`` says whether the support stayed.
-    3. The damping is an equal part of each input's own H_jj; in the published code it is 1 % of the mean of the
-       diagonal before that is scaled.
-    4. The published code also starts over with rho / 5 while the first changes are small, and stops after step 30 at
-       s < 0.0003 k. Its mask is that of W at the end, here it is the support of D.
+    1. W = W0 + (H' + rho I)^-1 (rho (D - W0) - V): the same value with one product per step, and none before the first.
+    2. There are at most ``iterations`` steps; ``stats["converged"]`` says whether the support settled.
+    3. The damping is the same fraction of each input's own H_jj; in the published code it is 1 % of the mean of the
+       diagonal before scaling.
+    4. The published code also starts over with rho / 5 while the first changes are small, and stops after step 30 if s
+       < 0.0003 k. Its mask is that of W at the end; here it is the support of D.
 
-    Cost: about 9 in^3 for the eigendecomposition, once for matrices with the same input, 2 in^3 for each new rho, and
-    2 out in^2 and a selection a step; memory of the eigenvectors, of (H' + rho I)^-1, and six copies of W.
+    Cost: about 9 in^3 for the eigendecomposition, once for matrices with the same input, 2 in^3 for each new rho, and 2
+    out in^2 and a selection per step; memory for the eigenvectors, for (H' + rho I)^-1, and six copies of W.
     Reference: Meng et al. 2024, arXiv 2406.07831, sections 3.2 and 3.3; the code is github.com/mazumder-lab/ALPS.
     """
 

@@ -10,9 +10,9 @@ from niwaki.layer.solvers._base import Solver, at_least, product
 
 @dataclass(frozen=True)
 class ConjugateGradients(Solver):
-    """Conjugate gradients on the weights of a mask, all rows side by side.
+    """Fits the weights to a mask by conjugate gradients, for all rows at once: near the exact fit at less cost.
 
-    With unit diagonal, k = ``iterations`` steps from M * W0 on
+    With unit diagonal, it takes k = ``iterations`` steps from M * W0 on
 
         minimise  tr((Z - W0) (H + lambda I) (Z - W0)^T)   over Z = M * Z
 
@@ -24,10 +24,11 @@ class ConjugateGradients(Solver):
 
     Differences from the paper:
 
-    1. With a mask the method is theirs for the rows and columns of H that a row of weights keeps, without a copy.
-    2. Unit diagonal of H is what Jacobi's preconditioner would do; ALPS (algorithm 2) uses the same steps at its end.
+    1. The mask restricts the paper's method to the rows and columns of H for the weights that a row keeps, without a
+       copy.
+    2. The unit diagonal of H has the effect of Jacobi's preconditioner; ALPS (algorithm 2) ends with the same steps.
 
-    Cost: 2 out in^2 for each of k + 1 steps and no factorisation; memory of H + lambda I and six copies of W.
+    Cost: 2 out in^2 for each of k + 1 steps and no factorisation; memory for H + lambda I and six copies of W.
     Reference: Hestenes & Stiefel 1952, "Methods of conjugate gradients for solving linear systems".
     """
 

@@ -22,21 +22,21 @@ _OWN_CHOICE = 4096
 
 @dataclass(frozen=True)
 class Continuation(Solver):
-    """ADMM whose Z-step is a choice by degrees, with a penalty that grows, part by part, then a refit.
+    """The default solver: ADMM with a soft choice of the mask and a growing penalty, part by part, followed by a refit.
 
-    Damping: H stands for H + lambda diag(h_j g)^(1/2), where h is its diagonal, g the geometric mean of h, and lambda
-    ``damping`` and, where the number of tokens is known, min(0.5, 13 in / tokens). That is for what few tokens say of
-    their kind of text, ``damping`` for texts of other kinds.
+    Damping: H stands for H + lambda diag(h_j g)^(1/2), where h is its diagonal and g the geometric mean of h; lambda is
+    ``damping`` plus, if the number of tokens is known, min(0.5, 13 in / tokens). The second term accounts for what few
+    tokens do not say about their own kind of text, ``damping`` for texts of other kinds.
 
     Coordinates: with H of unit diagonal and c_j = 1 / [(H + 0.02 I)^-1]_jj, the part of input j that the others cannot
-    make up for, W0 is the weights times d and H' = H / (d d^T), where d_j = c_j^(3/8) divided by its geometric mean. A
+    replace, W0 is the weights times d and H' = H / (d d^T), where d_j = c_j^(3/8) divided by its geometric mean. A
     weight that is easily replaced then looks small.
 
     Penalties: gamma_1 .. gamma_k, k = ``sweeps``, rise geometrically from ``penalty_start`` to ``penalty_end``, times
     c^(1/2) (1 - s)^(-1/4) with c the geometric mean of c_j and s the pattern's sparsity.
 
-    Each of the ``parts`` has every ``parts``-th group of columns. From W = W0, U = 0, in sweep t = 1..k, with
-    x = (t - 1) / (k - 1), for one part after the other:
+    Each of the ``parts`` consists of every ``parts``-th group of columns. From W = W0, U = 0, in sweep t = 1..k, with x
+    = (t - 1) / (k - 1), for one part after the other:
 
         W = W0 + (Z - U - W0) R                     its columns, with the present Z and U of all parts
         W = W + (relaxation - 1) (W - Z)
@@ -44,25 +44,27 @@ class Continuation(Solver):
         P = clamp(1/2 + (S / theta - 1) / (2 e_t), 0, 1),    e_t = softness (1 - x)
         V = W + U,    Z = P * V,    U = V - Z
 
-    where R = rho (H' + rho I)^-1. The first sweep has no W-step. There, in the last sweep, and for patterns without a
-    threshold, P is the mask. rho is gamma at a quarter of the way in the first 60 % of the sweeps and gamma_k in the
-    others; U is rescaled there, so that the multiplier rho U stays. In the end the mask is that of |Z + U|, and
-    ``finish`` steps of conjugate gradients refit the weights with H' in the place of H.
+    where R = rho (H' + rho I)^-1. The first sweep has no W-step. In that sweep, in the last one, and for patterns
+    without a threshold, P is the mask. In the first 60 % of the sweeps rho is the gamma at a quarter of the way, in the
+    others gamma_k; U is rescaled when rho changes, so that the multiplier rho U stays. At the end the mask is that of
+    |Z + U|, and ``finish`` steps of conjugate gradients refit the weights with H' in place of H.
 
-    theta is that of the scores of all parts, as they were computed last. From 4,096 weights on a part has its own where
-    groups stand for themselves (n:m), and for unstructured sparsity, with the share of zeros of its |W0| in the mask.
+    theta comes from the most recent scores of all parts. From 4,096 weights on, a part has its own theta if groups are
+    independent (n:m), and also for unstructured sparsity, with the fraction of its |W0| that the mask prunes.
 
-    Differences from the paper: not published elsewhere; ALPS (arXiv 2406.07831) is the nearest. Boza 2024 (section 3.4)
-    warns that ADMM with the L0 constraint and one fixed penalty may cycle. Against that, with figures in docs/log.md:
+    Differences from the paper: the method is not published elsewhere; ALPS (arXiv 2406.07831) is the nearest. Boza 2024
+    (section 3.4) warns that ADMM with the L0 constraint and one fixed penalty may cycle. To avoid that, with figures in
+    docs/log.md:
 
-    1. A penalty that grows, so that all settle: that of the choice in every step, at no cost, that of the weights once.
-    2. Coordinates and penalties that follow c_j, which is small where inputs stand in for each other.
-    3. Parts: two columns that stand in for each other are not both dropped, or both kept, in the same step.
-    4. The choice by degrees: half as many sweeps for the same error.
-    5. Damping that looks to other texts than the one it is calibrated on.
+    1. The penalty grows, so that everything settles: that of the choice in every step, at no cost, that of the weights
+       once.
+    2. Coordinates and penalties follow c_j, which is small where inputs can replace each other.
+    3. Parts prevent two columns that can replace each other from both being dropped, or both kept, in the same step.
+    4. The soft choice needs half as many sweeps for the same error.
+    5. The damping allows for texts other than the one that is calibrated on.
 
     Cost: 3 in^3 for the inverses and 2 out in^2 for each of ``sweeps + finish`` products, with a selection among the
-    weights in each sweep; memory of R and five copies of W, with the problem's.
+    weights in each sweep; memory for R and five copies of W, including the problem's.
     Reference: the notation is that of Boza 2024, arXiv 2401.02938, eqs. 5-7.
     """
 

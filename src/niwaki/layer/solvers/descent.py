@@ -18,7 +18,7 @@ BETA_2, EPSILON = 0.999, 1e-8  # Adam's own
 
 @dataclass(frozen=True)
 class Descent(Solver):
-    """AdaPrune's update: gradient steps on the squared error, with the mask kept.
+    """Fits the weights to a mask by gradient descent on the squared error, as AdaPrune does.
 
     With unit diagonal, from Z = M * W0:
 
@@ -28,19 +28,19 @@ class Descent(Solver):
                 Z = Z - eta rms(W0) (m / (1 - beta^t)) / (sqrt(v / (1 - 0.999^t)) + 1e-8 rms(W0))
 
     with lambda_max the largest eigenvalue of H and rms(W0) the root mean square of the weights, so that eta has no
-    unit. ``stats["residual"]``, the norm of G at the end relative to the start, is above 1 where it went astray, as SGD
-    does from eta = 2 (1 + beta) on if no weight is pruned.
+    unit. ``stats["residual"]``, the norm of G at the end relative to the start, is above 1 if the descent has diverged,
+    as SGD does from eta = 2 (1 + beta) on if no weight is pruned.
 
     Differences from the paper, with figures in docs/log.md:
 
-    1. Full gradients from the Gram matrix, not those of batches of tokens: no noise, and no pass over the tokens.
+    1. Full gradients from the Gram matrix instead of those of batches of tokens: no noise, and no pass over the tokens.
     2. Coordinates of unit diagonal, in which SGD needs half as many steps, and a relative eta.
 
-    Cost: 2 out in^2 for each of ``iterations + 1`` steps and no factorisation; memory of H and four (sgd) or five
+    Cost: 2 out in^2 for each of ``iterations + 1`` steps and no factorisation; memory for H and four (sgd) or five
     (adam) copies of W.
     Reference: Hubara et al. 2021, arXiv 2102.08124 (AdaPrune); Kingma & Ba 2014, arXiv 1412.6980, algorithm 1.
 
-    ``learning_rate`` is eta (0.1 is for adam, sgd wants 1) and ``momentum`` beta.
+    ``learning_rate`` is eta (the default 0.1 is for adam, sgd needs 1) and ``momentum`` is beta.
     """
 
     method: Method = "adam"

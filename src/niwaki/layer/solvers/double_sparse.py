@@ -26,36 +26,35 @@ def _penalty(default: float) -> float:
 class DoubleSparse(Solver):
     """W = A B with sparse A (out, n) and B (n, in), n = min(out, in), in the bytes of one sparse matrix.
 
-    Take it where values keep 16 bits: at the bytes of one matrix with 50 % zeros the squared error of the outputs is
+    Take it if values keep 16 bits: at the bytes of one matrix with 50 % zeros, the squared error of the outputs is
     about half of continuation's (docs/two-factors.md). The pattern is :class:`~niwaki.layer.patterns.TwoFactors`.
 
-    H is damped as :class:`~niwaki.layer.solvers.Continuation` does it, and has unit diagonal; W0 is W in these
-    coordinates. The square factor begins as the identity, the other one as W0 with its largest weights, both with
-    U = 0. Each of the ``rounds`` t = 1..k, with x = (t - 1) / (k - 1), takes one step of ADMM for the square factor,
-    then one for the other one, with rho from ``penalty_start`` to ``penalty_end`` geometrically, half of it for the
-    square one:
+    H is damped as in :class:`~niwaki.layer.solvers.Continuation` and has unit diagonal; W0 is W in these coordinates.
+    The square factor begins as the identity, the other one as W0 with its largest weights, both with U = 0. Each of the
+    ``rounds`` t = 1..k, with x = (t - 1) / (k - 1), takes one step of ADMM for the square factor, then one for the
+    other, with rho going geometrically from ``penalty_start`` to ``penalty_end``, and half of it for the square factor:
 
         right:  K = A^T A, the rows of B in units where K has unit diagonal;   K X H + rho X = A^T W0 H + rho (Z - U)
         left:   G = B H B^T, the columns of A in units where G has;            X (G + rho I) = W0 H B^T + rho (Z - U)
         then:   V = 2 X - Z + U,    Z = P(|V|) * V,    U = V - Z,    and Z is the factor
         P(S) = 1 / (1 + (theta / S)^p)    p from ``hardness_start`` to ``hardness_end`` geometrically
 
-    theta is the least score that would be kept; in the last round P is the mask. Between two rounds units change, and
-    the numbers of U stay. X of the right factor is found in coordinates of the eigenvectors of H, where its columns
-    are problems of their own, by ``steps`` of conjugate gradients from Z: K has eigenvalues of about 0.1 to 5. In the
-    end ``finish`` steps of conjugate gradients refit each factor on its mask.
+    theta is the lowest score that would be kept; in the last round P is the mask. Between rounds the units change while
+    the numbers in U stay. X of the right factor is found in the coordinates of the eigenvectors of H, where its columns
+    are separate problems, by ``steps`` of conjugate gradients from Z: K has eigenvalues of about 0.1 to 5. At the end
+    ``finish`` steps of conjugate gradients refit each factor on its mask.
 
     Differences from the paper and its code:
 
     1. Both halves see all of H; the code (github.com/usamec/double_sparse) sees its diagonal while it alternates.
-    2. One step of ADMM in a round, and a choice by degrees, which lets masks move for longer.
+    2. One step of ADMM per round, and a soft choice, which lets masks move for longer.
     3. U stays in units that follow the other factor: in those of the weights it may diverge.
-    4. The share of the weights that the square factor has is chosen by measurement, see the pattern.
+    4. The fraction of the weights that the square factor gets was chosen by measurement, see the pattern.
 
     Inputs that are never active get no weights; other solvers leave the dense ones there.
 
-    Cost: 9 in^3 for the eigenvectors, once for matrices with the same input; in each round four products
-    out x in x n, about six of n^2 in, and an inverse of n^3; memory of the eigenvectors and some twenty copies of W.
+    Cost: 9 in^3 for the eigenvectors, once for matrices with the same input; in each round four products out x in x n,
+    about six of n^2 in, and an inverse of n^3; memory for the eigenvectors and some twenty copies of W.
     Reference: Boza and Macko 2024, arXiv 2409.18850.
     """
 

@@ -13,7 +13,7 @@ from niwaki.layer.solvers._base import Solver, at_least, exchange_width
 
 @dataclass(frozen=True)
 class DSnoT(Solver):
-    """Dynamic sparse no training: refines a mask by exchanges within rows, with the weights as they are.
+    """Dynamic sparse no training: refines a mask by exchanges within rows and leaves the weights as they are.
 
     For each row r, with A_k the activations of input k and e_r the mean error of the output,
 
@@ -24,23 +24,23 @@ class DSnoT(Solver):
         i = argmax over pruned k of  W_rk E[A_k] / Var[A_k]                                      (growing)
         j = argmin over kept k with W_rk E[A_k] < 0 of  |W_rk| |A_k|_2                           (pruning)
 
-    so that both lessen e_r. It starts with Wanda's mask, or a given one (``sparsegpt+dsnot``), and needs ``Gram.mean``.
+    so that both lessen e_r. It begins with Wanda's mask or a given one (``sparsegpt+dsnot``) and needs ``Gram.mean``.
 
     Differences from the paper, with figures in docs/log.md:
 
-    1. A row stops before an exchange that would not reduce |e_r|, or weights would move to and fro around 0. The
+    1. A row stops before an exchange that would not reduce |e_r|; otherwise weights would move to and fro around 0. The
        published code continues, but takes no weight twice.
     2. The threshold is relative; the published code's 0.1 is for activations summed over a sequence.
-    3. In n:m, i and j are of the same group, and i is the best of the groups that have a j. The published code prunes
-       the lowest weight of i's group whatever its sign, and stops where e_r would change its own.
-    4. The variance is that over all tokens; the published code has the mean of those within the sequences.
-    5. All matrices are refined; the published code by default leaves those of the MLP as they were.
+    3. In n:m, i and j are in the same group, and i is the best of the groups that have a j. The published code prunes
+       the lowest weight of i's group whatever its sign, and stops when e_r would change its own.
+    4. The variance is over all tokens; the published code takes the mean of the variances within the sequences.
+    5. All matrices are refined; by default the published code leaves those of the MLP as they are.
 
-    Cost: elementwise work on the rows that have not stopped, some ten passes a cycle; memory of four copies of W.
+    Cost: elementwise work on the rows that have not stopped, some ten passes per cycle; memory for four copies of W.
     Reference: Zhang et al. 2023, arXiv 2310.08915, growing and pruning criteria; the code is github.com/zyxxmu/DSnoT.
 
-    ``cycles`` (the paper's T) is the most exchanges of a row, which is done when |e_r| is below ``threshold`` times the
-    root of sum_k W_rk^2 E[A_k^2].
+    ``cycles`` (the paper's T) is the largest number of exchanges in a row. A row is done when |e_r| is below
+    ``threshold`` times the root of sum_k W_rk^2 E[A_k^2].
     """
 
     cycles: int = at_least(1, 50)

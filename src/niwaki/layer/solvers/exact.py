@@ -21,24 +21,24 @@ _STEPS = 10
 
 @dataclass(frozen=True)
 class Exact(Solver):
-    """Solves the regression of each row on the weights that it keeps: what other updates converge to.
+    """Fits the weights to a mask exactly: solves a least-squares problem for each row, to which other updates converge.
 
     With unit diagonal, w0 a row of W0, S the columns that its mask keeps, P the others, and d the change of the kept
     weights:
 
         minimise  [d, -w0_P] (H + lambda I) [d, -w0_P]^T   gives   (H_SS + lambda I) d = H_SP w0_P,
 
-    and w_S = w0_S + d: one Cholesky factorisation of H_SS + lambda I per row. Rows are solved in batches of about the
-    same support, padded with the identity.
+    and w_S = w0_S + d: one Cholesky factorisation of H_SS + lambda I per row. Rows with supports of about the same size
+    are solved in batches, padded with the identity.
 
-    Where H_SS + lambda I is not positive definite in floating point, the damping of that row grows tenfold until it is,
-    and ``stats["damping"]`` has the largest. Weights of dead inputs stay. ``stats["residual"]`` is the norm of the
-    differences of the equations above, with the damping that was used, relative to that of their right-hand sides.
+    If H_SS + lambda I is not positive definite in floating point, the damping of that row grows tenfold until it is,
+    and ``stats["damping"]`` has the largest damping. Weights of dead inputs stay. ``stats["residual"]`` is the norm of
+    the residuals of the equations above, with the damping that was used, relative to that of their right-hand sides.
 
-    Differences from a paper: none known; this is least squares. The change has smaller numbers to round than the
-    weights. Iterative refinement gains nothing (docs/log.md).
+    Differences from a paper: none known; this is least squares. It solves for the change because that has smaller
+    numbers to round than the weights. Iterative refinement gains nothing (docs/log.md).
 
-    Cost: sum over rows of k^3 / 3 for support k, one product 2 out in^2, and up to as much for the residual; memory of
+    Cost: sum over rows of k^3 / 3 for support k, one product 2 out in^2, and up to as much for the residual; memory for
     two copies of W, one of H, and a batch: at most ``memory`` GiB, or one row.
     """
 
@@ -81,7 +81,7 @@ class Exact(Solver):
         return problem.solution(scaled.restore(V[:, :columns]), mask, **stats)
 
     def flops(self, rows: int, columns: int) -> float:
-        """An upper bound, for supports of all columns: at sparsity s it takes (1 - s)^3 of the first term."""
+        """An upper bound, for supports of all columns: at sparsity s, only (1 - s)^3 of the first term is needed."""
         return rows * columns**3 / 3 + 4 * product(rows, columns)
 
     def _batches(self, sizes: list[int], columns: int, itemsize: int) -> Iterator[tuple[int, int]]:

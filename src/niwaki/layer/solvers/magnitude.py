@@ -9,7 +9,9 @@ from niwaki.layer.solvers._base import Solver
 
 @dataclass(frozen=True)
 class Magnitude(Solver):
-    """What = M * W0 with M the pattern's mask of |W0|. The text plays no part.
+    """Magnitude pruning, the simplest baseline: keeps the largest weights, as they are, and ignores the text.
+
+    What = M * W0 with M the pattern's mask of |W0|.
 
     Differences from the paper: none known.
 

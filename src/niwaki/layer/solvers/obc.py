@@ -17,15 +17,15 @@ _STEPS = 20
 
 @dataclass(frozen=True)
 class OBC(Solver):
-    """Removes weight after weight, always the one that costs least, and makes up for each exactly.
+    """Removes one weight after another, always the cheapest, and compensates exactly for each; for small matrices.
 
     With unit diagonal, for a row w of W0, with C the inverse of H + lambda I over the weights that remain (eqs. 3, 4):
 
         p = argmin w_p^2 / C_pp,    w -= C_:p w_p / C_pp,    C -= C_:p C_p: / C_pp
 
-    w is then always the exact solution for the weights that remain. In each step the pattern chooses a mask from
-    sqrt(w^2 / C_ii), with removed weights below all others, and each row removes the cheapest of the weights that it
-    prunes and that remain, until all these are removed. This is, for
+    so w is always the exact solution for the weights that remain. In each step the pattern chooses a mask from sqrt(w^2
+    / C_ii), with removed weights below all others, and each row removes the cheapest of its remaining weights that the
+    mask prunes, until none of these are left. The result is, for
 
         n:m, per row     the paper's greedy choice: in each row the cheapest weight whose group, or row, is not full
         unstructured     near the global greedy choice over all rows (docs/log.md); the same where removals
@@ -35,13 +35,13 @@ class OBC(Solver):
     Differences from the paper:
 
     1. C is not stored. With g_t = C_:p / sqrt(C_pp) at step t, C = (H + lambda I)^-1 - sum_t g_t g_t^T, of which only
-       the diagonal and one column per step are needed: half the traffic or less, k/in of the memory for k removals.
-    2. Without structure the paper traces all rows to the end and picks among the traces. Here no more is removed than
-       the pattern asks for, and all patterns go the same way.
+       the diagonal and one column per step are needed: half the traffic or less, and k/in of the memory for k removals.
+    2. Without structure, the paper traces all rows to the end and picks among the traces. Here no more is removed than
+       the pattern asks for, and all patterns are treated in the same way.
     3. The coordinates are normalised, so damping and ties do not depend on the sizes of the inputs.
 
     Cost: out in k^2 for k removals per row, at most out in^3, and in^3 for the inverse; memory of out k in, at most
-    ``memory`` GiB (without structure estimated from the first mask).
+    ``memory`` GiB (without structure, k is estimated from the first mask).
     Reference: Frantar & Alistarh 2022, arXiv 2208.11580, section 4; the code is github.com/IST-DASLab/OBC.
     """
 
@@ -86,7 +86,7 @@ class OBC(Solver):
         return problem.solution(scaled.restore(W), ~removed, damping=used, damping_asked=self.damping)
 
     def flops(self, rows: int, columns: int) -> float:
-        """An upper bound, for the removal of all weights: at sparsity s it takes s^2 of the first term."""
+        """An upper bound, for the removal of all weights: at sparsity s, only s^2 of the first term is needed."""
         return rows * columns**3 + columns**3 + 2 * product(rows, columns)
 
     def _allocate(self, W: Tensor, removals: int) -> Tensor:

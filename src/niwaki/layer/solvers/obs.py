@@ -10,22 +10,22 @@ from niwaki.layer.solvers._base import Solver, at_least, product
 
 @dataclass(frozen=True)
 class OBSSaliency(Solver):
-    """What = M * W0 with M the pattern's mask of sqrt(L_q), computed once.
+    """Keeps the weights with the largest optimal-brain-surgeon saliency, computed once for all, as they are.
 
-    With unit diagonal and w a row of W0,
+    What = M * W0 with M the pattern's mask of sqrt(L_q). With unit diagonal and w a row of W0,
 
         L_q = w_q^2 / [(H + lambda I)^-1]_qq                                                   (eq. 5)
 
     is, up to a factor, how much the squared error grows when weight q is set to zero and all others of the row are
-    refitted. With H = I it is Wanda's mask; with no damping it is SparseGPT's score of the first column.
+    refitted. With H = I the mask is Wanda's; without damping the score of the first column is SparseGPT's.
 
     Differences from the paper:
 
-    1. The paper removes one weight at a time, updates the others and computes H^-1 again. Here all scores are of the
-       dense row, so two weights that stand in for each other may both go; ``obs+cg`` updates the others.
+    1. The paper removes one weight at a time, updates the others and computes H^-1 again. Here all scores are those of
+       the dense row, so two weights that can replace each other may both be removed; ``obs+cg`` updates the others.
     2. H is damped, because that of a text is often singular. Dead inputs have score 0.
 
-    Cost: in^3 for the inverse and one selection; memory of the inverse and one matrix.
+    Cost: in^3 for the inverse and one selection; memory for the inverse and one matrix.
     Reference: Hassibi & Stork 1993, "Second order derivatives for network pruning: optimal brain surgeon", eq. 5.
     """
 

@@ -11,18 +11,21 @@ from niwaki.layer.solvers._base import Solver, at_least
 
 @dataclass(frozen=True)
 class RIA(Solver):
-    """What = M * W0, where a row or a column of small weights is not lost as a whole.
+    """Keeps the weights that matter most in their row and their column, as they are.
 
-    M = the pattern's mask of  (|W_ij| / sum_k |W_ik|  +  |W_ij| / sum_k |W_kj|)  |X_j|_2^a
+    A row or a column of small weights is therefore not lost as a whole. What = M * W0 with
 
-    with a the ``power`` and |X_j|_2 the norm of input j over the calibration tokens, sqrt(H_jj) up to a factor. By
-    default weights compete across the whole matrix, as in the published code.
+        M = the pattern's mask of  (|W_ij| / sum_k |W_ik|  +  |W_ij| / sum_k |W_kj|)  |X_j|_2^a
+
+    with a the ``power`` and |X_j|_2 the norm of input j over the calibration tokens, which is sqrt(H_jj) up to a
+    factor. By default weights compete across the whole matrix, as in the published code.
 
     Differences from the paper:
 
-    1. No channel permutation for n:m: it moves inputs between groups, which changes the layers before this one too.
+    1. There is no channel permutation for n:m: it moves inputs between groups, which changes the layers before this one
+       too.
 
-    Cost: one selection; memory of one matrix.
+    Cost: one selection; memory for one matrix.
     Reference: Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large Language Models", ICLR
     2024, https://iclr.cc/virtual/2024/poster/18549; the code is
     github.com/biomedical-cybernetics/Relative-importance-and-activation-pruning.

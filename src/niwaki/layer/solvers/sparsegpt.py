@@ -13,7 +13,7 @@ from niwaki.layer.solvers._base import Solver, at_least, product
 
 @dataclass(frozen=True)
 class SparseGPT(Solver):
-    """Prunes column after column and makes up for each on the columns to its right.
+    """Prunes one column after another and compensates for each in the columns to its right, in a single sweep.
 
     With U upper triangular, U^T U = (H + lambda mean(diag H) I)^-1, column j in turn:
 
@@ -26,16 +26,16 @@ class SparseGPT(Solver):
     Differences from the paper:
 
     1. Counts are exact over the whole matrix; public code prunes one weight too many in each group.
-    2. U comes from one Cholesky factorisation of H with its order reversed, which is cheaper and loses fewer digits.
-    3. Where H + damping is not positive definite, the damping grows tenfold until it is (``stats["damping"]``).
-    4. Dead inputs keep their weights unless the mask takes them (score 0); public code zeroes them all.
+    2. U comes from one Cholesky factorisation of H in reverse order, which is cheaper and loses fewer digits.
+    3. If H + damping is not positive definite, the damping grows tenfold until it is (``stats["damping"]``).
+    4. Dead inputs keep their weights unless the mask removes them (score 0); public code zeroes them all.
 
-    Cost: in^3 for U and 2 out in^2 / 2 for the updates, plus ``in`` small sequential steps; memory of H, U and two
+    Cost: in^3 for U and 2 out in^2 / 2 for the updates, plus ``in`` small sequential steps; memory for H, U and two
     copies of W.
     Reference: Frantar & Alistarh 2023, arXiv 2301.00774, algorithm 1.
 
-    ``block_size`` is both the columns whose mask is chosen together (the paper's B_s), and those whose updates of the
-    columns to the right are (B), which does not change the result.
+    ``block_size`` is both the number of columns whose mask is chosen together (the paper's B_s) and the number whose
+    updates are applied together to the columns to the right (B), which does not change the result.
     """
 
     damping: float = at_least(0, 0.01)

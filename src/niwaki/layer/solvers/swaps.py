@@ -15,26 +15,27 @@ _CHUNK = 2**25
 
 @dataclass(frozen=True)
 class Swaps(Solver):
-    """Improves a mask by the best exchange in each row, again and again; the weights stay as they are.
+    """SparseSwaps: improves a mask by the best exchange in each row, again and again; the weights stay as they are.
 
-    For a row w with mask m, d = w * (1 - m) what is pruned, and c = H d: the loss is d^T H d, and an exchange that
-    prunes u and keeps p changes it by
+    For a row w with mask m, let d = w * (1 - m) be what is pruned, and c = H d. The loss is d^T H d, and an exchange
+    that prunes u and keeps p changes it by
 
         a_u + a_p - 2 w_u w_p H_up,    a_u = 2 w_u c_u + w_u^2 H_uu,    a_p = -2 w_p c_p + w_p^2 H_pp.
 
-    In each step every row makes the best of its exchanges, if the change is negative; then c += w_u H_:u - w_p H_:p. A
-    row ends when no change is negative, or after ``iterations`` exchanges; ``stats["rows_at_limit"]`` is the number of
-    these rows, and ``stats["converged"]`` is 1 if that is 0. Pairs are within the group in n:m, or the row, which keeps
-    its number of zeros. An update of the weights can follow: ``wanda+swaps+exact``.
+    In each step every row makes its best exchange if the change is negative; then c += w_u H_:u - w_p H_:p. A row ends
+    when no change is negative, or after ``iterations`` exchanges; ``stats["rows_at_limit"]`` is the number of rows that
+    reach this limit, and ``stats["converged"]`` is 1 if there are none. Pairs are within a group for n:m, and otherwise
+    within a row, which keeps its number of zeros. An update of the weights can follow: ``wanda+swaps+exact``.
 
     Differences from the paper:
 
-    1. Without structure, rows keep the numbers of zeros that they start with, which need not be equal.
-    2. The coordinates are those where H has unit diagonal, so that all costs of a row are of one size.
-    3. An exchange must gain more than 16 rounding errors of the row's first loss: it falls in floating point too.
+    1. Without structure, rows keep the numbers of zeros that they begin with, which need not be equal.
+    2. The coordinates are those in which H has unit diagonal, so that all costs of a row are of similar size.
+    3. An exchange must gain more than 16 rounding errors of the row's first loss, so that the loss falls in floating
+       point too.
 
-    Cost: for each row and step a few operations for each pair, that is (pruned or kept, the fewer) x in, or in x m for
-    n:m; 2 out in^2 at the start. Memory of three copies of W and of a chunk.
+    Cost: for each row and step a few operations per pair; the pairs are (pruned or kept weights, whichever are fewer) x
+    in, or in x m for n:m; 2 out in^2 at the start. Memory for three copies of W and a chunk.
     Reference: Zimmer et al. 2025, arXiv 2512.10922.
     """
 
@@ -75,7 +76,7 @@ class Swaps(Solver):
         return problem.solution(problem.W, mask, swaps=swaps, converged=int(not at_limit), rows_at_limit=at_limit)
 
     def flops(self, rows: int, columns: int) -> float:
-        """Three products; the search is elementwise and not counted, though it takes most of the time."""
+        """Three products; the search is elementwise and not counted, although it takes most of the time."""
         return 3 * product(rows, columns)
 
 

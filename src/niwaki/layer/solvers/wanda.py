@@ -9,16 +9,17 @@ from niwaki.layer.solvers._base import Solver
 
 @dataclass(frozen=True)
 class Wanda(Solver):
-    """What = M * W0 with M the pattern's mask of |W_ij| |X_j|_2 (eq. 1).
+    """Keeps the weights with the largest |weight| x input norm, as they are: a fast baseline without factorisations.
 
-    |X_j|_2, the norm of input j over the calibration tokens, is sqrt(H_jj) up to a factor. By default each row keeps
-    the same number of weights, as section 3 of the paper recommends.
+    What = M * W0 with M the pattern's mask of |W_ij| |X_j|_2 (eq. 1). |X_j|_2, the norm of input j over the calibration
+    tokens, is sqrt(H_jj) up to a factor. By default each row keeps the same number of weights, as section 3 of the
+    paper recommends.
 
     Differences from the paper:
 
-    1. Counts are exact. Public code rounds the zeros of each row down; docs/log.md has what that is worth.
+    1. Counts are exact. Public code rounds the zeros of each row down; docs/log.md says what that is worth.
 
-    Cost: one selection; memory of one matrix.
+    Cost: one selection; memory for one matrix.
     Reference: Sun et al. 2023, arXiv 2306.11695, eq. 1.
     """
 
