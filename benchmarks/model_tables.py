@@ -19,7 +19,7 @@ def real(made: Any) -> Lines:
         "",
         f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens, measured on "
         f"{made['text_samples']} x {made['length']} of each text; in brackets nats a token above the dense model, with "
-        "the standard error of that difference; at the end their mean, relative to that of ADMM-Grad. "
+        "the standard error of that difference; the last column is their mean, relative to ADMM-Grad's. "
         + _default_solver(made),
     ]
 
@@ -106,7 +106,7 @@ def tutorial_steps(made: Any) -> Lines:
         for each in steps
     ]
     busy = any(each["cpu"] < each["seconds"] for each in steps)
-    beside = ", beside other programs that had most of their time" if busy else ""
+    beside = ", while other programs were running" if busy else ""
     return [
         *markdown(["command", "minutes", "minutes of a core"], rows),
         "",
@@ -123,8 +123,8 @@ def two_factors(made: Any) -> Lines:
         "",
         f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens of books, measured on "
         f"{made['text_samples']} x {made['length']} of each text; in brackets nats a token above the dense model, with "
-        "the standard error of that difference; at the end their mean, relative to that of one matrix with the same "
-        "effort.",
+        "the standard error of that difference; the last column is their mean, relative to that of one matrix with the "
+        "same effort.",
     ]
 
 
@@ -202,8 +202,8 @@ def heal(made: Any) -> Lines:
         "",
         f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens of books, healed on books and "
         "WikiText-2's validation text: nats a token above the dense model, with the standard error of that difference, "
-        f"on {made['text_samples']} x {made['length']} tokens of each text; at the end the share of it that healing "
-        "has closed, in the mean of WikiText-2 and books, and of all texts.",
+        f"on {made['text_samples']} x {made['length']} tokens of each text; the last columns are the share of it that "
+        "healing closed: the mean over WikiText-2 and books, and over all texts.",
     ]
 
 
@@ -239,61 +239,75 @@ def grids(made: Any) -> Lines:
     return [
         *markdown(["grid", "effort", *texts, "mean"], rows),
         "",
-        f"{made['model']}, fitted on {made['samples']} x {made['length']} tokens of books where it is fitted; nats a "
-        f"token above the dense model, on {made['text_samples']} x {made['length']} tokens of each text.",
+        f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens of books where weights are fitted;"
+        f" nats a token above the dense model, on {made['text_samples']} x {made['length']} tokens of each text.",
     ]
 
 
 def recipes(made: Any) -> Lines:
-    """Nats a token above the dense model for each size: the recipe of compress, and others from the best on."""
+    """Nats a token above the dense model for each size: the recipe of compress, and the best of the others."""
     (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
-    texts = list(whole["losses"])
-
-    def nats(cell: Cell) -> list[float]:
-        return [paired(cell["losses"][text], whole["losses"][text])[0] for text in texts]
-
-    rows = []
+    texts, rows = list(whole["losses"]), []
     for size in dict.fromkeys(cell["size"] for cell in made["cells"] if cell["size"] < 1):
         cells = [cell for cell in made["cells"] if cell["size"] == size]
-        for cell in sorted(cells, key=lambda cell: fmean(nats(cell))):
+        cells.sort(key=lambda cell: _mean_above(cell, whole))
+        zeros = next((cell for cell in cells if "zeros" in cell["recipe"]), None)
+        shown = [*cells[:_SHOWN], *(cell for cell in cells[_SHOWN:] if cell is zeros or cell["recipe"] == "compress")]
+        for cell in shown:
             chosen = cell["recipe"] == "compress"
             name = f"**{cell['stages'][0]}, {cell['stages'][1]}**" if chosen else cell["recipe"]
-            found = [f"{value:.4f}" for value in (*nats(cell), fmean(nats(cell)))]
+            found = [paired(cell["losses"][text], whole["losses"][text])[0] for text in texts]
             foreseen = "" if cell.get("foreseen") is None else f"{cell['foreseen']:.4f}"
-            rows.append([f"{size:g}", name, f"{cell['bytes'] / 2**20:.1f}", foreseen, *found])
+            nats = [f"{value:.4f}" for value in (*found, fmean(found))]
+            rows.append([f"{size:g}", name, f"{cell['bytes'] / 2**20:.1f}", foreseen, *nats])
     return [
         *markdown(["size", "recipe", "MiB", "foreseen", *texts, "mean"], rows),
         "",
         f"SmolLM2-135M, calibrated on {made['samples']} x {made['length']} tokens of books, nats a token above the "
-        f"dense model on {made['text_samples']} x {made['length']} tokens of each text. In bold what `compress` "
-        "decides on; what it foresees is for text of the kind that it is calibrated on.",
+        f"dense model on {made['text_samples']} x {made['length']} tokens of each text. In bold is what `compress` "
+        "chooses; the foreseen loss is for text like the calibration text.",
     ]
 
 
-def by_hand(made: Any) -> Lines:
-    """For each size what compress decides on beside the best of all recipes that somebody would make by hand."""
-    (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
-    texts = list(whole["losses"])
+#: Fewer recipes than these at one size are no search.
+_A_FEW = 8
+#: How many of the recipes at a size are shown.
+_SHOWN = 4
 
-    def nats(cell: Cell) -> float:
-        return fmean(paired(cell["losses"][text], whole["losses"][text])[0] for text in texts)
 
+def by_hand(*records: Any) -> Lines:
+    """For each model and size what compress decides on beside the best of the recipes that somebody would make."""
     rows = []
-    for size in dict.fromkeys(cell["size"] for cell in made["cells"] if cell["size"] < 1):
-        own, *others = sorted(
-            (cell for cell in made["cells"] if cell["size"] == size), key=lambda cell: cell["recipe"] != "compress"
-        )
-        best, zeros = (
-            min((cell for cell in others if which in cell["recipe"]), key=nats, default=None) for which in ("", "zeros")
-        )
-        rows.append([f"{size:g}", f"{own['stages'][0]}, {own['stages'][1]}", f"{nats(own):.4f}", str(len(others))])
-        rows[-1] += [f"{each['recipe']}: {nats(each):.4f}" if each else "" for each in (best, zeros)]
+    for made in records:
+        (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
+        for size in dict.fromkeys(cell["size"] for cell in made["cells"] if cell["size"] < 1):
+            cells = [cell for cell in made["cells"] if cell["size"] == size]
+            others = [cell for cell in cells if cell["recipe"] != "compress"]
+            if len(others) < _A_FEW:
+                continue
+            nats = {cell["recipe"]: _mean_above(cell, whole) for cell in cells}
+            own, own_nats = next(cell for cell in cells if cell["recipe"] == "compress"), nats.pop("compress")
+            best = min(nats, key=lambda recipe: nats[recipe])
+            shown = [f"{own['stages'][0]}, {own['stages'][1]}", f"{own_nats:.4f}", str(len(others))]
+            shown += [best, f"{nats[best]:.4f}", f"{own_nats / nats[best]:.2f}"]
+            for kind in ("for all", "zeros"):
+                alike = [value for recipe, value in nats.items() if kind in recipe]
+                shown.append(f"{min(alike):.4f}" if alike else "")
+            rows.append([made["model"].replace("model", "embedded"), f"{size:g}", *shown])
+    kinds = ["best with the same bits for all", "best with zeros"]
+    texts = f"{made['text_samples']} windows of each of {', '.join(whole['losses'])}"
     return [
-        *markdown(["size", "compress", "nats", "others", "the best of them", "the best with zeros"], rows),
+        *markdown(["model", "size", "compress", "nats", "tried", "best of them", "nats", "ratio", *kinds], rows),
         "",
-        f"The embedded model, calibrated on {made['samples']} x {made['length']} tokens of books; means of "
-        f"{', '.join(texts)}, {made['text_samples']} x {made['length']} tokens of each.",
+        f"Calibrated on books; nats a token above the dense model, means over {texts}. A ratio below 1: compress lost "
+        "less than all that were tried.",
     ]
+
+
+def _mean_above(cell: Cell, whole: Cell) -> float:
+    """Nats a token above the dense model, the mean over texts."""
+    texts = whole["losses"]
+    return fmean(paired(cell["losses"][text], whole["losses"][text])[0] for text in texts)
 
 
 def llama_cpp_loss(*records: Any) -> Lines:

@@ -81,7 +81,7 @@ def named(name: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says first, for a message of one line; its kind where it says nothing."""
+    """The first line of the message of another library's error; its class if it has no message."""
     said = str(error).strip().removeprefix("Got: ")  # as the hub's client begins
     return (said or type(error).__name__).splitlines()[0]
 

@@ -31,16 +31,16 @@ from niwaki.texts.sources import usual_calibration
 
 @dataclass(frozen=True)
 class Compression:
-    """What is going to be done to a model.
+    """A plan to compress a model: what will be done, and what else was considered.
 
     Attributes:
-        model: Its name.
-        runtime: The program that is to run the result.
-        before: Bytes of its weights now.
-        asked: Bytes that they may have; for 2:4, which has no sizes, those that they have now.
-        way: What is done.
-        others: The best of each other kind that reaches the size, in ascending order of the loss that is foreseen.
-        reach: The largest and the smallest form for this program; none where it has no sizes.
+        model: The model's name.
+        runtime: The program that will run the result.
+        before: Bytes of the weights now.
+        asked: Bytes that the result may have; for 2:4, which has no sizes, those of the weights now.
+        way: What will be done.
+        others: The best way of each other kind to this size, in ascending order of the foreseen loss.
+        reach: The largest and the smallest form for this program; empty if it has no sizes.
     """
 
     model: str
@@ -83,28 +83,30 @@ def compress(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Record:
-    """Makes the model in directory ``model`` as small, or as fast, as asked for, and writes it to ``out``.
+    """Compresses a model to a given size, loss or speed, and writes it to ``out``.
 
-    It decides on stages by the model and the program that runs the result, and does them as :func:`niwaki.run` does.
-    For a ``size`` and ``parameters`` they are known at once, see :func:`plan_compression`. For a ``loss`` and a
-    ``speed`` a few sizes are tried, in a hidden directory beside ``out`` until one of them becomes that.
+    Use it when you know what you want and not how: it chooses the stages for the model and for the program that will
+    run the result, and runs them as :func:`niwaki.run` does. For a ``size`` and for ``parameters`` it plans them as
+    :func:`plan_compression` does. For a ``loss`` and a ``speed`` it tries a few sizes, in a hidden directory beside
+    ``out``, and keeps one of them.
 
     Args:
         model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
-        size: What the weights may take in files, such as 0.4 of what they take now, or "80MB". It is never exceeded.
-        parameters: Instead of it, for transformers, how many of the parameters may stay, such as 0.75 or "100M".
-        loss: Or the loss that may be added, in nats a token (0.05 is a perplexity 5 % higher), on the text of
-            ``measurement``: the smallest model of which the upper end of the 95 % interval is within it.
-        speed: Or how many times as many tokens a second as the dense model it has to write on this machine: the largest
-            model that does.
-        also: More texts on which the loss has to be kept, such as other kinds of text that the model is for: other
-            kinds than that of ``calibration`` lose more. As many windows of each as of ``measurement``.
-        runtime: What runs the result: "niwaki" (a packed model), "llama.cpp" (a GGUF file), "transformers" (a smaller
-            dense model) or "2:4" (a dense model with two zeros in every four, which has no size). By default
-            transformers where ``parameters`` are given, and else niwaki.
-        max_time: What a run may take as far as healing, such as "1h": what the other stages leave of it heals. None for
-            no healing.
+        size: Size of the weight files: a share of what the weights take now, such as 0.4, or bytes, such as "80MB".
+            It is never exceeded.
+        parameters: For transformers, in place of a size: the parameters to keep, such as 0.75 or "100M".
+        loss: The largest allowed increase of the loss in nats a token (0.05 is a perplexity 5 % higher), on the text
+            of ``measurement``. The result is the smallest model tried whose 95 % upper bound is within it.
+        speed: Tokens a second on this machine, as a multiple of the dense model's. The result is the largest model
+            tried that reaches it.
+        also: With ``loss``, more texts on which the limit must hold, such as other kinds of text that the model is
+            for: kinds other than that of ``calibration`` lose more. As many windows of each as of ``measurement``.
+        runtime: The program that will run the result: "niwaki" (a packed model), "llama.cpp" (a GGUF file),
+            "transformers" (a smaller dense model) or "2:4" (a dense model with two zeros in every four weights, which
+            has no sizes). By default transformers if ``parameters`` are given, and niwaki otherwise.
+        max_time: Time limit up to the end of healing, such as "1h": what the other stages leave of it is spent on
+            healing. None for no healing.
         calibration: As in :func:`niwaki.run`.
         measurement: As in :func:`niwaki.run`.
         compute: As in :func:`niwaki.run`.
@@ -112,11 +114,12 @@ def compress(
         progress: Receives how it goes.
 
     Returns:
-        The record of all stages; for a loss or a speed its notes say what was tried.
+        The record of all stages. Its notes compare the foreseen loss with the measured one; for a loss or a speed
+        they also say what was tried.
 
     Raises:
-        UsageError: the size, the loss or the speed cannot be reached, which says how far it goes, or is no smaller than
-            the model.
+        UsageError: none or several of size, parameters, loss and speed are given; the one given cannot be reached
+            (the message says how far one can go); or the model is no larger than that already.
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
     check_how_small(size, parameters, loss, speed, runtime)
@@ -167,13 +170,14 @@ def plan_compression(
     compute: Compute | str = Compute(),
     progress: Progress | None = None,
 ) -> Compression:
-    """What :func:`compress` would do, and what else there is; arguments and errors are the same.
+    """Plans what :func:`compress` would do and what else is possible; arguments and errors are the same.
 
-    It looks at the model on a little of the calibration text, for seconds to minutes, and takes the way that is
-    foreseen to lose least. For "niwaki": matrices of 2 to 8 bits, more of them where they matter most, and embeddings
-    and head of 4 to 8; or zeros with 4 or 8 bits. For "llama.cpp": 4 to 8 bits in groups of 32, embeddings and head in
-    Q8_0; or the same of a smaller model. Nothing is looked at where there is one way alone: for "transformers" a
-    smaller dense model, in the dtype that it has, for "2:4" two zeros in every four weights, and from 8 bits on.
+    It looks at the model on a little of the calibration text, which takes seconds to minutes, and takes the way that
+    is foreseen to lose least. For "niwaki": matrices of 2 to 8 bits, with more bits where they matter most, and
+    embeddings and head of 4 to 8; or zeros with 4 or 8 bits. For "llama.cpp": 4 to 8 bits in groups of 32, with
+    embeddings and head in Q8_0; or the same for a model with parts removed. It does not look at the model if there is
+    only one way: for "transformers" a smaller dense model in the same dtype, for "2:4" two zeros in every four
+    weights, and for sizes of 8 bits a weight or more.
     """
     calibration, compute = Calibration.of(calibration), Compute.of(compute)
     check_how_small(size, parameters, None, None, runtime)
@@ -208,7 +212,7 @@ def _planned(
     left = parse_compressed_size(size)
     asked = int(left * before) if left <= 1 else int(left)
     if asked >= before:
-        raise UsageError(f"the weights have {in_bytes(before)}, which is not more than the {in_bytes(asked)} asked for")
+        raise UsageError(f"the weights take {in_bytes(before)}, which is not more than the {in_bytes(asked)} asked for")
     ways = Ways(Parts.of(StreamedModel(checkpoint, "cpu"), before, runtime), runtime, heal)
     ways.check(asked)
     if asked < ways.largest.size:
