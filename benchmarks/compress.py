@@ -38,8 +38,8 @@ from niwaki.runs.stage import Stage
 SCALE, MASK = 0.25, 1.0
 #: Zeros, between which a recipe is one that somebody would try.
 ZEROS = (0.1, 0.7)
-#: For headers, a share of the size.
-HEADERS = 0.995
+#: What padding may take, a share of the size.
+PADDING = 0.002
 
 
 def _by_hand(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage]]]:
@@ -50,7 +50,7 @@ def _by_hand(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage
     """
     before = sum(entry.size for entry in model.checkpoint.entries.values())
     parts = Parts.of(model, before, "niwaki")
-    room = 8 * (HEADERS * asked - parts.others)  # bits for matrices and embeddings
+    room = 8 * ((1 - PADDING) * asked - parts.others - parts.headers)  # bits for matrices and embeddings
     for effort, ends in itertools.product(("fast", "balanced"), (8, 6, 5, 4)):
         last: list[Stage] = [QuantizeEmbeddings(f"int{ends}:64"), Pack()]
         bits = (room - parts.embeddings * (ends + SCALE)) / parts.matrices

@@ -175,7 +175,7 @@ def own_answers(made: Any) -> Lines:
                 *(f"{result[text]:.2f}" for text in ("wikitext2", "books")),
             ]
         )
-    heads = ["calibrated on", "zeros", "effort", "KL", "tokens", "not ended", "endless", "wikitext2", "books"]
+    heads = ["calibrated on", "zeros", "effort", "KL", "tokens", "unfinished", "looping", "wikitext2", "books"]
     return [
         *markdown(heads, rows),
         "",
@@ -414,7 +414,7 @@ def finetune(made: Any) -> Lines:
         rows.append([name, f"{100 * cell['zeros'] / pruned['zeros']:.1f} %", *shown])
     times = {cell["lora"]: median(cell["ratios"]) for cell in made["cells"] if "ratios" in cell}
     return [
-        *markdown(["trained", "of its zeros left", "WikiText-2, the task", "other books"], rows),
+        *markdown(["trained", "zeros kept", "WikiText-2, the task", "other books"], rows),
         "",
         f"{made['model']} at 50 % zeros, {made['steps']} steps of 2 x {made['length']} tokens of WikiText-2's "
         "validation text with TRL's SFTTrainer: perplexity, and nats a token, on "

@@ -144,7 +144,7 @@ def table3(made: Any) -> Lines:
     for cell in _pruned(made):
         solving, perplexity = cell["stages"]["solve"], cell["perplexity"][HELD]["value"]
         rows.append([cell["method"], f"{cell['seconds']:.1f}", f"{solving:.2f}", f"{perplexity:.2f}"])
-    return markdown(["method", "seconds in total", "of it solving", "perplexity"], rows)
+    return markdown(["method", "seconds in total", "seconds of solving", "perplexity"], rows)
 
 
 def ablation(made: Any, timed: Any) -> Lines:

@@ -55,7 +55,7 @@ def stages(plan: Compression) -> list[str]:
     ("size", "expected"),
     [
         (0.8, ["quantize int8:64", "embeddings int8:64", "pack"]),
-        (0.45, ["quantize int6", "embeddings int", "pack"]),
+        (0.45, ["quantize int", "embeddings int", "pack"]),
         (0.2, [("quantize int", "prune 0."), "embeddings int", "pack"]),
     ],
 )

@@ -33,6 +33,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.pruning.allocation import Curve, allocate, smooth
 from niwaki.pruning.mixed_bits import (
+    EXAMINED,
     BitCosts,
     Looked,
     Place,
@@ -44,6 +45,7 @@ from niwaki.pruning.mixed_bits import (
 )
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
+from niwaki.runs import duration
 from niwaki.runs.session import current_session
 from niwaki.shrinking.units import neurons_of
 from niwaki.texts.answers import with_answers
@@ -135,6 +137,8 @@ def foresee(
         found = world.received(_kept(place))
         if found is None:
             looking = _Looking(model, grid, ends)
+            operations = duration.looking(model, min(EXAMINED, tokens.numel()))
+            progress.estimate(operations / (world.size * duration.products_per_second(model.device)))
             with products(tf32=False):
                 costs = examined(model, own, tf32, world, progress, looking.at_matrix, looking.at_head)
             found = _sum_of(costs, world.received(looking.ends))

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from niwaki.records.progress import Progress
+from niwaki.records.progress import SOON, Progress
 from niwaki.records.record import Record
+from niwaki.records.wording import estimated
 from niwaki.runs.session import current_session
 
 _NAME = "niwaki.json"
@@ -34,6 +35,11 @@ class PartOf(Progress):
 
     def status(self, what: str, done: int = 0, count: int = 0) -> None:
         self._outer.status(f"{self._stage}: {what}", done, count)
+
+    def estimate(self, seconds: float) -> None:
+        if seconds >= SOON:
+            self._stage = f"{self._stage} (about {estimated(seconds)})"
+            self._outer.status(self._stage)
 
     def turn(self, number: int, count: int, stage: str) -> None:
         self._stage = f"{self._name}, {stage}"

@@ -28,8 +28,9 @@ from niwaki.shrinking.units import mlps
 #: Weights that share a scale, and bytes of a scale.
 _GROUPS = {"niwaki": 64, "llama.cpp": 32}
 _SCALE = 2
-#: Headers of files, relative and in bytes: what a foreseen size may be too small by.
-_HEADERS, _HEADER = 0.002, 1 << 16
+#: What a foreseen size may be too small by, relative; and what headers of files have beside names, in all and for each
+#: tensor: a matrix is at most three of them, its numbers, scales and mask.
+_MARGIN, _HEADER, _ENTRY, _TENSORS = 0.002, 4096, 100, 3
 #: How much smaller each way of a ladder is than the one before, and what stays of the parameters at the end of one.
 _STEP, _LAST_LEFT = 0.04, 0.4
 #: Of zeros and of the parameters that stay, the least and the most that are tried, in percent.
@@ -74,12 +75,13 @@ def ladder_of_smaller(before: int, there: int, heal: tuple[Stage, ...]) -> list[
 
 @dataclass(frozen=True)
 class Parts:
-    """What a model is made of: numbers of weights, of which some go with neurons, and bytes of all else."""
+    """What a model is made of: numbers of weights, of which some go with neurons, bytes of all else, and of headers."""
 
     matrices: int
     embeddings: int
     others: int
     of_neurons: int
+    headers: int
 
     @classmethod
     def of(cls, model: StreamedModel, before: int, runtime: Runtime) -> "Parts":
@@ -104,7 +106,9 @@ class Parts:
             others = 2 * others + (int(1.25 * tokenizer.stat().st_size) if tokenizer.is_file() else 0)
         found = [mlp for i in range(len(model.blocks)) for mlp in mlps(model.matrices(i))]
         of_neurons = sum(matrix.size for down, ups in found for matrix in (down, *ups))
-        return cls(sum(matrix.size for matrix in matrices), embeddings, others, of_neurons)
+        tensors = (len(key) + _ENTRY for key in [*entries, *(_TENSORS - 1) * [*keys, *of_blocks]])
+        headers = _HEADER + sum(tensors)
+        return cls(sum(matrix.size for matrix in matrices), embeddings, others, of_neurons, headers)
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,7 @@ class Ways:
     def _bytes(self, bits: float, ends: int, matrices: float) -> int:
         scale = _SCALE / _GROUPS[self.runtime]
         whole = matrices * (bits / 8 + scale) + self.parts.embeddings * (ends / 8 + scale) + self.parts.others
-        return int(whole * (1 + _HEADERS)) + _HEADER
+        return int(whole * (1 + _MARGIN)) + self.parts.headers
 
     def _average(self, asked: int, ends: int, left: float = 1.0) -> float:
         """The most bits a weight, in hundredths, with which the size is not exceeded; 8 at most, and maybe too few."""

@@ -29,7 +29,7 @@ from niwaki.runs.session import remembered
 T = TypeVar("T")
 
 #: About how many tokens of the calibration text matrices are looked at on, and rows of each.
-_TOKENS, _ROWS = 8192, 128
+EXAMINED, _ROWS = 8192, 128
 
 #: A matrix by block and name.
 Place = tuple[int, str]
@@ -87,7 +87,7 @@ def examined(
 
     ``at_end`` receives hidden states after the last block. Cost: two forward passes and one backward.
     """
-    share = min(1.0, _TOKENS / sum(world.collected(samples.numel())))
+    share = min(1.0, EXAMINED / sum(world.collected(samples.numel())))
     pilot = pilot_of(samples, share, world)
     sensitivity = measured(model, pilot_of(samples, share / 2, world), world, progress)
     found: dict[Place, T] = {}

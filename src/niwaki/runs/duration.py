@@ -22,6 +22,8 @@ _TRAINING, _WRITING = 2.0, 6.0
 _NEAREST = 1.5e4
 #: What a backward pass takes, in forward passes.
 _BACKWARD = 2
+#: How many times as long as its passes looking takes, which rounds some rows of each matrix to numbers of many grids.
+_LOOKING = 2.0
 #: The size of matrices whose product is timed, and how often.
 _SIZE, _TIMES = 1024, 3
 
@@ -79,6 +81,11 @@ def pruning(model: StreamedModel, effort: Effort, tokens: float, solving: float)
         + passes(model, min(fitted, tokens + own))  # the dense model's outputs
         + training(model, fitted)
     )
+
+
+def looking(model: StreamedModel, tokens: float) -> float:
+    """Those of finding out on ``tokens`` what bits, zeros and fewer neurons would cost in each matrix."""
+    return _LOOKING * passes(model, tokens, count=2 + (1 + _BACKWARD) / 2, head=True)
 
 
 def training(model: StreamedModel, tokens: float, *, head: bool = False) -> float:
