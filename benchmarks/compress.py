@@ -1,6 +1,7 @@
 """`niwaki compress` beside other recipes of the same size.
 
     python benchmarks/compress.py recipes MODEL CORPUS WORK --record benchmarks/results/compress.json
+    python benchmarks/compress.py programs MODEL CORPUS WORK --record benchmarks/results/compress_programs.json
     python benchmarks/compress.py bounds MODEL CORPUS WORK --record benchmarks/results/compress_bounds.json
     python benchmarks/compress.py speeds MODEL --record benchmarks/results/compress_speed.json
 
@@ -13,11 +14,11 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
@@ -28,6 +29,7 @@ from typer import Option
 import niwaki
 from niwaki import Calibration, Pack, Prune, Quantize, QuantizeEmbeddings
 from niwaki.checkpoints.reading import Checkpoint
+from niwaki.choices import Runtime
 from niwaki.compression.compress import plan_compression
 from niwaki.compression.ways import Parts
 from niwaki.models.streamed import StreamedModel
@@ -85,34 +87,69 @@ def recipes(
     length: Length = 512,
 ) -> None:
     """What the recipe of compress and others of the same size lose, and how large they are."""
-    settings = {"samples": samples, "text_samples": text_samples, "length": length, "model": model.name}
-    sheet = common.Sheet(record, settings)
-    made = Texts(model, corpus, work, samples, length)
-    held = {name: made.to_measure(name, text_samples) for name in common.chosen(texts, MEASURED)}
-    books = Calibration(made.to_calibrate("books")[0], samples=samples, length=length)
-    dense = StreamedModel(Checkpoint(model), "cpu")
-    before = sum(entry.size for entry in dense.checkpoint.entries.values())
-
-    add = partial(common.add_measured, sheet, held, text_samples, length, "auto")
-    if not sheet.has(recipe="dense"):
-        add(model, size=1.0, recipe="dense", bytes=before, seconds=0.0)
+    bench = _Bench(model, corpus, work, record, texts, samples, text_samples, length)
     for size in common.fractions(sizes):
-        plan = plan_compression(model, size, calibration=books)
+        plan = plan_compression(model, size, calibration=bench.books)
         print(plan, flush=True)
         asked = [("compress", plan.way.stages, plan.way.nats)]
         asked += [(way.words, way.stages, way.nats) for way in plan.others[:others]]
-        asked += [(name, tuple(stages), None) for name, stages in _by_hand(dense, plan.asked) if by_hand]
+        asked += [(name, tuple(stages), None) for name, stages in _by_hand(bench.dense, plan.asked) if by_hand]
         for name, stages, foreseen in asked:
-            if sheet.has(size=size, recipe=name):
+            if bench.sheet.has(size=size, recipe=name):
                 continue
-            with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
-                out = Path(scratch) / "out"
-                done = niwaki.run(model, out, stages, calibration=books, measurement=None)
-                weights = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-                seconds = sum(stage.seconds for stage in done.stages)
-                words = [f"{stage.name} {stage}".strip() for stage in stages]
-                facts = {"stages": words, "bytes": weights, "seconds": seconds, "foreseen": foreseen}
-                add(out, size=size, recipe=name, **facts)
+            bench.add(stages, size=size, recipe=name, foreseen=foreseen)
+
+
+@remembering()
+def programs(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    record: Annotated[Path, Option(help="Write JSON there after each model, and resume from it.")],
+    sizes: Annotated[str, Option(help="Shares of the model's bytes, for llama.cpp.")] = "0.75,0.6,0.45",
+    parameters: Annotated[str, Option(help="Shares of the parameters, for transformers.")] = "0.9,0.75",
+    texts: common.Measured = ALL_MEASURED,
+    samples: Samples = 16,
+    text_samples: TextSamples = 16,
+    length: Length = 512,
+) -> None:
+    """What models for llama.cpp and for transformers lose, and how large they are."""
+    bench = _Bench(model, corpus, work, record, texts, samples, text_samples, length)
+    asked: list[tuple[Runtime, dict[str, Any]]] = [("llama.cpp", {"size": size}) for size in common.fractions(sizes)]
+    asked += [("transformers", {"parameters": share}) for share in common.fractions(parameters)]
+    for runtime, how in asked:
+        if not bench.sheet.has(runtime=runtime, **how):
+            plan = plan_compression(model, runtime=runtime, calibration=bench.books, **how)
+            print(plan, flush=True)
+            bench.add(plan.way.stages, runtime=runtime, **how, recipe=plan.way.words, foreseen=plan.way.nats)
+
+
+class _Bench:
+    """Models that are made from one on books, and what is measured of them, on a sheet."""
+
+    def __init__(
+        self, model: Path, corpus: Path, work: Path, record: Path, texts: str, samples: int, measured: int, length: int
+    ) -> None:
+        settings = {"samples": samples, "text_samples": measured, "length": length, "model": model.name}
+        self.sheet = common.Sheet(record, settings)
+        made = Texts(model, corpus, work, samples, length)
+        held = {name: made.to_measure(name, measured) for name in common.chosen(texts, MEASURED)}
+        self.books = Calibration(made.to_calibrate("books")[0], samples=samples, length=length)
+        self.dense = StreamedModel(Checkpoint(model), "cpu")
+        self._measure = partial(common.add_measured, self.sheet, held, measured, length, "auto")
+        if not self.sheet.has(recipe="dense"):
+            before = sum(entry.size for entry in self.dense.checkpoint.entries.values())
+            self._measure(model, size=1.0, recipe="dense", bytes=before, seconds=0.0)
+
+    def add(self, stages: Sequence[Stage], **cell: Any) -> None:
+        """Makes the model that ``stages`` make, and puts it on the sheet."""
+        with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+            out = Path(scratch) / "out"
+            done = niwaki.run(self.dense.checkpoint.path, out, stages, calibration=self.books, measurement=None)
+            size = sum(file.stat().st_size for kind in ("safetensors", "gguf") for file in out.glob(f"*.{kind}"))
+            seconds = sum(stage.seconds for stage in done.stages)
+            words = [f"{stage.name} {stage}".strip() for stage in stages]
+            self._measure(out, **cell, stages=words, bytes=size, seconds=seconds)
 
 
 def bounds(
@@ -198,4 +235,4 @@ def speeds(
 
 
 if __name__ == "__main__":
-    common.main(recipes, bounds, speeds, about=__doc__)
+    common.main(recipes, programs, bounds, speeds, about=__doc__)
