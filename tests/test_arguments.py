@@ -97,8 +97,8 @@ def test_fields_of_another_type(make: Callable[[], Any], said: str) -> None:
         ("prune", {"pattern": [0.5]}, "pattern must be a number, text, a Pattern or None; got [0.5]"),
         (
             "prune",
-            {"pattern": "mixed-2:4", "effort": "fast:allocation=owl"},
-            "allocation=owl does not support mixed-2:4",
+            {"pattern": "two-factors:0.5", "effort": "fast:allocation=owl"},
+            "allocation=owl does not support two-factors:0.5",
         ),
         ("prune", {"pattern": "1e9999999%"}, "'1e9999999%' is not a valid pattern"),
         ("prune", {"pattern": "2:4+" * 3000}, "'2:4+"),

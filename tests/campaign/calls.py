@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import niwaki
 from campaign.home import contents, furnish
-from niwaki import Grid, MixedNM, NiwakiError, Wanda
+from niwaki import Grid, NiwakiError, Wanda
 from support.forks import forked, refused
 
 _home = Path()
@@ -50,7 +50,7 @@ _ODD: tuple[Any, ...] = (
     *(niwaki.Compute("cpu", "bfloat16"), niwaki.Compute(max_memory="1GiB"), niwaki.Effort()),
     *(niwaki.Effort(fit=niwaki.Fitting(epochs=0.1)), niwaki.Effort(niwaki.Planning("owl")), niwaki.Fitting()),
     *(niwaki.Effort, Wanda(), Wanda),
-    *(niwaki.NM(2, 4), niwaki.NM, niwaki.PerRow(0.5), MixedNM(2, 4), Grid(4), Grid(8, 16), niwaki.Progress()),
+    *(niwaki.NM(2, 4), niwaki.NM, niwaki.PerRow(0.5), Grid(4), Grid(8, 16), niwaki.Progress()),
     *(niwaki.Windows(torch.zeros(2, 8, dtype=torch.int64), "0"),),
     *(niwaki.Windows(torch.zeros(2, 8), "0"), niwaki.Progress),
 )

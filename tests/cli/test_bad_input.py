@@ -34,7 +34,7 @@ def model(tmp_path: Path) -> Path:
         ("--sparsity nan", "got nan"),
         ("--pattern 4:2", "4:2"),
         ("--pattern 2:5", "model.layers.0.self_attn.q_proj.weight: the pattern 2:5 needs"),
-        ("--pattern half", "try 2:4, unstructured:0.6 or per-row:0.6"),
+        ("--pattern half", "try 2:4, unstructured:0.6, per-row:0.6"),
         ("--sparsity 0.5 --pattern 2:4", "not both"),
         ("", "say how sparse: a sparsity such as 0.6, or a pattern such as 2:4"),
         ("--sparsity 0.5 --solver sparsgpt", "no solver is called 'sparsgpt'; did you mean sparsegpt?"),
