@@ -120,7 +120,7 @@ def _functions(place: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
         "pack": (niwaki.pack, {"model": pruned, "out": out, "progress": None}),
         "unpack": (niwaki.unpack, {"model": packed, "out": out, "progress": None}),
         "export": (niwaki.export, {"model": pruned, "out": out, "format": "gguf-f16", "progress": None}),
-        "load": (niwaki.load, {"model": packed, "device": "cpu", "dtype": "float32", "two_four": False}),
+        "load": (niwaki.load, {"model": packed, "device": "cpu", "dtype": "float32"}),
         "generate": (niwaki.generate, {"model": packed, "prompt": "The trees", **writing}),
         "make_solver": (niwaki.make_solver, {"name": "admm1", "settings": {"iterations": "2"}}),
         "Windows": (niwaki.Windows, {"tokens": torch.zeros(2, 8, dtype=torch.int64), "source": "", "order": "first"}),

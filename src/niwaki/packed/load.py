@@ -16,7 +16,7 @@ from niwaki.models.ends import embedding_keys
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
-from niwaki.packed import decoding, kernels, two_four as semi_structured
+from niwaki.packed import decoding, kernels
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.linear import SparseEmbedding, SparseLinear
 from niwaki.packed.matrix import PackedMatrix, with_bytes
@@ -26,13 +26,7 @@ _PAGE = 1 << 21  # bytes of a large page on x86-64 and most others
 
 
 @checked
-def load(
-    model: str | Path,
-    device: str | torch.device = "auto",
-    dtype: str | torch.dtype = "auto",
-    *,
-    two_four: bool = False,
-) -> PreTrainedModel:
+def load(model: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """A model of transformers, ready to generate text, with weights that stay packed in memory.
 
     Linear layers with packed weights become :class:`SparseLinear`; other packed tensors (experts in one tensor) are
@@ -43,11 +37,8 @@ def load(
         device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
         dtype: To compute in: "float32", "bfloat16", "float16", or one of torch's; "auto" is the checkpoint's own, but
             float32 for float16 on a CPU. Packed weights stay as they are.
-        two_four: On a GPU, linear layers with the pattern 2:4 become torch's semi-structured ones, and nothing stays
-            packed. Loading takes as much memory as the dense model.
 
     Raises:
-        UsageError: ``two_four`` without a GPU, not in half precision, or of a model without the pattern.
         CheckpointError: it is damaged or incomplete.
         UnsupportedModelError: niwaki does not know this kind of model.
     """
@@ -58,11 +49,6 @@ def load(
     if dtype == "auto" and stored_dtype(checkpoint) == torch.bfloat16:
         dtype = "bfloat16"
     streamed = StreamedModel(checkpoint, device, dtype)
-    if two_four:
-        semi_structured.check(streamed.device, streamed.dtype)
-        loaded = streamed.load()
-        semi_structured.convert(streamed)
-        return loaded
     if not isinstance(checkpoint, PackedCheckpoint):
         return streamed.load()
     stored = checkpoint.index.tensors
