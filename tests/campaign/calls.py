@@ -122,7 +122,7 @@ def _functions(place: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
         "export": (niwaki.export, {"model": pruned, "out": out, "format": "gguf-f16", "progress": None}),
         "load": (niwaki.load, {"model": packed, "device": "cpu", "dtype": "float32"}),
         "generate": (niwaki.generate, {"model": packed, "prompt": "The trees", **writing}),
-        "make_solver": (niwaki.make_solver, {"name": "admm1", "settings": {"iterations": "2"}}),
+        "make_solver": (niwaki.make_solver, {"name": "admm1:iterations=2"}),
         "Windows": (niwaki.Windows, {"tokens": torch.zeros(2, 8, dtype=torch.int64), "source": "", "order": "first"}),
         "NM": (niwaki.NM, {"n": 2, "m": 4}),
         "PerRow": (niwaki.PerRow, {"sparsity": 0.5}),

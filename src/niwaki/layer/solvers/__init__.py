@@ -9,7 +9,6 @@ Methods that fit weights to a mask take Wanda's where the pattern leaves a choic
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from niwaki.arguments import checked
@@ -65,22 +64,20 @@ SOLVERS: dict[str, Solver] = {
 
 
 @checked
-def make_solver(name: str, settings: Mapping[str, Any] | None = None) -> Solver:
+def make_solver(name: str) -> Solver:
     """The solver called ``name`` with some of its parameters changed.
 
     Args:
         name: A key of ``SOLVERS``, with parameters as in ``adam:iterations=50:learning_rate=0.3``; or several joined by
             ``+``, see :class:`MaskThenUpdate`.
-        settings: Parameter name to value, also as text; of the last solver of several.
 
     UnknownNameError if there is no such solver or parameter, UsageError if a value is not of the parameter's type or
     range, or a parameter has none.
     """
-    *masks, name = name.split("+")
-    if len(masks) > _MOST:
-        raise UsageError(f"{len(masks) + 1} solvers in sequence are too many; got {shown(name)} as the last one")
-    solvers = [*(choose("solver", mask, SOLVERS) for mask in masks), choose("solver", name, SOLVERS, settings)]
-    return functools.reduce(MaskThenUpdate, solvers)
+    names = name.split("+")
+    if len(names) > _MOST + 1:
+        raise UsageError(f"{len(names)} solvers in sequence are too many; got {shown(names[-1])} as the last one")
+    return functools.reduce(MaskThenUpdate, (choose("solver", each, SOLVERS) for each in names))
 
 
 def describe(solver: Solver) -> dict[str, Any]:
