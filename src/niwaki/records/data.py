@@ -46,7 +46,7 @@ class JsonFile:
 
     @classmethod
     def from_json(cls: type[Kept], text: str) -> Kept:
-        """The inverse of :meth:`to_json`, (CheckpointError if it is not what that writes).
+        """The inverse of :meth:`to_json` (CheckpointError if it is not what that writes).
 
         What later versions added is ignored.
         """

@@ -47,7 +47,7 @@ def _checked(call: Callable[..., Solution]) -> Callable[..., Solution]:
 
 @dataclass(frozen=True)
 class Solver(abc.ABC):
-    """A method: a frozen dataclass whose fields are its parameters, also in its name: ``wanda+adam:iterations=50``.
+    """A method: a frozen dataclass whose fields are its parameters, on the command line as in ``adam:iterations=50``.
 
     A new solver is one file with one subclass and one line in ``SOLVERS``.
     """
