@@ -74,7 +74,7 @@ def test_checks_are_those_of_annotations() -> None:
         (lambda: niwaki.PerRow("half"), "sparsity must be a number; got 'half'"),  # type: ignore[arg-type]
         (lambda: Fixed(torch.ones(2, 2)), "a mask is (out, in) bool; got (2, 2) torch.float32"),
         (lambda: niwaki.Windows([1, 2], "given"), "tokens must be a Tensor; got [1, 2]"),  # type: ignore[arg-type]
-        (lambda: niwaki.make_solver("admm1", {"rho": True}), "rho must be a number; got True"),
+        (lambda: niwaki.ADMM(rho=True), "rho must be a number; got True"),
         (lambda: niwaki.make_solver("wanda+" * 100 + "exact"), "101 solvers in sequence are too many"),
     ],
 )
@@ -97,8 +97,8 @@ def test_fields_of_another_type(make: Callable[[], Any], said: str) -> None:
         ("prune", {"pattern": [0.5]}, "pattern must be a number, text, a Pattern or None; got [0.5]"),
         (
             "prune",
-            {"pattern": "mixed-2:4", "effort": "fast:allocation=owl"},
-            "allocation=owl does not support mixed-2:4",
+            {"pattern": "two-factors:0.5", "effort": "fast:allocation=owl"},
+            "allocation=owl does not support two-factors:0.5",
         ),
         ("prune", {"pattern": "1e9999999%"}, "'1e9999999%' is not a valid pattern"),
         ("prune", {"pattern": "2:4+" * 3000}, "'2:4+"),

@@ -44,7 +44,7 @@ _PUBLIC = {
         *("Swaps", "SparseGPT", "OBC", "ALPS", "ADMM", "Continuation", "DoubleSparse", "Descent"),
         *("ConjugateGradients", "Exact"),
     ),
-    "niwaki.layer.patterns": ("Pattern", "Unstructured", "PerRow", "NM", "MixedNM", "Quota", "Fixed", "TwoFactors"),
+    "niwaki.layer.patterns": ("Pattern", "Unstructured", "PerRow", "NM", "Fixed", "TwoFactors"),
     "niwaki.layer.grid": ("Grid",),
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
@@ -75,10 +75,8 @@ if TYPE_CHECKING:
     from niwaki.layer.patterns import (
         NM as NM,
         Fixed as Fixed,
-        MixedNM as MixedNM,
         Pattern as Pattern,
         PerRow as PerRow,
-        Quota as Quota,
         TwoFactors as TwoFactors,
         Unstructured as Unstructured,
     )

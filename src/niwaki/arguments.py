@@ -72,7 +72,7 @@ def given_fields(kind: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(kind) if field.init and not field.metadata.get("internal")]
 
 
-#: What other tools, the command line or earlier versions call an argument.
+#: What other tools or the command line call an argument.
 _ALSO_CALLED = {
     "sparsity": "pattern",
     "sparsities": "patterns",

@@ -37,4 +37,4 @@ NEAREST = "nearest"
 #: And of embeddings whose rounding is fitted to what the head receives.
 LEAST_SQUARES = "least squares"
 #: Patterns of each kind, as they are written; the same test reads them.
-PATTERN_NAMES = ("2:4", "mixed-2:4", "unstructured:0.6", "per-row:0.6", "2:4+per-row:0.6", "two-factors:0.5")
+PATTERN_NAMES = ("2:4", "unstructured:0.6", "per-row:0.6", "two-factors:0.5")

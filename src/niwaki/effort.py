@@ -191,13 +191,9 @@ def _flat(effort: Any) -> dict[str, Any]:
     }
 
 
-#: Parameters that efforts had once, as they were in plain ones: old records have them.
-_FORMER = {"per": "matrix", "dense_targets": 0.0}
-
-
 def described(effort: dict[str, Any]) -> str:
     """A record's effort in words: "balanced (allocation loss, epochs 0.3)", without what is as in the plain one."""
-    plain = {**_FORMER, **_flat(Effort())}
+    plain = _flat(Effort())
     said = {key: value for key, value in effort.items() if key not in plain or value != plain[key]}
     said.pop("uniform_epochs", None)  # where it counts, it is among the epochs
     return in_words(said)

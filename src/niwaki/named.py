@@ -14,20 +14,19 @@ T = TypeVar("T")
 _EXAMPLES = {"shrink": "neurons=0.25", "prune": "pattern=0.5", "quantize": "grid=int4:128", "heal": "max_time=30m"}
 
 
-def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, Any] | None = None) -> T:
+def choose(kind: str, text: str, known: Mapping[str, T]) -> T:
     """The dataclass of ``known`` that ``text`` names, with parameters changed as in ``adam:iterations=50``.
 
-    ``settings`` has more parameters, and ``kind`` is what it is in errors, such as "solver". UnknownNameError is for
-    names and parameters, UsageError for values that are missing, of another type or out of their range.
+    ``kind`` is what it is in errors, such as "solver". UnknownNameError is for names and parameters, UsageError for
+    values that are missing, of another type or out of their range.
     """
     name, given = parse_name(text)
-    given |= settings or {}
     value = find(kind, name, known)
     check_known(name, given, parameters(value))
     return changed(name, value, given)
 
 
-def parse_name(text: str) -> tuple[str, dict[str, Any]]:
+def parse_name(text: str) -> tuple[str, dict[str, str]]:
     """The name and the parameters in text such as ``adam:iterations=50``; UsageError for one without a value."""
     name, *pairs = text.split(":")
     for pair in pairs:
@@ -77,17 +76,14 @@ def check_known(name: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -
             raise UnknownNameError(f"parameter of {name}", key, usual)
 
 
-def changed(name: str, value: T, given: Mapping[str, Any]) -> T:
-    """A dataclass, called ``name`` in errors, with some fields as ``given``, of which text may stand for numbers."""
+def changed(name: str, value: T, given: Mapping[str, str]) -> T:
+    """A dataclass, called ``name`` in errors, with some fields as the texts ``given`` say."""
     made: Any = value
     types = get_type_hints(type(value))
     changes: dict[str, Any] = {}
     for key, wanted in given.items():
-        # What is not text, and a Literal's values, are checked by the dataclass, together with the ranges of numbers.
+        # A Literal's values are checked by the dataclass, together with the ranges of numbers.
         type_ = str if get_origin(types[key]) is Literal else types[key]
-        if not isinstance(wanted, str):
-            changes[key] = wanted
-            continue
         try:
             changes[key] = {"true": True, "false": False}[wanted.lower()] if type_ is bool else type_(wanted)
         except (ValueError, KeyError):

@@ -47,36 +47,26 @@ def check_n_of_m(pattern: str, n: int, m: int) -> None:
         raise PatternError(f"the pattern {pattern} keeps n of every m weights; n must be 1 to m")
 
 
-def read_pattern(text: str) -> list[tuple[Any, ...]]:
-    """What the text of a pattern says, as the kind and numbers of its one or two parts; PatternError if not valid.
+def read_pattern(text: str) -> tuple[Any, ...]:
+    """What the text of a pattern says, as its kind and numbers; PatternError if not valid.
 
-    Of "2:4" that is ("", 2, 4), of "mixed-2:4" ("mixed-", 2, 4), of "per-row:0.6" ("per-row", 0.6), and of
-    "two-factors:0.5:int8" ("two-factors", 0.5, "int8"), whose last part may be "". "2:4+per-row:0.6" has two parts.
+    Of "2:4" that is ("", 2, 4), of "per-row:0.6" ("per-row", 0.6), and of "two-factors:0.5:int8" ("two-factors", 0.5,
+    "int8"), whose last part may be "".
     """
-    within, plus, quota = (part.strip() for part in text.partition("+"))
-    kind, _, rest = within.partition(":")
-    if match := re.fullmatch(r"(mixed-|)(\d{1,9}):(\d{1,9})", within):
-        check_n_of_m(within, int(match[2]), int(match[3]))
-        read: list[tuple[Any, ...]] = [(match[1], int(match[2]), int(match[3]))]
-        if not plus:
-            return read
-        if "+" not in quota and (others := read_pattern(quota))[0][0] in _SHARED:
-            return read + others
-    elif kind in (*_SHARED, TWO_FACTORS) and not plus:
+    kind, _, rest = text.strip().partition(":")
+    if kind.isdecimal() and rest.isdecimal() and max(len(kind), len(rest)) < 10:
+        check_n_of_m(text.strip(), int(kind), int(rest))
+        return "", int(kind), int(rest)
+    if kind in ("unstructured", "per-row", TWO_FACTORS):
         number, _, grid = rest.partition(":") if kind == TWO_FACTORS else (rest, "", "")
         if (share := fraction(number)) is not None and (not grid or grid.startswith("int")):
             check_sparsity(float(share))
             if grid:
                 parse_bits(grid)
-            return [(kind, float(share), grid)] if kind == TWO_FACTORS else [(kind, float(share))]
+            return (kind, float(share), grid) if kind == TWO_FACTORS else (kind, float(share))
     raise PatternError(
-        f"{shown(text)} is not a valid pattern; try 2:4, unstructured:0.6 or per-row:0.6, or mixed-2:4, "
-        "2:4+per-row:0.6 or two-factors:0.5"
+        f"{shown(text)} is not a valid pattern; try 2:4, unstructured:0.6, per-row:0.6 or two-factors:0.5"
     )
-
-
-#: Kinds of patterns that have a fraction of zeros, of one matrix.
-_SHARED = ("unstructured", "per-row")
 
 
 def parse_bits(text: str) -> tuple[int, int | None, float | None]:
@@ -143,7 +133,7 @@ def parse_compressed_size(given: float | str) -> float:
     with contextlib.suppress(UsageError):
         return parse_size(str(given))
     number = share is not None and share.is_finite() and not str(given).strip().endswith("%")
-    got = as_fraction(float(share)) if number else shown(given)
+    got = as_fraction(float(share or 0)) if number else shown(given)
     raise UsageError(
         f"size is a share of what the weights take now, such as 0.4 or 40%, or bytes, such as 80MB; got {got}"
     )

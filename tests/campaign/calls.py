@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import niwaki
 from campaign.home import contents, furnish
-from niwaki import Grid, MixedNM, NiwakiError, Wanda
+from niwaki import Grid, NiwakiError, Wanda
 from support.forks import forked, refused
 
 _home = Path()
@@ -50,7 +50,7 @@ _ODD: tuple[Any, ...] = (
     *(niwaki.Compute("cpu", "bfloat16"), niwaki.Compute(max_memory="1GiB"), niwaki.Effort()),
     *(niwaki.Effort(fit=niwaki.Fitting(epochs=0.1)), niwaki.Effort(niwaki.Planning("owl")), niwaki.Fitting()),
     *(niwaki.Effort, Wanda(), Wanda),
-    *(niwaki.NM(2, 4), niwaki.NM, niwaki.PerRow(0.5), MixedNM(2, 4), Grid(4), Grid(8, 16), niwaki.Progress()),
+    *(niwaki.NM(2, 4), niwaki.NM, niwaki.PerRow(0.5), Grid(4), Grid(8, 16), niwaki.Progress()),
     *(niwaki.Windows(torch.zeros(2, 8, dtype=torch.int64), "0"),),
     *(niwaki.Windows(torch.zeros(2, 8), "0"), niwaki.Progress),
 )
@@ -120,9 +120,9 @@ def _functions(place: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
         "pack": (niwaki.pack, {"model": pruned, "out": out, "progress": None}),
         "unpack": (niwaki.unpack, {"model": packed, "out": out, "progress": None}),
         "export": (niwaki.export, {"model": pruned, "out": out, "format": "gguf-f16", "progress": None}),
-        "load": (niwaki.load, {"model": packed, "device": "cpu", "dtype": "float32", "two_four": False}),
+        "load": (niwaki.load, {"model": packed, "device": "cpu", "dtype": "float32"}),
         "generate": (niwaki.generate, {"model": packed, "prompt": "The trees", **writing}),
-        "make_solver": (niwaki.make_solver, {"name": "admm1", "settings": {"iterations": "2"}}),
+        "make_solver": (niwaki.make_solver, {"name": "admm1:iterations=2"}),
         "Windows": (niwaki.Windows, {"tokens": torch.zeros(2, 8, dtype=torch.int64), "source": "", "order": "first"}),
         "NM": (niwaki.NM, {"n": 2, "m": 4}),
         "PerRow": (niwaki.PerRow, {"sparsity": 0.5}),

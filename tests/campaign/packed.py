@@ -270,8 +270,8 @@ class Forgery:
             lambda: text.replace('"dtype"', '"groups": 0, "dtype"', 1),
             lambda: text[: self.chance.randrange(len(text))],
             lambda: "[" * 100_000,
-            lambda: text.replace('"version": 1', '"version": ' + "9" * 5000),
-            lambda: text.replace('"version": 1', '"version": 1' + self.chance.choice((".0", "e0", "0", "e999"))),
+            lambda: text.replace('"version": 7', '"version": ' + "9" * 5000),
+            lambda: text.replace('"version": 7', '"version": 7' + self.chance.choice((".0", "e0", "0", "e999"))),
             lambda: "\ufeff" + text,
             lambda: text.replace('"index"', '"more": ' + "[" * 900 + "]" * 900 + ', "index"', 1),
         )

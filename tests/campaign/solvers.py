@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NiwakiError
-from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Quota, Unstructured, make_pattern
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured, make_pattern
 from niwaki.layer.problem import Gram, LayerProblem, Solution
 from niwaki.layer.solvers import SOLVERS, MaskThenUpdate, Solver
 
@@ -193,8 +193,6 @@ def _pattern(chance: random.Random, rows: int, columns: int) -> tuple[Any, bool]
         (str(nm), columns % m == 0),
         (Fixed(values), True),
         (Fixed(values.T.contiguous().T, within=Unstructured(0.5)), True),
-        (Quota(nm, PerRow(max(sparsity, nm.sparsity))), False),
-        (Quota(nm, Unstructured(max(sparsity, nm.sparsity))), False),
     ]
     return chance.choice(patterns)
 
@@ -241,9 +239,6 @@ def _check(W: Tensor, H: Tensor, pattern: Pattern, solver: Solver, solution: Sol
         assert (zeros.reshape(-1, pattern.m).sum(axis=1) == pattern.m - pattern.n).all()
     else:
         assert zeros.sum() == round(pattern.sparsity * mask.size), f"{zeros.sum()} zeros for {pattern}"
-    if isinstance(pattern, Quota):
-        m, n = pattern.within.m, pattern.within.n
-        assert (mask.reshape(-1, m).sum(axis=1) <= n).all()
     if type(solver).__name__ in ("Magnitude", "Wanda", "RIA", "OBSSaliency", "DSnoT", "Swaps"):
         assert (What[mask] == W.numpy()[mask]).all(), "a method for masks changed a weight"
     w, h = W.double().numpy(), H.double().numpy()

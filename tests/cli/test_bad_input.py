@@ -34,25 +34,25 @@ def model(tmp_path: Path) -> Path:
         ("--sparsity nan", "got nan"),
         ("--pattern 4:2", "4:2"),
         ("--pattern 2:5", "model.layers.0.self_attn.q_proj.weight: the pattern 2:5 needs"),
-        ("--pattern half", "try 2:4, unstructured:0.6 or per-row:0.6"),
+        ("--pattern half", "try 2:4, unstructured:0.6, per-row:0.6"),
         ("--sparsity 0.5 --pattern 2:4", "not both"),
         ("", "say how sparse: a sparsity such as 0.6, or a pattern such as 2:4"),
         ("--sparsity 0.5 --solver sparsgpt", "no solver is called 'sparsgpt'; did you mean sparsegpt?"),
         ("--sparsity 0.5 --solver admm", "did you mean admm1"),
         ("--sparsity 0.5 --solver xyzzy", "known: magnitude, wanda, ria"),
         (
-            "--sparsity 0.5 --solver admm1 --set roh=1",
+            "--sparsity 0.5 --solver admm1:roh=1",
             "no parameter of admm1 is called 'roh'; did you mean rho?",
         ),
-        ("--sparsity 0.5 --set sweep=1", "did you mean sweeps"),
-        ("--sparsity 0.5 --solver admm1 --set rho", "--set takes NAME=VALUE; got 'rho'"),
-        ("--sparsity 0.5 --solver admm1 --set rho=big", "rho='big': admm1 wants float here"),
-        ("--sparsity 0.5 --solver admm1 --set iterations=1.5", "admm1 wants int here"),
-        ("--sparsity 0.5 --solver admm1 --set rho=-1", "rho must be above 0; got -1"),
-        ("--sparsity 0.5 --solver admm1 --set rho=nan", "rho must be"),
-        ("--sparsity 0.5 --solver admm1 --set damping=inf", "damping must be"),
-        ("--sparsity 0.5 --solver admm-grad --set schedule=cubik", "constant, cubic or printed"),
-        ("--sparsity 0.5 --solver wanda --set rho=1", "wanda has no parameters"),
+        ("--sparsity 0.5 --solver continuation:sweep=1", "did you mean sweeps"),
+        ("--sparsity 0.5 --solver admm1:rho", "parameters are written admm1:NAME=VALUE"),
+        ("--sparsity 0.5 --solver admm1:rho=big", "rho='big': admm1 wants float here"),
+        ("--sparsity 0.5 --solver admm1:iterations=1.5", "admm1 wants int here"),
+        ("--sparsity 0.5 --solver admm1:rho=-1", "rho must be above 0; got -1"),
+        ("--sparsity 0.5 --solver admm1:rho=nan", "rho must be"),
+        ("--sparsity 0.5 --solver admm1:damping=inf", "damping must be"),
+        ("--sparsity 0.5 --solver admm-grad:schedule=cubik", "constant, cubic or printed"),
+        ("--sparsity 0.5 --solver wanda:rho=1", "wanda has no parameters"),
         ("--sparsity 0.5 --mask-from wandaa", "did you mean wanda"),
         ("--sparsity 0.5 --mask-from ./nowhere", "./nowhere"),
         ("--sparsity 0.5 --length 129", "129 is more than the model's 128 positions"),
@@ -386,7 +386,10 @@ def test_the_hub_cannot_be_reached(tmp_path: Path, niwaki_: Command, monkeypatch
         ran = niwaki_(*command)
         assert ran.code == 1
         assert len(ran.err.splitlines()) == 1
-        assert "there is no directory some/model, and the Hugging Face hub does not provide it: no route to host" in ran.err
+        assert (
+            "there is no directory some/model, and the Hugging Face hub does not provide it: no route to host"
+            in ran.err
+        )
     assert listing(tmp_path) == []
 
 

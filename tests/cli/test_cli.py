@@ -74,8 +74,8 @@ def test_prune_and_look_at_it(model: Path, tmp_path: Path, niwaki_: Command) -> 
 
 def test_options_arrive(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     ran = niwaki_(
-        *("prune", model, tmp_path / "out", "--solver", "admm-grad", "--set", "iterations=5"),
-        *("--set", "sparsification_steps = 4", "--set", "schedule=cubic", "--set", "rho=0.5"),
+        *("prune", model, tmp_path / "out"),
+        *("--solver", "admm-grad:iterations=5:sparsification_steps=4:schedule=cubic:rho=0.5"),
         *("--sparsity", "0.25", "--calibration", "demo", "--samples", "3", "--length", "24"),
         *("--order", "random", "--seed", "7", "--text", "demo-held", "--text-samples", "5"),
         *("--dtype", "bfloat16", "--device", "cpu", "--tf32", "always"),
@@ -91,7 +91,7 @@ def test_options_arrive(model: Path, tmp_path: Path, niwaki_: Command) -> None:
         "rho": 0.5,
         "damping": 0.1,
     }
-    assert record.method == "admm-grad"
+    assert record.method == "admm-grad:iterations=5:sparsification_steps=4:schedule=cubic:rho=0.5"
     assert record.pattern == "unstructured:0.25"
     assert record.calibration["order"] == "random"
     assert record.calibration["seed"] == 7
@@ -287,7 +287,6 @@ def test_version_and_help(niwaki_: Command) -> None:
     options = niwaki_("prune", "--help-all").out
     for option in (
         "--solver",
-        "--set",
         "--sparsity",
         "--pattern",
         "--mask-from",

@@ -19,7 +19,6 @@ from niwaki.cli.options import options
 from niwaki.layer.patterns import Fixed, Pattern, parse_pattern
 from niwaki.layer.patterns._base import Pattern as Base
 from niwaki.layer.solvers import DEFAULT_SOLVER, SOLVERS
-from support.command import Command
 
 
 def _commands() -> dict[str, Any]:
@@ -60,16 +59,6 @@ def test_options_do_not_leave_their_names_to_typer() -> None:
     assert "--device" in names["device"]
     assert "--least" in names["least"]
     assert "--model" not in names["model"]
-
-
-def test_old_spellings_are_understood(niwaki_: Command) -> None:
-    for old, new in (("--seqlen", "--length"), ("--windows", "--order")):
-        said = niwaki_("prune", "demo", "out", f"{old}=x").err
-        assert f"'{new}': 'x' is not" in said
-    assert "No such option" not in niwaki_("prune", "nowhere/x", "out", "--revive-zeros").err
-    assert "invalid size 'x'" in niwaki_("prune", "demo", "out", "--memory", "x").err
-    assert "invalid time 'x'" in niwaki_("heal", "demo", "out", "--teacher", "demo", "--time", "x").err
-    assert "invalid time 'x'" in niwaki_("compare", "demo", "-o", "out", "--budget=x").err
 
 
 # Groups

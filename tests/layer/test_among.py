@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from niwaki.errors import PatternError
-from niwaki.layer.patterns import NM, Among, Fixed, MixedNM, Pattern, PerRow, Quota, Unstructured
+from niwaki.layer.patterns import NM, Among, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.solvers import DSnoT, Exact, MaskThenUpdate, Solver, Swaps, Wanda
 from support.contract import CONTRACT, Promises, same_bytes
@@ -126,10 +126,6 @@ def test_runs_of_columns(width: int, pattern: Among) -> None:
     assert mask.shape == (12, 96)
     if isinstance(inner, Unstructured | NM):
         assert zeros_of(mask) == zeros_of(whole)
-    if isinstance(inner, Quota):
-        assert (mask.view(-1, inner.group).sum(dim=1) <= inner.within.n).all()
-    if isinstance(inner, Quota) and isinstance(inner.quota, Unstructured):
-        assert zeros_of(mask) == zeros_of(whole)
 
 
 def test_places_are_checked() -> None:
@@ -147,7 +143,6 @@ def test_places_are_checked() -> None:
     with pytest.raises(PatternError, match="divides"):
         Among(NM(2, 3), places).mask(torch.ones(4, 8))
     assert str(Among(NM(2, 4), places)) == "2:4"
-    assert Among(MixedNM(2, 4), places).at(0.75) is not None
 
 
 # Solvers
@@ -155,7 +150,6 @@ def test_places_are_checked() -> None:
 
 OVER: list[Pattern] = [
     *(Unstructured(0.0), Unstructured(0.5), PerRow(0.6), NM(2, 4)),
-    *(Quota(NM(2, 4), PerRow(0.6)), Quota(NM(2, 4), Unstructured(0.7))),
     Fixed(normal(ROWS, COLUMNS, seed=78).abs() < 0.6, within=PerRow(0.55)),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Quota, Unstructured
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import ADMM, Continuation, continuation
 from support.covering import covered
@@ -21,7 +21,6 @@ PATTERNS: list[Pattern] = [
     PerRow(0.5),
     NM(2, 4),
     NM(1, 4),
-    Quota(NM(2, 4), PerRow(0.75)),
     Fixed(normal(ROWS, COLUMNS, seed=77) > 0.3),
 ]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import PatternError
-from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Quota, Unstructured
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import (
     Magnitude,
@@ -36,13 +36,11 @@ ALL_KEPT: list[Pattern] = [
 ]
 
 
-NESTED_ROWS = 24
+WITHIN_ROWS = 24
 
 
-NESTED: list[Pattern] = [
-    Quota(NM(2, 4), PerRow(0.6)),
-    Quota(NM(2, 4), Unstructured(0.7)),
-    Fixed(normal(NESTED_ROWS, COLUMNS, seed=78).abs() < 0.6, within=PerRow(0.55)),
+WITHIN: list[Pattern] = [
+    Fixed(normal(WITHIN_ROWS, COLUMNS, seed=78).abs() < 0.6, within=PerRow(0.55)),
 ]
 
 
@@ -75,10 +73,6 @@ def check_counts(mask: Tensor, pattern: Pattern, runs: int) -> None:
     assert int(zeros.sum()) == round(pattern.sparsity * mask.numel())
     if isinstance(pattern, NM):
         assert (zeros.reshape(-1, pattern.m).sum(dim=1) == pattern.m - pattern.n).all()
-    if isinstance(pattern, Quota):
-        within = pattern.within
-        assert (zeros.reshape(-1, within.m).sum(dim=1) >= within.m - within.n).all()
-        pattern = pattern.quota
     if isinstance(pattern, PerRow):
         of_each = zeros.sum(dim=1)
         assert of_each.max() - of_each.min() <= runs
@@ -131,18 +125,18 @@ class TestContract:
     ) -> None:
         check_solution(solver, promises, make_problem(kind, dtype=dtype), pattern)
 
-    @each_solver_with(NESTED, kind=("correlated", "few tokens"))
-    def test_quotas(self, solver: Solver, promises: Promises, pattern: Pattern, kind: str) -> None:
-        problem = make_problem(kind, rows=NESTED_ROWS, dtype=torch.float32)
+    @each_solver_with(WITHIN, kind=("correlated", "few tokens"))
+    def test_masks_within_a_pattern(self, solver: Solver, promises: Promises, pattern: Pattern, kind: str) -> None:
+        problem = make_problem(kind, rows=WITHIN_ROWS, dtype=torch.float32)
         check_solution(solver, promises, problem, pattern)
 
     @pytest.mark.parametrize(
         ("solver", "pattern"),
-        [(s, p) for s, promises in CONTRACT for p in [*PATTERNS, *NESTED] if promises.refuses(p)],
+        [(s, p) for s, promises in CONTRACT for p in [*PATTERNS, *WITHIN] if promises.refuses(p)],
         ids=str,
     )
     def test_patterns_that_it_refuses(self, solver: Solver, pattern: Pattern) -> None:
-        problem = make_problem(rows=ROWS if pattern in PATTERNS else NESTED_ROWS)
+        problem = make_problem(rows=ROWS if pattern in PATTERNS else WITHIN_ROWS)
         with pytest.raises(PatternError, match=r"exchanges single weights"):
             solver(problem, pattern)
 
@@ -223,11 +217,7 @@ class TestContract:
 
     @each_solver
     def test_pattern_must_fit(self, solver: Solver, promises: Promises) -> None:
-        for pattern in (
-            NM(2, 4),
-            PATTERNS[-1],
-            Quota(NM(2, 4), PerRow(0.6)),
-        ):
+        for pattern in (NM(2, 4), PATTERNS[-1]):
             with pytest.raises(PatternError):
                 solver(make_problem(columns=30), pattern)
 
@@ -241,10 +231,10 @@ class TestContract:
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
     @each_solver
     def test_on_a_gpu(self, solver: Solver, promises: Promises) -> None:
-        problem = make_problem(dtype=torch.float32, rows=NESTED_ROWS)
+        problem = make_problem(dtype=torch.float32, rows=WITHIN_ROWS)
         assert problem.gram.mean is not None
         H = Gram(problem.gram.H.cuda(), mean=problem.gram.mean.cuda())
-        for pattern in (*PATTERNS[:-1], *NESTED):
+        for pattern in (*PATTERNS[:-1], *WITHIN):
             if not promises.refuses(pattern):
                 solution = solver(LayerProblem(problem.W.cuda(), H), pattern)
                 assert solution.W.is_cuda

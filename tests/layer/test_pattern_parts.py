@@ -14,7 +14,6 @@ from niwaki.layer.patterns import (
     Fixed,
     Pattern,
     PerRow,
-    Quota,
     Unstructured,
     parse_pattern,
 )
@@ -46,14 +45,12 @@ class TestPartial:
 
     def test_partial_of_a_partial(self) -> None:
         scores = random_scores(12, 96)
-        for pattern in (NM(2, 4), Quota(NM(2, 4), PerRow(0.6))):
-            twice = pattern.partial(0.5).partial(0.5)
-            assert torch.equal(twice.mask(scores), pattern.partial(0.25).mask(scores))
+        twice = NM(2, 4).partial(0.5).partial(0.5)
+        assert torch.equal(twice.mask(scores), NM(2, 4).partial(0.25).mask(scores))
 
     def test_partial_checks_the_shape(self) -> None:
-        for pattern in (NM(2, 4), Quota(NM(2, 4), PerRow(0.6))):
-            with pytest.raises(PatternError):
-                pattern.partial(0.5).check((8, 42))
+        with pytest.raises(PatternError):
+            NM(2, 4).partial(0.5).check((8, 42))
 
     def test_partial_nm_compares_the_unsafe_across_groups(self) -> None:
         # Safe are 3 4 and 7 8 (the two best of each four); of the others the lowest half goes.
@@ -121,10 +118,6 @@ class TestParse:
             ("unstructured:0", Unstructured(0.0)),
             ("per-row:.25", PerRow(0.25)),
             ("per-row:60%", PerRow(0.6)),
-            ("2:4+unstructured:60 %", Quota(NM(2, 4), Unstructured(0.6))),
-            ("2:4+per-row:0.6", Quota(NM(2, 4), PerRow(0.6))),
-            ("2:4+unstructured:0.6", Quota(NM(2, 4), Unstructured(0.6))),
-            (" 1:4 + unstructured:0.8", Quota(NM(1, 4), Unstructured(0.8))),
         ],
     )
     def test_good(self, text: str, pattern: Pattern) -> None:
@@ -134,13 +127,10 @@ class TestParse:
     def test_reads_what_it_writes(self, pattern: Pattern) -> None:
         assert parse_pattern(str(pattern)) == pattern
 
-    @given(st.floats(0, 1, exclude_max=True), st.integers(1, 9))
+    @given(st.floats(0, 1, exclude_max=True))
     @pytest.mark.slow
-    def test_reads_what_it_writes_to_the_last_digit(self, sparsity: float, c: int) -> None:
-        patterns: list[Pattern] = [Unstructured(sparsity), PerRow(sparsity)]
-        if sparsity >= 0.5:
-            patterns += [Quota(NM(2, 4), PerRow(sparsity)), Quota(NM(c, c), Unstructured(sparsity))]
-        for pattern in patterns:
+    def test_reads_what_it_writes_to_the_last_digit(self, sparsity: float) -> None:
+        for pattern in (Unstructured(sparsity), PerRow(sparsity)):
             assert parse_pattern(str(pattern)) == pattern
 
     @pytest.mark.parametrize(
@@ -148,7 +138,6 @@ class TestParse:
         [
             (Unstructured(0.5), "unstructured:0.5"),
             (PerRow(0.0), "per-row:0"),
-            (Quota(NM(2, 4), PerRow(0.6)), "2:4+per-row:0.6"),
         ],
     )
     def test_writes(self, pattern: Pattern, text: str) -> None:
@@ -175,21 +164,16 @@ class TestParse:
                 "transposable-2:4",
                 "block-4x4:0.5",
             ],
-            *["2:4+", "+per-row:0.6", "2:4+2:4", "per-row:0.6+2:4", "2:4+block-4x4:0.6", "2:4+per-row:x"],
-            *["transposable-2:4+per-row:0.6", "2:4+per-row:0.6+per-row:0.7"],
+            *["2:4+", "+per-row:0.6", "2:4+2:4", "2:4+per-row:0.6", "mixed-2:4", "\u00b2:4"],
         ],
     )
     def test_no_pattern(self, text: str) -> None:
-        examples = r"unstructured:0\.6 or per-row:0\.6, or mixed-2:4, 2:4\+per-row:0\.6 or two-factors:0\.5"
+        examples = r"unstructured:0\.6, per-row:0\.6 or two-factors:0\.5"
         with pytest.raises(PatternError, match=f"is not a valid pattern; try 2:4, {examples}"):
             parse_pattern(text)
 
-    def test_good_form_with_bad_numbers(self) -> None:
-        with pytest.raises(PatternError, match="raise the first to at least that"):
-            parse_pattern("2:4+per-row:0.4")
-
     @pytest.mark.parametrize("sparsity", ["1", "1.5", "-0.1", "60", "nan", "inf"])
-    @pytest.mark.parametrize("kind", ["unstructured", "per-row", "2:4+per-row"])
+    @pytest.mark.parametrize("kind", ["unstructured", "per-row"])
     def test_sparsity_out_of_range(self, kind: str, sparsity: str) -> None:
         with pytest.raises(PatternError, match="sparsity is the fraction of zeros, from 0 to below 1; got"):
             parse_pattern(f"{kind}:{sparsity}")

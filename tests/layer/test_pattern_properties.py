@@ -14,7 +14,6 @@ from niwaki.layer.patterns import (
     Fixed,
     Pattern,
     PerRow,
-    Quota,
     Unstructured,
 )
 from niwaki.layer.patterns.selection import middle_of_each
@@ -44,7 +43,7 @@ def test_supports_are_all_there() -> None:
     """Numbers that are known from elsewhere."""
     assert len(supports(Unstructured(0.5))) == 12870
     assert len(supports(NM(2, 4))) == 6**4
-    assert len(supports(Quota(NM(1, 2), Unstructured(0.5)))) == 2**8
+    assert len(supports(NM(1, 2))) == 2**8
 
 
 few = settings(max_examples=20)  # of each property for each of so many patterns
@@ -120,18 +119,6 @@ def test_counts_add_up_at_any_sparsity(rows: int, columns: int, width: int, spar
         assert cut == zeros_of(pattern.mask(scores)) == round(sparsity * (rows * columns))
 
 
-@given(st.integers(1, 20), st.integers(1, 10), st.integers(1, 50), st.floats(0.5, 1, exclude_max=True))
-def test_quotas_add_up_at_any_sparsity(rows: int, groups: int, width: int, sparsity: float) -> None:
-    scores = random_scores(rows, 4 * groups)
-    for pattern in (Quota(NM(2, 4), PerRow(sparsity)), Quota(NM(2, 4), Unstructured(sparsity))):
-        zeros = 0
-        for start, stop, part in pattern.slices((rows, 4 * groups), width):
-            mask = part(scores[:, start:stop])
-            assert mask.reshape(-1, 4).sum(dim=1).max() <= 2
-            zeros += zeros_of(mask)
-        assert zeros == zeros_of(pattern.mask(scores)) == round(sparsity * (rows * 4 * groups))
-
-
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -142,7 +129,6 @@ def test_quotas_add_up_at_any_sparsity(rows: int, groups: int, width: int, spars
         NM(2, 4),
         NM(1, 4),
         NM(4, 4),
-        Quota(NM(2, 4), PerRow(0.75)),
         Fixed(torch.rand(8, 16, generator=torch.Generator().manual_seed(3)) > 0.4),
     ],
     ids=str,
@@ -150,7 +136,7 @@ def test_quotas_add_up_at_any_sparsity(rows: int, groups: int, width: int, spars
 def test_thresholds_tell_what_the_mask_keeps(pattern: Pattern) -> None:
     scores = torch.rand(8, 16, generator=torch.Generator().manual_seed(1))
     threshold = pattern.threshold(scores)
-    if isinstance(pattern, Quota | Fixed) or pattern.sparsity == 0:
+    if isinstance(pattern, Fixed) or pattern.sparsity == 0:
         assert threshold is None
         return
     assert threshold is not None
@@ -174,8 +160,7 @@ def test_runs_of_columns_on_their_own() -> None:
             assert int((together != whole).sum()) <= 2
         else:
             assert torch.equal(together, whole)
-    for other in (PerRow(0.5), Quota(NM(2, 4), PerRow(0.75))):
-        assert other.split(runs) is None
+    assert PerRow(0.5).split(runs) is None
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 4), (3, 4), (4, 8), (2, 4)])

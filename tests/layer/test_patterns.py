@@ -12,7 +12,6 @@ from niwaki.layer.patterns import (
     Fixed,
     Pattern,
     PerRow,
-    Quota,
     Unstructured,
 )
 from support.problems import lowest_go, lowest_go_in_matrix
@@ -127,47 +126,6 @@ class TestNM:
         assert NM(1, 4).sparsity == 0.75
 
 
-class TestQuota:
-    @pytest.mark.parametrize("make", [random_scores, tied_scores])
-    @pytest.mark.parametrize("sparsity", [0.5, 0.51, 0.6, 0.8, 0.99])
-    def test_is_2_4_and_then_the_quota(self, make: Scores, sparsity: float) -> None:
-        scores = make(13, 24)
-        left = scores.masked_fill(~naive_nm(scores, 2, 4), -1.0)
-        per_row = Quota(NM(2, 4), PerRow(sparsity)).mask(scores)
-        assert torch.equal(per_row, naive_per_row(left, sparsity))
-        unstructured = Quota(NM(2, 4), Unstructured(sparsity)).mask(scores)
-        assert torch.equal(unstructured, lowest_go_in_matrix(left, round(sparsity * scores.numel())))
-
-    @pytest.mark.parametrize("quota", [PerRow(0.75), Unstructured(0.75)], ids=str)
-    def test_without_more_zeros_it_is_n_m(self, quota: PerRow | Unstructured) -> None:
-        scores = random_scores(13, 24)
-        assert torch.equal(Quota(NM(1, 4), quota).mask(scores), NM(1, 4).mask(scores))
-
-    @pytest.mark.parametrize("quota", [PerRow(0.49), Unstructured(0.0)], ids=str)
-    def test_fewer_zeros_than_n_m_is_an_error(self, quota: PerRow | Unstructured) -> None:
-        with pytest.raises(PatternError, match=rf"2:4\+{quota} asks for .*, and 2:4 alone has 0.5"):
-            Quota(NM(2, 4), quota)
-
-    def test_columns_must_divide(self) -> None:
-        pattern = Quota(NM(2, 4), PerRow(0.6))
-        for call in (pattern.check, lambda shape: list(pattern.slices(shape, 4))):
-            with pytest.raises(PatternError, match="2:4 needs a number of columns that 4 divides"):
-                call((4, 42))
-
-    @pytest.mark.parametrize("quota", [PerRow(0.6), Unstructured(0.6)], ids=str)
-    @pytest.mark.parametrize("width", [1, 8, 10, 32])
-    def test_runs_keep_to_both(self, width: int, quota: PerRow | Unstructured) -> None:
-        of_each = torch.zeros(13, dtype=torch.long)
-        for runs, (start, stop, part) in enumerate(Quota(NM(2, 4), quota).slices((13, 96), width)):
-            mask = part(random_scores(13, stop - start, seed=start))
-            assert mask.reshape(-1, 4).sum(dim=1).max() <= 2
-            assert stop - start <= max(width + 3, 4)
-            assert abs(zeros_of(mask) - 0.6 * mask.numel()) <= 1
-            of_each += (~mask).sum(dim=1)
-            if isinstance(quota, PerRow):
-                assert of_each.max() - of_each.min() <= runs + 1
-
-
 class TestFixed:
     def test_gives_its_mask_whatever_the_scores(self) -> None:
         values = tied_scores(6, 9) > 1
@@ -248,7 +206,6 @@ def test_nm_is_checked_when_made(n: int, m: int) -> None:
 def test_patterns_are_values() -> None:
     """They are dictionary keys and go into records: equal parameters, equal patterns."""
     different: list[Pattern] = [Unstructured(0.5), PerRow(0.5), Unstructured(0.6), NM(2, 4), NM(4, 8)]
-    different += [Quota(NM(2, 4), PerRow(0.5)), Quota(NM(2, 4), Unstructured(0.5))]
     assert len({*different, Unstructured(0.5), NM(2, 4)}) == len(different)
 
 
@@ -256,7 +213,7 @@ def test_patterns_are_values() -> None:
 def test_group_and_exchange(pattern: Pattern) -> None:
     """Weights that may change places within a row, as DSnoT and swaps do it."""
     match pattern:
-        case NM(_, m) | Quota(NM(_, m), _):
+        case NM(_, m):
             assert (pattern.group, pattern.exchange(96)) == (m, m)
         case _:
             assert (pattern.group, pattern.exchange(96)) == (1, 96)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from niwaki.layer.patterns import NM, Among, Fixed, Pattern, PerRow, Quota, Unstructured
+from niwaki.layer.patterns import NM, Among, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.solvers import ADMM, SOLVERS, Continuation, MaskThenUpdate, Solver, SparseGPT, continuation
@@ -26,7 +26,6 @@ PATTERNS: list[Pattern] = [
     *(Unstructured(s) for s in (0.0, 0.002, 0.5, 0.6, 0.999)),
     *(PerRow(s) for s in (0.0, 0.02, 0.5, 0.6)),
     *(NM(2, 4), NM(1, 3)),
-    *(Quota(NM(2, 4), PerRow(0.62)), Quota(NM(2, 4), Unstructured(0.7)), Quota(NM(3, 4), Unstructured(0.25))),
     Fixed(normal(ROWS, COLUMNS, seed=5) > 0.3),
 ]
 # Zeros that are there already, more in the first rows and columns.
@@ -35,7 +34,7 @@ PATTERNS += [
     Among(pattern, PLACES)
     for pattern in (
         *(Unstructured(0.0), Unstructured(0.7), PerRow(0.6), NM(2, 4)),
-        *(Quota(NM(2, 4), Unstructured(0.7)), Fixed(normal(ROWS, COLUMNS, seed=5) > 0.3, within=NM(2, 4))),
+        Fixed(normal(ROWS, COLUMNS, seed=5) > 0.3, within=NM(2, 4)),
     )
 ]
 
@@ -204,7 +203,7 @@ def test_which_solvers_have_rows_that_stand_apart() -> None:
     "pattern",
     [
         *(Unstructured(0.5), Unstructured(0.9), PerRow(0.55), NM(2, 4)),
-        *(Quota(NM(2, 4), Unstructured(0.6)), Fixed(normal(23, 32, seed=9) > 0)),
+        Fixed(normal(23, 32, seed=9) > 0),
         *(Among(pattern, normal(23, 32, seed=10) > 0) for pattern in (Unstructured(0.6), NM(2, 4))),
     ],
     ids=str,

@@ -434,15 +434,11 @@ def model_on_a_grid(path: Path, bits: int, dtype: torch.dtype, zeros: float = 0.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.slow
 def test_there_and_back(bits: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    """As docs/format.md has it, in its fifth version, with 5 and 6 bits in the sixth, with 2 and 3 in the seventh."""
+    """As docs/format.md has it."""
     dense = model_on_a_grid(tmp_path / "dense", bits, dtype)
     sizes = niwaki.pack(dense, tmp_path / "packed")
     assert sizes.negative_zeros == 0
     index = json.loads((tmp_path / "packed" / "packed.json").read_text())
-    version = {2: 7, 3: 7, 5: 6, 6: 6}.get(bits, 5)
-    assert index["version"] == version
-    mark = {"quant_method": "niwaki-packed", "version": version}
-    assert json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"] == mark
     assert {stored["whole"] for stored in index["tensors"].values() if stored["packed"]} == {True}
     assert not any("mask" in name for file in (tmp_path / "packed").glob("*.safetensors") for name in read_file(file))
     expected, found = load_file(dense / "model.safetensors"), decode(tmp_path / "packed")
@@ -454,12 +450,8 @@ def test_there_and_back(bits: int, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_older_versions_where_nothing_is_new(tmp_path: Path) -> None:
-    """With many zeros all has masks; and the index says nothing that older readers do not know."""
+def test_with_many_zeros_all_has_masks(tmp_path: Path) -> None:
     niwaki.pack(model_on_a_grid(tmp_path / "dense", 8, torch.bfloat16, 0.5), tmp_path / "packed")
-    index = json.loads((tmp_path / "packed" / "packed.json").read_text())
-    assert index["version"] == 2
-    assert not any("whole" in stored for stored in index["tensors"].values())
     assert not any(stored.whole for stored in Index.read(tmp_path / "packed").tensors.values())
 
 
@@ -592,12 +584,6 @@ class TestForged:
         stored = next(each for each in Index.read(packed[8]).tensors.values() if each.whole)
         with pytest.raises(ValueError, match="cannot be whole numbers"):
             dataclasses.replace(stored, packed=False).check()
-
-    def test_an_older_version(self, packed: dict[int, Path], tmp_path: Path) -> None:
-        def change(index: dict[str, Any], *_: object) -> None:
-            index["version"] = 4
-
-        assert "it is of version 5, and says that it is of 4" in self.refused(packed[8], tmp_path, change, "q_proj")
 
     @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 3e38])
     def test_scales(self, scale: float, packed: dict[int, Path], tmp_path: Path) -> None:

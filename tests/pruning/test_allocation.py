@@ -37,14 +37,6 @@ def test_no_other_distribution_costs_less() -> None:
         assert sum(_loss(c, n) for c, n in zip(curves, found, strict=True)) == pytest.approx(best)
 
 
-def test_what_cannot_be_divided_goes_as_a_whole_and_never_below_the_total() -> None:
-    nm = tuple((1 - n / 4, cost) for n, cost in ((4, 0.0), (3, 1.0), (2, 3.0), (1, 7.0)))
-    curves = [Curve(40, nm, divisible=False), Curve(40, tuple((s, 3 * c) for s, c in nm), divisible=False)]
-    assert allocate(curves, 40) == [30, 10]  # 7 + 3, and twenty each would cost 3 + 9
-    assert allocate(curves, 35) == [30, 10]
-    assert allocate(curves, 30) == [20, 10]  # marginal costs 1, 2, 3, 4, ...: of equal ones the first matrix
-
-
 def test_limits_hold_where_the_total_is_out_of_reach() -> None:
     curves = [Curve(100, ((0.5, 0.1), (0.6, 1.0)))]
     assert allocate(curves, 10) == [50]

@@ -375,9 +375,6 @@ def test_efforts_in_words() -> None:
         "best": "best (allocation loss, importance 0.5, synthetic 0.5, epochs 1, healing 1)",
         "heal": "heal (allocation loss, importance 0.5, synthetic 0.5, epochs 1, healing 3)",
     }
-    earlier = {**describe(make_effort("balanced")), "per": "matrix", "dense_targets": 0.0}  # of an old record
-    assert described(earlier) == names["balanced"]
-    assert described({**earlier, "dense_targets": 0.5}) == f"{names['balanced'][:-1]}, dense_targets 0.5)"
     other = describe(make_effort("best:epochs=3"))
     assert described(other) == "best (allocation loss, importance 0.5, synthetic 0.5, epochs 3, healing 1)"
 

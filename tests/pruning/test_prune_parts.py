@@ -108,7 +108,7 @@ def test_the_mask_of_a_pruned_model(tmp_path: Path, model: Path, out: Path, monk
 @pytest.mark.parametrize("solver", ["swaps", "dsnot"])
 @pytest.mark.parametrize(
     "options",
-    [{"pattern": "2:4"}, {"pattern": PerRow(0.6)}, {"sparsity": 0.5}, {"pattern": "2:4+per-row:0.6"}],
+    [{"pattern": "2:4"}, {"pattern": PerRow(0.6)}, {"sparsity": 0.5}],
     ids=str,
 )
 @pytest.mark.slow

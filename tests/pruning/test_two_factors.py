@@ -168,7 +168,6 @@ def test_packed(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     run(model, out)
     niwaki.pack(out, packed)
     checkpoint = PackedCheckpoint(packed)
-    assert checkpoint.index.version == 3
     assert not (packed / "factors").exists()
     stored = [key for key, tensor in checkpoint.index.tensors.items() if tensor.packed]
     assert {key for key in tensors(model) if is_pruned(case, key) and key.endswith("weight")} == set(stored)
@@ -232,14 +231,6 @@ def test_a_packed_model_that_is_damaged(tmp_path: Path) -> None:
     file.write_bytes(data)
     for call in (lambda: niwaki.load(tmp_path / "packed"), lambda: niwaki.unpack(tmp_path / "packed", tmp_path / "x")):
         assert "is damaged" in message(call, CheckpointError)
-
-
-def test_packed_models_without_factors_are_of_the_version_before(tmp_path: Path) -> None:
-    run(save_model(tmp_path / "model"), tmp_path / "out", solver="magnitude", sparsity=0.7)
-    niwaki.pack(tmp_path / "out", tmp_path / "packed")
-    index = json.loads((tmp_path / "packed" / "packed.json").read_text())
-    assert index["version"] == 2
-    assert not any("inner" in tensor for tensor in index["tensors"].values())
 
 
 def test_weights_that_are_no_product_any_more(tmp_path: Path) -> None:

@@ -284,7 +284,6 @@ def test_packed(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     run(model, out)
     niwaki.pack(out, packed)
     checkpoint = PackedCheckpoint(packed)
-    assert checkpoint.index.version == 4
     stored = {key: tensor for key, tensor in checkpoint.index.tensors.items() if tensor.packed}
     assert {key for key in tensors(model) if is_pruned(case, key) and key.endswith("weight")} == stored.keys()
     written = load_file(next(packed.glob("packed-*.safetensors")))
@@ -396,21 +395,6 @@ def test_layers_of_all_kinds_in_one_block() -> None:
     found, right_logits, steps = both(model, random_tokens(1, 12), given=5)
     assert steps == 7 * model.config.num_hidden_layers
     assert (found - right_logits).abs().max() <= 1e-5 * right_logits.abs().max()
-
-
-@pytest.mark.parametrize(
-    ("changes", "version"), [({}, 4), ({"quantize": None, "sparsity": 0.5}, 3), ({"solver": "magnitude"}, 2)]
-)
-def test_the_version_is_the_first_that_has_it(changes: dict[str, Any], version: int, tmp_path: Path) -> None:
-    """So that older readers read what they can, and say of all else which version it is."""
-    run(save_model(tmp_path / "model"), tmp_path / "out", **changes)
-    niwaki.pack(tmp_path / "out", tmp_path / "packed")
-    index = json.loads((tmp_path / "packed" / "packed.json").read_text())
-    config = json.loads((tmp_path / "packed" / "config.json").read_text())
-    assert index["version"] == config["quantization_config"]["version"] == version
-    for tensor in index["tensors"].values():
-        assert ("inner" in tensor) == ("count_right" in tensor) == (version >= 3)
-        assert ("groups_right" in tensor) == (version == 4)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_half_over_less(tmp_path: Path, effort: str) -> None:
 
 @pytest.mark.parametrize(
     ("allocation", "pattern"),
-    [("owl", "unstructured:0.5"), ("owl", "per-row:0.5"), ("loss", "mixed-2:4")],
+    [("owl", "unstructured:0.5"), ("owl", "per-row:0.5")],
 )
 @pytest.mark.slow
 def test_other_allocations(model: Path, tmp_path: Path, allocation: str, pattern: str) -> None:
@@ -248,7 +248,7 @@ def test_a_run_that_was_stopped(model: Path, tmp_path: Path) -> None:
     ("solver", "pattern"),
     [
         *(("continuation", "2:4"), ("swaps+exact", "2:4"), ("sparsegpt", "unstructured:0.6"), ("wanda", "per-row:0.6")),
-        ("obc", "2:4+per-row:0.6"),
+        ("obc", "per-row:0.6"),
     ],
 )
 @pytest.mark.slow
@@ -265,21 +265,18 @@ def test_masks_are_extended_to_a_pattern(tmp_path: Path, solver: str, pattern: s
         assert (after | ~value).all() or "swaps" in solver
         if pattern == "unstructured:0.6":
             assert int(after.sum()) == round(0.6 * after.numel())
-        if "2:4" in pattern:
-            assert (after.view(-1, 4).sum(dim=1) >= 2).all()
         if pattern == "2:4":
             assert torch.equal(after.view(-1, 4).sum(dim=1), value.view(-1, 4).sum(dim=1).clamp(min=2))
     (said,) = [note for note in record.notes if note.startswith(f"the mask of {lender} has ")]
     assert f"{sum(int(value.sum()) for value in mask.values()):,} zeros" in said
-    if "block" not in pattern:  # which blocks depends on the weights
-        assert f"to satisfy it {added:,} weights more become zero" in said
+    assert f"to satisfy it {added:,} weights more become zero" in said
 
 
 @pytest.mark.slow
 def test_masks_with_more_zeros_than_a_pattern_asks_for(tmp_path: Path) -> None:
     dense, lender = save_model(tmp_path / "dense"), tmp_path / "lender"
     run(dense, lender, solver="magnitude", sparsity=None, pattern="1:4", measure="none")
-    for pattern, asked in (("2:4", "50 %"), ("unstructured:0.6", "60 %"), ("2:4+per-row:0.6", "60 %")):
+    for pattern, asked in (("2:4", "50 %"), ("unstructured:0.6", "60 %"), ("per-row:0.6", "60 %")):
         options: dict[str, Any] = {"sparsity": None, "pattern": pattern, "mask_from": str(lender), "measure": "none"}
         record = run(dense, tmp_path / pattern, solver="admm1", **options)
         assert record.sparsity == 0.75

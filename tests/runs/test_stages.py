@@ -326,24 +326,6 @@ def test_a_stage_that_was_damaged(tmp_path: Path) -> None:
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def test_a_run_of_an_earlier_version(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
-    journal = tmp_path / ".out.partial.json"
-    values: dict[str, Any] = {"fingerprint": {"model": "x"}, "digests": ["a"], "zeros": {}, "record": "", "plan": ""}
-    values |= {"files": {}, "discarded": False}
-    from niwaki.runs.journal import _digest
-
-    journal.write_text(json.dumps({**values, "sha256": _digest(values)}))
-
-    def again(**how: Any) -> Record:
-        return work(model, tmp_path / "out", Prune(0.5, effort="fast"), **how)
-
-    said = message(again, OutputError)
-    assert said.startswith(f"{journal} is of an earlier version of niwaki")
-    assert "--restart" in said
-    again(restart=True)
-
-
 @pytest.mark.slow
 def test_what_is_measured_on_is_new_to_all_stages(tmp_path: Path) -> None:
     """And the same for all: that after the windows that heal trains on."""

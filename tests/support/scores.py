@@ -7,13 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from niwaki.layer.patterns import (
-    NM,
-    Pattern,
-    PerRow,
-    Quota,
-    Unstructured,
-)
+from niwaki.layer.patterns import NM, Pattern, PerRow, Unstructured
 from support.problems import generator, normal
 
 Scores = Callable[[int, int], Tensor]
@@ -41,7 +35,4 @@ PATTERNS: tuple[Pattern, ...] = (
     NM(1, 3),
     NM(3, 8),
     NM(16, 32),
-    Quota(NM(2, 4), PerRow(0.6)),
-    Quota(NM(2, 4), Unstructured(0.6)),
-    Quota(NM(1, 3), Unstructured(0.9)),
 )

@@ -7,13 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from niwaki.layer.patterns import (
-    NM,
-    Pattern,
-    PerRow,
-    Quota,
-    Unstructured,
-)
+from niwaki.layer.patterns import NM, Pattern, PerRow, Unstructured
 
 SMALL: tuple[Pattern, ...] = (
     Unstructured(0.5),
@@ -25,11 +19,6 @@ SMALL: tuple[Pattern, ...] = (
     NM(1, 2),
     NM(3, 4),
     NM(1, 1),
-    Quota(NM(2, 4), PerRow(0.6)),
-    Quota(NM(1, 2), PerRow(0.7)),
-    Quota(NM(2, 4), Unstructured(0.6)),
-    Quota(NM(1, 2), Unstructured(0.5)),
-    Quota(NM(3, 4), Unstructured(0.7)),
 )
 
 
@@ -49,8 +38,6 @@ def allowed(pattern: Pattern, masks: Tensor) -> Tensor:
             return every(of_row[:, None] - of_row[:, :, None] <= 1) & (zeros == round(sparsity * 16))
         case NM(n, m):
             return every(masks.unflatten(2, (-1, m)).sum(dim=3) == n)
-        case Quota(NM(n, m), quota):
-            return every(masks.unflatten(2, (-1, m)).sum(dim=3) <= n) & allowed(quota, masks)
     raise AssertionError(pattern)
 
 

@@ -3,7 +3,6 @@
 import errno
 import io
 import os
-import re
 import signal
 import sys
 import time
@@ -29,15 +28,6 @@ _UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EPIPE)
 
 #: Options that people write as commands: ``niwaki help prune``.
 _AS_COMMANDS = {"help": "--help", "version": "--version"}
-#: What options were called before, which the help does not say.
-_BEFORE = {
-    "--seqlen": "--length",
-    "--windows": "--order",
-    "--revive-zeros": "--revive",
-    "--memory": "--max-memory",
-    "--time": "--max-time",
-    "--budget": "--max-time",
-}
 
 
 class _Stop:
@@ -110,7 +100,6 @@ def _run() -> None:
 
     command, (first, *others) = get_command(app), sys.argv[1:] or [""]
     arguments = [*others, _AS_COMMANDS[first]] if first in _AS_COMMANDS else sys.argv[1:]
-    arguments = [re.sub("^--[a-z-]+", lambda name: _BEFORE.get(name[0], name[0]), each) for each in arguments]
     with command.make_context("niwaki", arguments) as context:
         command.invoke(context)
     with writing(sys.stdout):

@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 
 from niwaki.choices import MASK_NAMES, PATTERN_NAMES, SOLVER_NAMES, TF32, WEIGHT_NAMES, Order
 from niwaki.cli.checks import check
-from niwaki.effort import EFFORTS, Allocation
+from niwaki.effort import EFFORTS
 from niwaki.errors import either
 from niwaki.options import BLOCKS_RATE, HEALING_LENGTH, HEALING_RATE, USUAL_TEXT, Calibration, Compute, Measurement
 
@@ -48,7 +48,6 @@ _NAMES = {
     "weights": ", ".join(WEIGHT_NAMES),
     "patterns": ", ".join(PATTERN_NAMES),
     "efforts": either(EFFORTS),
-    "allocations": either(get_args(Allocation)),
     "text": "A text is a file (text, JSONL, JSON, CSV, Parquet), a data set (c4, c4-validation, ptb, wikitext2, "
     "REPO:CONFIG:SPLIT), demo or demo-held.",
     "usual_text": USUAL_TEXT,

@@ -6,10 +6,8 @@ from typing import Annotated
 from niwaki.cli.common import record_file
 from niwaki.cli.options import Model, Output, RecordFile, options
 from niwaki.cli.work import Work
-from niwaki.effort import usual_effort
 from niwaki.errors import UsageError
 from niwaki.files import given_path
-from niwaki.options import DEFAULT_SOLVER
 from niwaki.quantities import HOW_SPARSE
 
 
@@ -43,9 +41,7 @@ def prune(
     sparsity: Annotated[str | None, "FRACTION"] = None,
     pattern: Annotated[str | None, "PATTERN"] = None,
     solver: Annotated[str | None, "NAME"] = None,
-    settings: Annotated[list[str] | None, "NAME=VALUE", "--set"] = None,
     effort: Annotated[str | None, "NAME"] = None,
-    allocation: Annotated[str | None, "NAME"] = None,
     pruning: Pruning = Pruning(),
     work: Work = Work(),
     record: RecordFile = None,
@@ -59,39 +55,24 @@ def prune(
         pattern: Pattern instead of a fraction, such as 2:4. Available: {patterns}.
         solver: Method for each matrix, such as {solver} or wanda; see 'niwaki solvers'. Available: {solver} (the
             default), {solvers}; for masks {masks}; for weights {weights}; or several, as in wanda+swaps+exact.
+            Parameters can be set, as in admm1:rho=0.5.
         effort: {efforts}: what is done for the model as a whole, beyond each matrix. Efforts share out zeros, fit
             blocks and heal; heal is like best with three times the training. Parameters can be set, as in
             best:healing=0. [default: balanced; fast with --solver or --mask-from]
-
-    More options:
-        settings: Set a parameter of the solver. May be repeated.
-        allocation: How zeros are shared out among matrices: {allocations}. [default: the effort's]
     """
     if sparsity is not None and pattern is not None:
         raise UsageError("give --sparsity or --pattern, not both")
     if sparsity is None and pattern is None and not _is_model(pruning.mask_from):
         raise UsageError(HOW_SPARSE)
-    parameters = dict(map(_setting, settings or []))
-    if allocation is not None:
-        effort = f"{effort or usual_effort(solver, pruning.mask_from)}:allocation={allocation}"
     with work.begun(f"pruning {model}", output) as common:
-        from niwaki.layer.solvers import make_solver
         from niwaki.recipes import prune as run
 
         file = record_file(record, "matrices")
-        made = make_solver(DEFAULT_SOLVER if solver is None else solver, parameters) if parameters else solver
         zeros = sparsity if pattern is None else pattern
-        result = run(model, output, zeros, solver=made, effort=effort, **vars(pruning), **common)
+        result = run(model, output, zeros, solver=solver, effort=effort, **vars(pruning), **common)
         if file is not None:
             result.save(file)
 
 
 def _is_model(mask_from: str | None) -> bool:
     return mask_from is not None and ("/" in mask_from or given_path(mask_from).is_dir())
-
-
-def _setting(pair: str) -> tuple[str, str]:
-    name, equals, value = pair.partition("=")
-    if not equals:
-        raise UsageError(f"--set takes NAME=VALUE; got {pair!r}")
-    return name.strip(), value.strip()

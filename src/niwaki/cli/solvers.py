@@ -19,7 +19,7 @@ _BY_PARAMETERS = {
 
 @options()
 def solvers() -> None:
-    """List the solvers and their parameters, for --solver and --set.
+    """List the solvers and their parameters, for --solver.
 
     Example: niwaki solvers
     """

@@ -32,14 +32,7 @@ from niwaki.packed.matrix import (
 )
 
 INDEX = PACKED_INDEX
-#: The second version is for models without two factors, the third for those whose factors are on no grid, the fourth
-#: for those all of whose matrices have masks, the fifth for those without numbers of 5 and 6 bits: readers of these
-#: versions can read them.
-FORMAT, VERSIONS = "niwaki-packed", (2, 3, 4, 5, 6, 7)
-#: The first version that has them.
-_SINCE = {"inner": 3, "count_right": 3, "groups_right": 4, "whole": 5}
-#: The first version with whole numbers of so many bits.
-_BITS_SINCE = {2: 7, 3: 7, 5: 6, 6: 6}
+FORMAT, VERSION = "niwaki-packed", 7
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
@@ -86,12 +79,6 @@ class PackedTensor:
     def untransposed(self) -> tuple[int, ...]:
         """Its shape with the packed columns last; all dimensions before are the packed rows."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
-
-    @property
-    def version(self) -> int:
-        """The first one of the format that has such a tensor."""
-        bits = _BITS_SINCE.get(self.bits, VERSIONS[0])
-        return max([bits, *(since for name, since in _SINCE.items() if getattr(self, name))])
 
     @property
     def size(self) -> int:
@@ -168,23 +155,15 @@ class Index:
     shards: list[Shard]
     tensors: dict[str, PackedTensor]
 
-    @property
-    def version(self) -> int:
-        """That of the format: the first one that can say all of it."""
-        return max([VERSIONS[0], *(tensor.version for tensor in self.tensors.values())])
-
     def to_json(self) -> str:
         """The text of the file."""
         values = {
             "about": "The weights of a model without its zeros, or as whole numbers of a few bits, written by niwaki. "
             "In Python: niwaki.load(DIR). The dense model: niwaki unpack DIR OUT.",
             "format": FORMAT,
-            "version": self.version,
+            "version": VERSION,
             **asdict(self),
         }
-        for name in (name for name, since in _SINCE.items() if since > self.version):
-            for tensor in values["tensors"].values():
-                del tensor[name]
         return json.dumps({**values, "sha256": digest_of(values)}, indent=1) + "\n"
 
     @classmethod
@@ -197,19 +176,14 @@ class Index:
                 raise CheckpointError(f"{path} is not the index of a model that niwaki packed")
             if values.pop("sha256", None) != digest_of(values):
                 raise CheckpointError(f"{path} is damaged: it is not what was written; download it again")
-            if type(values["version"]) is not int:
-                raise ValueError(f"its version is {shown(values['version'])}, which is not a whole number")
-            if values["version"] not in VERSIONS:
-                what = "install a later one" if values["version"] > VERSIONS[-1] else "pack the dense model again"
+            if (version := values["version"]) != VERSION:
                 raise CheckpointError(
-                    f"{path} has version {values['version']} of the format and this niwaki reads "
-                    f"{VERSIONS[0]} to {VERSIONS[-1]}; {what}"
+                    f"{path} has version {shown(version)} of the format and this niwaki reads {VERSION}; "
+                    "install the niwaki that packed it, or pack the dense model again"
                 )
             json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no text that files can have
             index = msgspec.convert(values, cls)
             index.check()
-            if index.version > values["version"]:
-                raise ValueError(f"it is of version {index.version}, and says that it is of {values['version']}")
         except (OSError, ValueError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         return index
@@ -247,7 +221,7 @@ class PackedCheckpoint(Checkpoint):
         self.path = path
         self.index = Index.read(path)
         self.config: dict[str, Any] = parse(self.index.config)
-        if read_json(path / "config.json") != marked(self.config, self.index.version):
+        if read_json(path / "config.json") != marked(self.config):
             raise CheckpointError(
                 f"{path / 'config.json'} is not what was written; edit that of the dense model, and pack it again"
             )
@@ -317,9 +291,9 @@ class PackedCheckpoint(Checkpoint):
         return tensors
 
 
-def marked(config: dict[str, Any], version: int) -> dict[str, Any]:
+def marked(config: dict[str, Any]) -> dict[str, Any]:
     """``config.json`` of a packed model: other libraries stop at a quantisation that they do not know."""
-    return {**config, "quantization_config": {"quant_method": FORMAT, "version": version}}
+    return {**config, "quantization_config": {"quant_method": FORMAT, "version": VERSION}}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

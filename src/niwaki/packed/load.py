@@ -16,7 +16,7 @@ from niwaki.models.ends import embedding_keys
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
-from niwaki.packed import decoding, kernels, two_four as semi_structured
+from niwaki.packed import decoding, kernels
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.linear import SparseEmbedding, SparseLinear
 from niwaki.packed.matrix import PackedMatrix, with_bytes
@@ -26,13 +26,7 @@ _PAGE = 1 << 21  # bytes of a large page on x86-64 and most others
 
 
 @checked
-def load(
-    model: str | Path,
-    device: str | torch.device = "auto",
-    dtype: str | torch.dtype = "auto",
-    *,
-    two_four: bool = False,
-) -> PreTrainedModel:
+def load(model: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """Loads a model of transformers, ready to generate text; packed weights stay packed in memory.
 
     Packed linear layers, the head included, become :class:`SparseLinear`, and packed embeddings stay packed too. Other
@@ -43,14 +37,11 @@ def load(
         device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
         dtype: Compute dtype: "float32", "bfloat16", "float16", or a dtype of torch; "auto" is the checkpoint's own,
             except that float16 becomes float32 on a CPU. Packed weights stay as they are.
-        two_four: On a GPU, turn linear layers with the pattern 2:4 into torch's semi-structured ones; nothing stays
-            packed then. Loading takes as much memory as the dense model.
 
     Returns:
         The model, in evaluation mode.
 
     Raises:
-        UsageError: ``two_four`` was given without a GPU, without half precision, or for a model without the pattern.
         CheckpointError: the model is damaged or incomplete.
         UnsupportedModelError: niwaki does not support models of this kind.
     """
@@ -61,11 +52,6 @@ def load(
     if dtype == "auto" and stored_dtype(checkpoint) == torch.bfloat16:
         dtype = "bfloat16"
     streamed = StreamedModel(checkpoint, device, dtype)
-    if two_four:
-        semi_structured.check(streamed.device, streamed.dtype)
-        loaded = streamed.load()
-        semi_structured.convert(streamed)
-        return loaded
     if not isinstance(checkpoint, PackedCheckpoint):
         return streamed.load()
     stored = checkpoint.index.tensors

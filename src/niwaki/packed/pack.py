@@ -202,7 +202,7 @@ class Packed(Form):
         packed = Index(config, index, shards, self._tensors)
         replace_file(directory / INDEX, packed.to_json())
         (directory / INDEX_NAME).unlink(missing_ok=True)
-        replace_file(directory / "config.json", json.dumps(marked(checkpoint.config, packed.version), indent=2) + "\n")
+        replace_file(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
         self.sizes = sizes = Sizes.of(PackedCheckpoint(directory))
         card.write(directory, name, str(sizes))
         return sizes.described

@@ -19,7 +19,6 @@ class Curve:
 
     weights: int  # their number
     points: tuple[tuple[float, float], ...]  # (sparsity, loss), both increasing, from the lowest to the highest allowed
-    divisible: bool = True  # whether any number of zeros is possible, or only those of ``points``, as for n:m
 
     def at(self, sparsity: float) -> float:
         """The loss at a sparsity, on straight lines between the points."""
@@ -75,7 +74,7 @@ def allocate(curves: Sequence[Curve], zeros: int) -> list[int]:
     """The number of zeros in each matrix: ``zeros`` in total, where they cost least.
 
     For convex curves, as they nearly are, no other distribution costs less; of others the greatest convex curve below
-    is used. The total is exact as far as curves reach if all are divisible; else the next one that their points allow.
+    is used. The total is exact as far as curves reach.
     """
     chosen = [round(curve.points[0][0] * curve.weights) for curve in curves]
     pieces = [
@@ -87,9 +86,7 @@ def allocate(curves: Sequence[Curve], zeros: int) -> list[int]:
     for _, i, sparsity in sorted(pieces):  # of one matrix in order, because the slopes of convex curves grow
         if missing <= 0:
             break
-        more = round(sparsity * curves[i].weights) - chosen[i]
-        if curves[i].divisible:
-            more = min(more, missing)
+        more = min(round(sparsity * curves[i].weights) - chosen[i], missing)
         chosen[i] += more
         missing -= more
     return chosen

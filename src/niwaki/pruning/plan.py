@@ -14,7 +14,7 @@ from torch import Tensor
 from niwaki.choices import TF32
 from niwaki.effort import Planning
 from niwaki.errors import named
-from niwaki.layer.patterns import MixedNM, Pattern, Unstructured
+from niwaki.layer.patterns import Pattern, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import Wanda
 from niwaki.models.block import DecoderBlock
@@ -241,10 +241,7 @@ class _Costs(_Allocation):
             pattern = _at(usual, min(highest, 1 - min(0.9, (1 - usual.sparsity) * density)))
             if pattern.sparsity not in losses and pattern.sparsity > 0:
                 losses[pattern.sparsity] = _SOLVER(problem, _chosen_at_once(pattern, matrix)).error * power
-        points = sorted(losses.items())
-        if isinstance(usual, MixedNM):
-            return Curve(matrix.size, ((0.0, 0.0), *points), divisible=False)
-        return smooth(matrix.size, points, power, least, most)
+        return smooth(matrix.size, sorted(losses.items()), power, least, most)
 
     def zeros(self) -> dict[Place, int]:
         places = [matrix.place for matrix in self.matrices]

@@ -15,7 +15,7 @@ from niwaki.effort import NO_EFFORT, Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import given_path
 from niwaki.layer.grid import Grid, parse_grid
-from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern, TwoFactors, make_pattern
+from niwaki.layer.patterns import Among, Fixed, Pattern, TwoFactors, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describe, make_solver
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.locate import locate_model
@@ -52,7 +52,7 @@ class Request:
 
     def check(self) -> None:
         """UsageError where two arguments exclude each other."""
-        if (isinstance(self.wanted, MixedNM) or self.makes_factors) and self.settled_effort.plan.allocation == "owl":
+        if self.makes_factors and self.settled_effort.plan.allocation == "owl":
             raise UsageError(f"allocation=owl does not support {self.wanted}; use allocation=loss or allocation=error")
         if self.keep_format and self.grid:
             raise UsageError(f"weights are on the grid {self.grid} or keep their format, not both; leave one out")

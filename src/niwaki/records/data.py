@@ -4,13 +4,10 @@ A solver or an effort is its "name" and its parameters by name. Where a solver t
 are "mask" and "update", each of them a solver as data.
 """
 
-import ast
-import contextlib
 import dataclasses
 import json
 import math
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -49,7 +46,7 @@ class JsonFile:
 
     @classmethod
     def from_json(cls: type[Kept], text: str) -> Kept:
-        """Reads what :meth:`to_json` wrote, in this or an earlier version; what later versions added is ignored.
+        """Reads what :meth:`to_json` wrote; what later versions added is ignored.
 
         Raises:
             CheckpointError: the text is anything else.
@@ -57,14 +54,14 @@ class JsonFile:
         try:
             values = json.loads(text)
             if isinstance(values, dict):
-                cls._update(values)
+                cls._check_version(values)
             return msgspec.convert(values, cls)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{error}") from error
 
     @staticmethod
-    def _update(values: dict[str, Any]) -> None:
-        """Changes what an earlier version wrote into what this one reads."""
+    def _check_version(values: dict[str, Any]) -> None:
+        """Raises CheckpointError where another version of niwaki wrote the values, which this one cannot read."""
 
     @classmethod
     @checked
@@ -105,16 +102,3 @@ def plain(described: dict[str, Any]) -> dict[str, Any]:
     """With text in place of all values that JSON does not have, as solvers of the user's own may have them."""
     values: dict[str, Any] = json.loads(json.dumps(described, default=repr), parse_constant=str)
     return values
-
-
-def from_repr(text: str, name: str) -> dict[str, Any]:
-    """What was a ``repr`` in old records: its values under ``name``, or as it was written if they are not all plain."""
-    with (
-        contextlib.suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")  # of escapes that Python does not know
-        match ast.parse(text, mode="eval").body:
-            case ast.Call(ast.Name(), [], keywords):
-                return plain({"name": name, **{str(each.arg): ast.literal_eval(each.value) for each in keywords}})
-    return {"name": name, "as written": text}

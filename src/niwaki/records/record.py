@@ -28,7 +28,6 @@ from niwaki.records.data import (
     Stages,
     Whole,
     check_plain,
-    from_repr,
 )
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Difference, Perplexity
@@ -36,7 +35,7 @@ from niwaki.records.structure import StructureRecord
 from niwaki.records.vectors import Similarity
 from niwaki.records.wording import counted, in_words, kind, several
 
-#: Of ``niwaki.json``. Before it had a number, solver and effort were text.
+#: Of ``niwaki.json``.
 FORMAT = 2
 #: Blocks times kinds of matrices: more cells than that are no table, and their chart takes gigabytes.
 LARGEST_TABLE = 50_000
@@ -411,14 +410,9 @@ class Record(JsonFile):
         return {"format": FORMAT, **super()._values()}
 
     @staticmethod
-    def _update(values: dict[str, Any]) -> None:
-        version = values.pop("format", 1)
-        if not isinstance(version, int) or version > FORMAT:
-            raise CheckpointError(f"it has format {version}, and this niwaki reads up to {FORMAT}; install a later one")
-        names = {"solver": str(values.get("method", "")).partition(":")[0], "effort": "effort"}
-        for key, name in names.items():
-            if isinstance(text := values.get(key), str):
-                values[key] = from_repr(text, name) if text else {}
+    def _check_version(values: dict[str, Any]) -> None:
+        if (version := values.get("format", FORMAT)) != FORMAT:
+            raise CheckpointError(f"it has format {version}, and this niwaki reads {FORMAT}; install a later one")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the record to a JSON file at ``path``, completely or not at all.

@@ -57,8 +57,6 @@ def short(name: str) -> str:
 
 def in_words(described: dict[str, Any]) -> str:
     """``"admm-grad (iterations 20, rho 0.5)"``; with the mask of another ``"wanda + exact (memory 1)"``."""
-    if "as written" in described:
-        return str(described["as written"])
     match described:
         case {"mask": dict(mask), "update": dict(update)}:
             return f"{in_words(mask)} + {in_words(update)}"

@@ -65,10 +65,6 @@ class Journal:
             values = json.loads(path.read_bytes())
             if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
                 raise ValueError("it is not what was written")
-            if "fingerprint" in values:
-                raise OutputError(
-                    f"{path} is of an earlier version of niwaki, which can resume that run; {hint}remove it"
-                )
             journal = msgspec.convert(values, cls)
             for record in filter(None, (journal.record, journal.result)):
                 Record.from_json(record)

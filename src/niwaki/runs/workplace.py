@@ -38,8 +38,6 @@ from niwaki.runs.journal import Journal
 _LONGER = 32
 #: The folder of a workplace for what a stage keeps besides its output.
 _SCRATCH = "scratch"
-#: What earlier versions kept beside the workplace, whose runs are not resumed.
-_FORMER = (".plan.safetensors", ".scratch", ".first", ".first.plan.safetensors", ".first.json")
 #: What only records of pruning, of comparisons and of speed have, one each. Those of `niwaki eval` have none.
 _PARTS = {"matrices", "cells", "speeds"}
 
@@ -265,8 +263,6 @@ class Workplace:
     def clear_all(self) -> None:
         """Removes all that an earlier run left, the journal last: where that fails, the same command does it again."""
         self._remove(set())
-        for name in _FORMER:
-            _delete(self.path.with_name(self.path.name + name))
         self._journal.unlink(missing_ok=True)
 
     def _remove(self, kept: set[str]) -> None:

@@ -12,11 +12,10 @@ from niwaki.layer.patterns._base import Pattern
 from niwaki.layer.patterns.among import Among
 from niwaki.layer.patterns.factors import TwoFactors
 from niwaki.layer.patterns.fixed import Fixed
-from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota
+from niwaki.layer.patterns.n_of_m import NM
 from niwaki.layer.patterns.parsing import make_pattern, parse_pattern
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 
 __all__ = [
-    "NM", "Among", "Fixed", "MixedNM", "Pattern", "PerRow", "Quota", "TwoFactors", "Unstructured",
-    "make_pattern", "parse_pattern",
+    "NM", "Among", "Fixed", "Pattern", "PerRow", "TwoFactors", "Unstructured", "make_pattern", "parse_pattern",
 ]  # fmt: skip

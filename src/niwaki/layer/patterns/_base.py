@@ -156,8 +156,15 @@ class ByRows(Pattern):
         return replace(self, rows=rows)
 
 
-class Counted(ByRows):
-    """A pattern with a number of zeros, of which each run of columns has its share."""
+@dataclass(frozen=True)
+class BySparsity(ByRows):
+    """A pattern of any ``sparsity``, the fraction of zeros, of which each run of columns has its share."""
+
+    sparsity: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_sparsity(self.sparsity)
 
     @abc.abstractmethod
     def keep(self, scores: Tensor, zeros: int) -> Tensor:
@@ -170,19 +177,13 @@ class Counted(ByRows):
         """
         return round(self.sparsity * weights)
 
-    def room(self, places: Tensor) -> Tensor:
-        """(groups,): how many weights each group of columns can keep where all but ``places`` (out, in) are zero."""
-        return places.sum(dim=0)
-
     def mask(self, scores: Tensor) -> Tensor:
-        self.check(scores.shape)
         return self.keep(scores, self.zeros(self.weights(scores)))
 
     def slices(self, shape: Sequence[int], width: int, places: Tensor | None = None) -> Slices:
-        self.check(shape)
         rows = self.rows.of(shape[0])
         zeros_before = self._zeros_before(rows, places)
-        for start, stop in runs(shape[1], width, self.group):
+        for start, stop in runs(shape[1], width):
             zeros = zeros_before(stop) - zeros_before(start)
             yield start, stop, functools.partial(self.keep, zeros=zeros)
 
@@ -190,21 +191,10 @@ class Counted(ByRows):
         """From a column to the zeros in all that are before it."""
         if places is None:
             return lambda column: self.zeros(rows * column)
-        room = [0, *self.rows.sum(self.room(places)).cumsum(0).tolist()]
+        room = [0, *self.rows.sum(places.sum(dim=0)).cumsum(0).tolist()]
         weights = rows * places.shape[1]
         kept = min(weights - self.zeros(weights), room[-1])
-        return lambda column: rows * column - kept * room[column // self.group] // max(1, room[-1])
-
-
-@dataclass(frozen=True)
-class BySparsity(Counted):
-    """A pattern of any ``sparsity``, the fraction of zeros."""
-
-    sparsity: float
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_sparsity(self.sparsity)
+        return lambda column: rows * column - kept * room[column] // max(1, room[-1])
 
     def at(self, sparsity: float) -> Pattern | None:
         return replace(self, sparsity=sparsity)

@@ -8,14 +8,13 @@ from niwaki.errors import PatternError, shown
 from niwaki.layer.grid import parse_grid
 from niwaki.layer.patterns._base import Pattern
 from niwaki.layer.patterns.factors import TwoFactors
-from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota
+from niwaki.layer.patterns.n_of_m import NM
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 from niwaki.quantities import fraction, read_pattern
 
 #: By what :func:`~niwaki.quantities.read_pattern` calls each.
 _KINDS: dict[str, Callable[..., Pattern]] = {
     "": NM,
-    "mixed-": MixedNM,
     "unstructured": Unstructured,
     "per-row": PerRow,
     TWO_FACTORS: lambda share, grid: TwoFactors(share, parse_grid(grid) if grid else None),
@@ -36,10 +35,6 @@ def make_pattern(given: float | str | Pattern, usual: Callable[[float], Pattern]
 
 
 def parse_pattern(text: str) -> Pattern:
-    """A pattern from its ``str``, such as ``"2:4"`` or ``"2:4+unstructured:0.6"``; PatternError if not valid."""
-    whole, *quota = (_KINDS[kind](*numbers) for kind, *numbers in read_pattern(text))
-    if not quota:
-        return whole
-    assert isinstance(whole, NM)
-    assert isinstance(quota[0], PerRow | Unstructured)
-    return Quota(whole, quota[0])
+    """A pattern from its ``str``, such as ``"2:4"`` or ``"unstructured:0.6"``; PatternError if not valid."""
+    kind, *numbers = read_pattern(text)
+    return _KINDS[kind](*numbers)

@@ -9,7 +9,6 @@ Methods that fit weights to a mask take Wanda's where the pattern leaves a choic
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from niwaki.arguments import checked
@@ -65,23 +64,21 @@ SOLVERS: dict[str, Solver] = {
 
 
 @checked
-def make_solver(name: str, settings: Mapping[str, Any] | None = None) -> Solver:
+def make_solver(name: str) -> Solver:
     """Makes the solver called ``name``, with some of its parameters changed.
 
     Args:
         name: A key of ``SOLVERS``, with parameters as in ``adam:iterations=50:learning_rate=0.3``; or several joined by
             ``+``, see :class:`MaskThenUpdate`.
-        settings: Values by parameter name, also as text; if there are several solvers, they apply to the last.
 
     Raises:
         UnknownNameError: there is no such solver or parameter.
         UsageError: a value is missing, or is not of the parameter's type or range.
     """
-    *masks, name = name.split("+")
-    if len(masks) > _MOST:
-        raise UsageError(f"{len(masks) + 1} solvers in sequence are too many; got {shown(name)} as the last one")
-    solvers = [*(choose("solver", mask, SOLVERS) for mask in masks), choose("solver", name, SOLVERS, settings)]
-    return functools.reduce(MaskThenUpdate, solvers)
+    names = name.split("+")
+    if len(names) > _MOST + 1:
+        raise UsageError(f"{len(names)} solvers in sequence are too many; got {shown(names[-1])} as the last one")
+    return functools.reduce(MaskThenUpdate, (choose("solver", each, SOLVERS) for each in names))
 
 
 def describe(solver: Solver) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def _checked(call: Callable[..., Solution]) -> Callable[..., Solution]:
 class Solver(abc.ABC):
     """The base class of all solvers, each of which is a frozen dataclass whose fields are its parameters.
 
-    Call it with a problem and a pattern to prune one matrix. On the command line the parameters are set by ``--set``. A
-    new solver is one file with one subclass and one line in ``SOLVERS``.
+    Call it with a problem and a pattern to prune one matrix. On the command line parameters go
+    with the name, as in ``adam:iterations=50``. A new solver is one file with one subclass and one line in ``SOLVERS``.
 
     Raises:
         UsageError: a parameter is out of range.
