@@ -269,6 +269,25 @@ def recipes(made: Any) -> Lines:
     ]
 
 
+def programs(made: Any) -> Lines:
+    """What models for llama.cpp and for transformers lose."""
+    (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
+    rows = []
+    for cell in made["cells"]:
+        if cell is not whole:
+            asked = f"`--size {cell['size']:g}`" if "size" in cell else f"`--parameters {cell['parameters']:g}`"
+            found = [paired(cell["losses"][text], whole["losses"][text])[0] for text in whole["losses"]]
+            nats = [f"{value:.4f}" for value in (*found, fmean(found))]
+            foreseen = "" if cell["foreseen"] is None else f"{cell['foreseen']:.4f}"
+            rows.append([cell["runtime"], asked, cell["recipe"], f"{cell['bytes'] / 2**20:.0f}", foreseen, *nats])
+    return [
+        *markdown(["`--for`", "asked", "what is done", "MiB", "foreseen", *whole["losses"], "mean"], rows),
+        "",
+        f"SmolLM2-135M ({whole['bytes'] / 2**20:.0f} MiB), calibrated on {made['samples']} x {made['length']} tokens "
+        f"of books, nats a token above the dense model on {made['text_samples']} x {made['length']} tokens of each text.",
+    ]
+
+
 #: Fewer recipes than these at one size are no search.
 _A_FEW = 8
 #: How many of the recipes at a size are shown.
