@@ -16,7 +16,6 @@ from niwaki.files import output_errors
 from niwaki.healing import own_text
 from niwaki.healing.checks import BASE, zeros_of
 from niwaki.healing.method import trains_factors
-from niwaki.models.device import peak_memory
 from niwaki.models.formats import format_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.healing import HealingRecord
@@ -65,25 +64,20 @@ class HealingRun(ABC):
 
     def write(self, texts: Texts, dense_text: Windows | None, carried: CarriedFiles) -> None:
         """Trains, writes the model and checks it; the dense model is measured on ``dense_text``, where there is one."""
-        run, place, heldout = self.run, self.run.place, texts.only
-        assert place
+        run, heldout = self.run, texts.only
         run.progress.begin(self.record, len(self.model.blocks), len(self.model.matrices()))
         if heldout and not run.journal.blocks and not run.earlier:
             self._measure_first(heldout, dense_text)
-        place.clear(self._kept)
-        carried.copy(place.directory)
+        directory = run.begin_output(carried, self._kept)
         self.train(texts.windows)
-        run.note(self.record, *carried.notes)
         if run.earlier:
             self.record = self.record.after(run.earlier)
-        self._check(place.directory)
+        self._check(directory)
         run.clock.lap("write")
         if heldout:
-            self.record.perplexity["after"] = self._perplexity(self._opened(place.directory), heldout)
-        for where, most in peak_memory(self.dense.device).items():
-            self.record.peak_memory[where] = max(most, self.record.peak_memory.get(where, 0))
-        own, base = place.directory / "niwaki.json", place.directory / BASE
-        with output_errors(place.directory):
+            self.record.perplexity["after"] = self._perplexity(self._opened(directory), heldout)
+        own, base = directory / "niwaki.json", directory / BASE
+        with output_errors(directory):
             if own.exists() and not base.exists() and not run.earlier:
                 own.replace(base)
 
@@ -192,7 +186,6 @@ class HealingRun(ABC):
 
     def _perplexity(self, model: StreamedModel, heldout: Windows) -> Perplexity:
         began = monotonic()
-        measured = model.perplexity(heldout, lambda i, _: self.run.progress.stage(i - 1, "perplexity", 1))
+        measured = self.run.perplexity(model, heldout)
         self.measuring = monotonic() - began
-        self.run.clock.lap("perplexity")
         return measured
