@@ -23,13 +23,18 @@ from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import Record
 from niwaki.runs.card import write_config
 from niwaki.runs.carried import CarriedFiles
-from niwaki.runs.kept import kept_once, load_tensors, save_tensors
+from niwaki.runs.kept import Kept, kept_once
 from niwaki.runs.stage import Run
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
 #: The share of a limit of time that writing own text may take.
 _WRITING_TIME = 0.1
+
+
+@dataclass(frozen=True)
+class _OwnText(Kept):
+    text: Tensor  # (windows, length) int64
 
 
 @dataclass
@@ -117,14 +122,9 @@ class HealingRun(ABC):
 
     def _own_text(self, count: int, length: int, bos: int | None) -> Tensor:
         """Up to ``count`` windows of it, the same in all processes; a resumed run has those that it began with."""
-        own = kept_once(
-            self.run,
-            lambda path, digest: kept[0]["text"] if (kept := load_tensors(path, digest)) else None,
-            lambda: self._written(count, length, bos),
-            lambda text, path, expected: save_tensors(path, {"text": text}, expected=expected),
-        )
+        own = kept_once(self.run, _OwnText, lambda: _OwnText(self._written(count, length, bos)))
         self.run.clock.lap("plan")
-        return own
+        return own.text
 
     def _written(self, count: int, length: int, bos: int | None) -> Tensor:
         """Text of the dense model; none, with a note, where it cannot write."""

@@ -127,7 +127,7 @@ class Walk:
         effort = self.effort
         if not (effort.plan.is_needed or effort.synthetic or self._mixed):
             return Plan()
-        return kept_once(self.run, Plan.load, lambda: self._made(samples, texts), Plan.save)
+        return kept_once(self.run, Plan, lambda: self._made(samples, texts))
 
     def _made(self, samples: Samples, texts: Texts) -> Plan:
         """The plan, of what is known of the dense model."""

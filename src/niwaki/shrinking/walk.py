@@ -130,10 +130,7 @@ class Removing:
         model, effort, record, run = self.model, self.effort, self.record, self.run
         removed = self.columns, count, self.combinations
         return kept_once(
-            run,
-            ShrinkPlan.load,
-            lambda: planned(model, effort, windows.tokens, windows.bos, *removed, record, run),
-            ShrinkPlan.save,
+            run, ShrinkPlan, lambda: planned(model, effort, windows.tokens, windows.bos, *removed, record, run)
         )
 
     def _walk(self, samples: Tensor, smaller: dict[int, nn.Module], shards: Shards | None) -> HiddenStates:
