@@ -8,7 +8,7 @@ from niwaki.cli.options import Model, Output, RecordFile, options
 from niwaki.cli.work import Work
 from niwaki.effort import usual_effort
 from niwaki.errors import UsageError
-from niwaki.files import given_path
+from niwaki.files import is_model
 from niwaki.options import DEFAULT_SOLVER
 from niwaki.quantities import HOW_SPARSE
 
@@ -69,7 +69,7 @@ def prune(
     """
     if sparsity is not None and pattern is not None:
         raise UsageError("give --sparsity or --pattern, not both")
-    if sparsity is None and pattern is None and not _is_model(pruning.mask_from):
+    if sparsity is None and pattern is None and (pruning.mask_from is None or not is_model(pruning.mask_from)):
         raise UsageError(HOW_SPARSE)
     parameters = dict(map(_setting, settings or []))
     if allocation is not None:
@@ -84,10 +84,6 @@ def prune(
         result = run(model, output, zeros, solver=made, effort=effort, **vars(pruning), **common)
         if file is not None:
             result.save(file)
-
-
-def _is_model(mask_from: str | None) -> bool:
-    return mask_from is not None and ("/" in mask_from or given_path(mask_from).is_dir())
 
 
 def _setting(pair: str) -> tuple[str, str]:

@@ -7,12 +7,10 @@ from pathlib import Path
 import torch
 
 from niwaki.arguments import checked
-from niwaki.models.extra import ExtraTensors, find_extra
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.format import open_checkpoint
-from niwaki.records.record import LeftDense
 
 #: The n:m patterns that hardware knows.
 KNOWN_PATTERNS = ((1, 4), (2, 4), (4, 8))
@@ -42,31 +40,23 @@ class MatrixSummary:
 
 
 @checked
-def left_dense(model: str | Path) -> list[LeftDense]:
-    """What would not be pruned of the decoder of a model in a directory (or hub id), and why not.
-
-    Errors are NiwakiErrors, see :mod:`niwaki.errors`.
-    """
-    return StreamedModel(open_checkpoint(locate_model(str(model))), "cpu", "float32").left_dense
-
-
-@checked
-def extra_tensors(model: str | Path) -> list[ExtraTensors]:
-    """What the files of a model in a directory (or hub id) have that transformers' model has not.
-
-    Errors are NiwakiErrors, see :mod:`niwaki.errors`.
-    """
-    return find_extra(StreamedModel(open_checkpoint(locate_model(str(model))), "cpu", "float32"))
-
-
-@checked
 def inspect(model: str | Path) -> Iterator[MatrixSummary]:
     """Each matrix that would be pruned in a directory (or hub id), one in memory at a time.
 
     Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
-    checkpoint = open_checkpoint(locate_model(str(model)))
-    for matrix in StreamedModel(checkpoint, "cpu", "float32").matrices():
+    yield from summaries(opened(model))
+
+
+def opened(model: str | Path) -> StreamedModel:
+    """A model in a directory (or hub id), dense or packed, to look at."""
+    return StreamedModel(open_checkpoint(locate_model(str(model))), "cpu", "float32")
+
+
+def summaries(model: StreamedModel) -> Iterator[MatrixSummary]:
+    """Each matrix that would be pruned, one in memory at a time."""
+    checkpoint = model.checkpoint
+    for matrix in model.matrices():
         kept = matrix.read(checkpoint) != 0
         per_row = matrix.shape[1] - kept.sum(dim=1)
         fitting = {}
@@ -76,9 +66,3 @@ def inspect(model: str | Path) -> Iterator[MatrixSummary]:
             fitting[f"{n}:{m}"] = groups.float().mean().item()
         rows = int(per_row.min()), int(per_row.max())
         yield MatrixSummary(matrix, checkpoint.entries[matrix.key].dtype, int(per_row.sum()), rows, fitting)
-
-
-def pattern_of_factors(model: str | Path) -> str | None:
-    """The pattern of a directory (or hub id) whose matrices are products of two sparse factors; None for others."""
-    pruning = open_checkpoint(locate_model(str(model))).pruning
-    return pruning.pattern if pruning.has_factors else None
