@@ -284,7 +284,7 @@ def programs(made: Any) -> Lines:
         *markdown(["`--for`", "asked", "what is done", "MiB", "foreseen", *whole["losses"], "mean"], rows),
         "",
         f"SmolLM2-135M ({whole['bytes'] / 2**20:.0f} MiB), calibrated on {made['samples']} x {made['length']} tokens "
-        f"of books, nats a token above the dense model on {made['text_samples']} x {made['length']} tokens of each text.",
+        f"of books, nats a token above the dense model on {made['text_samples']} x {made['length']} of each text.",
     ]
 
 

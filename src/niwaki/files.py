@@ -41,6 +41,11 @@ def given_path(given: str | os.PathLike[str], longer: int = 0) -> Path:
     return path
 
 
+def is_model(source: str | os.PathLike[str]) -> bool:
+    """Whether ``source``, where masks are from, is a model, and not the name of a solver."""
+    return given_path(source).is_dir() or "/" in os.fspath(source)
+
+
 def is_gguf_file(out: str | os.PathLike[str], form: str) -> bool:
     """Whether ``out`` is one file for llama.cpp, by its name; UsageError where ``form`` is a format of directories."""
     if Path(out).suffix.lower() != GGUF:

@@ -11,7 +11,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
 from niwaki.effort import Effort
 from niwaki.errors import UsageError, named
-from niwaki.files import given_path
+from niwaki.files import is_model
 from niwaki.healing.heal import Heal, refusal
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Pattern
@@ -397,7 +397,7 @@ def _other_models(stage: Stage) -> Iterator[str | Path]:
     if isinstance(stage, Heal) and stage.teacher is not None:
         yield stage.teacher
     mask = stage.mask_from if isinstance(stage, Prune) else None
-    if mask is not None and ("/" in str(mask) or given_path(mask).is_dir()):
+    if mask is not None and is_model(mask):
         yield mask
 
 

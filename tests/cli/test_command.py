@@ -303,10 +303,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, niwaki_: Command) -> Callable[[Base
     """``niwaki inspect demo``, in which something is raised."""
 
     def run(error: BaseException) -> Result:
-        def inspect(model: str) -> None:
+        def opened(model: str) -> None:
             raise error
 
-        monkeypatch.setattr("niwaki.evaluation.inspect.inspect", inspect)
+        monkeypatch.setattr("niwaki.evaluation.inspect.opened", opened)
         return niwaki_("inspect", "demo")
 
     return run

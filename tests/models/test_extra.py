@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import niwaki
-from niwaki.evaluation.inspect import extra_tensors
+from niwaki.evaluation.inspect import opened
 from niwaki.exports.export import export
+from niwaki.models.extra import find_extra
 from niwaki.packed.pack import pack
 from niwaki.packed.unpack import unpack
 from niwaki.records.record import Record
@@ -118,7 +119,7 @@ def test_draft_layers_are_named_and_stay(
     tmp_path: Path, drafting: tuple[Path, dict[str, Tensor]], niwaki_: Command
 ) -> None:
     model, more = drafting
-    (found,) = extra_tensors(model)
+    (found,) = find_extra(opened(model))
     assert (found.what, found.is_draft, set(found.keys)) == (DRAFTS, True, set(more))
     assert found.size == sum(value.nbytes for value in more.values())
     assert found.name in ("model.layers.2", "mtp")
@@ -152,7 +153,7 @@ def test_smaller_models_have_no_draft_layers(tmp_path: Path, drafting: tuple[Pat
         for one in (tensors(model), loaded.state_dict())
     )
     assert record.structure.removed == pytest.approx(1 - after / before)
-    assert extra_tensors(tmp_path / "out") == []
+    assert find_extra(opened(tmp_path / "out")) == []
 
 
 @pytest.mark.parametrize("uses", [True, False, None])
@@ -201,7 +202,7 @@ def test_smaller_models_do_not_generate_with_draft_layers(tmp_path: Path, uses: 
 def test_what_else_files_have(tmp_path: Path, more: Callable[[Path], dict[str, Tensor]], name: str, what: str) -> None:
     model, out = save_model(tmp_path / "model", "llama"), tmp_path / "out"
     keys = add(model, more(model)).keys()
-    found = extra_tensors(model)
+    found = find_extra(opened(model))
     assert [each.name for each in found] == ([name] if name else [])
     assert all(each.what.startswith(what) for each in found)
     record = prune(model, out)
@@ -219,7 +220,7 @@ def test_packing_keeps_them(tmp_path: Path) -> None:
     more = deepseek(model)
     prune(model, tmp_path / "out")
     pack(tmp_path / "out", packed)
-    assert [each.what for each in extra_tensors(packed)] == [DRAFTS]
+    assert [each.what for each in find_extra(opened(packed))] == [DRAFTS]
     unpack(packed, back)
     assert (back / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
     assert all(raw(tensors(back)[key]) == raw(value) for key, value in more.items())
@@ -243,7 +244,7 @@ def test_files_for_llama_cpp_are_without_them(tmp_path: Path) -> None:
     model = save_model_with_tokenizer(tmp_path / "model")
     add(model, mtp("mtp") | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     (note,) = niwaki.export(model, tmp_path / "model.gguf", "gguf-f16")
-    (found,) = extra_tensors(model)
+    (found,) = find_extra(opened(model))
     assert note == f"left out, as not in transformers' model either: {found}"
     assert "inv_freq" not in note
     assert DRAFTS in note

@@ -40,7 +40,7 @@ PLAIN: dict[str, Any] = {"solver": "magnitude", "calibration": TOKENS, "measurem
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place = tmp_path / "cache"
-    monkeypatch.setattr(gguf_source, "cached_assets_path", functools.partial(cached_assets_path, assets_dir=place))
+    monkeypatch.setattr("niwaki.cache.cached_assets_path", functools.partial(cached_assets_path, assets_dir=place))
     return place
 
 

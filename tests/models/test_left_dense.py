@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __ver
 
 import niwaki
 from niwaki.errors import UnsupportedModelError
-from niwaki.evaluation.inspect import left_dense as of_model
+from niwaki.evaluation.inspect import opened
 from niwaki.models.layout import Matrix
 from niwaki.models.left_dense import coverage, left_dense
 from niwaki.models.structure import Parts, Stack
@@ -78,7 +78,7 @@ def test_what_chooses_stays(tmp_path: Path, kind: str, values: dict[str, Any], r
     model = save(tmp_path / "model", kind, **values)
     record = prune(model, tmp_path / "out")
     assert {each.name: each.reason for each in record.left_dense} == reasons
-    assert Record.load(tmp_path / "out" / "niwaki.json").left_dense == record.left_dense == of_model(model)
+    assert Record.load(tmp_path / "out" / "niwaki.json").left_dense == record.left_dense == opened(model).left_dense
     before, after = tensors(model), tensors(tmp_path / "out")
     large = {key for key, value in before.items() if value.ndim > 1 and "embed" not in key and "lm_head" not in key}
     stay = {key for key in large if torch.equal(after[key], before[key])}

@@ -55,7 +55,7 @@ def test_they_are_the_nearest_numbers(tmp_path: Path, tied: bool) -> None:
     assert record.perplexity["after"].value == pytest.approx(measured.value, rel=1e-6)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["pruning_config"]["embeddings"] == "int8:64"
     assert Record.load(tmp_path / "out" / "niwaki.json") == record
-    assert "| grid of the embeddings and the head | int8:64 |" in (tmp_path / "out" / "README.md").read_text()
+    assert "| embeddings and head | int8:64 |" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -14,7 +14,7 @@ from torch import Tensor
 import niwaki
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NiwakiError, UsageError
-from niwaki.evaluation.inspect import pattern_of_factors
+from niwaki.evaluation.inspect import opened
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import TwoFactors, factors as pattern_module
 from niwaki.models.factors import FILE, Factored
@@ -131,7 +131,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| pattern | two-factors:0.4:int8 |" in card
     assert "| grid of the weights | int8: error" in card
-    assert pattern_of_factors(tmp_path / "out") == "two-factors:0.4:int8"
+    assert opened(tmp_path / "out").checkpoint.pruning.pattern == "two-factors:0.4:int8"
     niwaki.report(tmp_path / "out")
     assert "two-factors:0.4:int8" in (tmp_path / "out" / "report.html").read_text()
 

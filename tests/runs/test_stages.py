@@ -106,10 +106,8 @@ def test_the_same_as_by_hand(tmp_path: Path) -> None:
     assert record.pattern == "2:4"
     assert record.quantization == "int4:4"
     assert record.structure
-    assert (
-        "| error of the matrices of the stage quantize, of the output's square"
-        in (tmp_path / "out" / "README.md").read_text()
-    )
+    said = "of the output's square (geometric mean over matrices of the stage quantize) |"
+    assert said in (tmp_path / "out" / "README.md").read_text()
     assert [note for note in record.notes if "that was given" in note] == []  # the zeros are of the stage before
     assert record.healing
     pruned = json.loads((tmp_path / "out" / "config.json").read_text())["pruning_config"]

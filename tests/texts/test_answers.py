@@ -40,7 +40,7 @@ ASKED = ["What is a tree?", "Why?", "Say how an old oak is told from a young one
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place = tmp_path / "assets"
-    monkeypatch.setattr(answers, "cached_assets_path", functools.partial(cached_assets_path, assets_dir=place))
+    monkeypatch.setattr("niwaki.cache.cached_assets_path", functools.partial(cached_assets_path, assets_dir=place))
     return place
 
 

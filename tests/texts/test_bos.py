@@ -305,7 +305,7 @@ def test_what_runs_have_it_write(model: Path, path: Path, tmp_path: Path, asked:
 @pytest.mark.slow
 def test_answers_begin_as_the_chat_template_says(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setattr("niwaki.texts.answers.cached_assets_path", lambda *_: tmp_path / "kept")
+    monkeypatch.setattr("niwaki.cache.cached_assets_path", lambda *_: tmp_path / "kept")
     template = "<s>{% for message in messages %}{{ message['content'] }}{% endfor %}"
     edit_json(model / "tokenizer_config.json", chat_template=template)
     prompts = tmp_path / "prompts.jsonl"

@@ -495,7 +495,7 @@ def test_commands(niwaki_: Command, tmp_path: Path, model: Path) -> None:
 
 @pytest.mark.slow
 def test_answers_in_the_place_of_others_are_noted(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("niwaki.texts.answers.cached_assets_path", lambda *_: tmp_path / "kept")
+    monkeypatch.setattr("niwaki.cache.cached_assets_path", lambda *_: tmp_path / "kept")
     source = written(tmp_path / "a.jsonl", [{"messages": TALK}, {"messages": TALK[:1]}])
     calibration = Calibration(source, samples=1, length=64, answers="own")
     (windows,) = with_answers(stream_of(model), calibration, None, World(), Progress()).texts

@@ -10,7 +10,7 @@ from niwaki.checkpoints.local import find_local
 from niwaki.choices import MASK_NAMES, SOLVER_NAMES, WEIGHT_NAMES
 from niwaki.effort import NO_EFFORT, make_effort
 from niwaki.errors import CheckpointError, UnknownNameError, UsageError
-from niwaki.files import given_path, is_gguf_file
+from niwaki.files import given_path, is_gguf_file, is_model
 from niwaki.named import find, parse_name, parse_stage
 from niwaki.options import check_count, check_device, check_dtype
 from niwaki.quantities import (
@@ -53,7 +53,7 @@ def _compared(text: str) -> None:
 
 
 def _mask(text: str) -> None:
-    if given_path(text).is_dir() or "/" in text:
+    if is_model(text):
         find_local(text)
         return
     try:

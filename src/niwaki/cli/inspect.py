@@ -13,12 +13,13 @@ def inspect(model: Model) -> None:
     Example: niwaki inspect MODEL
     """
     with Screen(f"reading {model}"), in_session():
-        from niwaki.evaluation.inspect import extra_tensors, inspect as run, left_dense, pattern_of_factors
+        from niwaki.evaluation.inspect import opened, summaries
+        from niwaki.models.extra import find_extra
 
-        matrices, left, extra = list(run(model)), left_dense(model), extra_tensors(model)
-        factors = pattern_of_factors(model)
-    for table in inspection_tables(matrices, left, extra):
+        found = opened(model)
+        matrices, extra, pruning = list(summaries(found)), find_extra(found), found.checkpoint.pruning
+    for table in inspection_tables(matrices, found.left_dense, extra):
         out.print(table)
         out.print()
-    if factors:
-        out.print(f"{factors}: these matrices are products of two sparse factors, which the tables do not show")
+    if pruning.has_factors:
+        out.print(f"{pruning.pattern}: these matrices are products of two sparse factors, which the tables do not show")

@@ -7,7 +7,7 @@ from niwaki.cli.common import record_file
 from niwaki.cli.options import Model, Output, RecordFile, options
 from niwaki.cli.work import Work
 from niwaki.errors import UsageError
-from niwaki.files import given_path
+from niwaki.files import is_model
 from niwaki.quantities import HOW_SPARSE
 
 
@@ -62,7 +62,7 @@ def prune(
     """
     if sparsity is not None and pattern is not None:
         raise UsageError("give --sparsity or --pattern, not both")
-    if sparsity is None and pattern is None and not _is_model(pruning.mask_from):
+    if sparsity is None and pattern is None and (pruning.mask_from is None or not is_model(pruning.mask_from)):
         raise UsageError(HOW_SPARSE)
     with work.begun(f"pruning {model}", output) as common:
         from niwaki.recipes import prune as run
@@ -72,7 +72,3 @@ def prune(
         result = run(model, output, zeros, solver=solver, effort=effort, **vars(pruning), **common)
         if file is not None:
             result.save(file)
-
-
-def _is_model(mask_from: str | None) -> bool:
-    return mask_from is not None and ("/" in mask_from or given_path(mask_from).is_dir())

@@ -11,15 +11,19 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from niwaki.records.comparison import CAPTION, Comparison
+from niwaki.records.facts import facts
 from niwaki.records.record import LeftDense, Record
 from niwaki.records.speed import SpeedRecord
-from niwaki.records.wording import counted, duration, kind, short, size
+from niwaki.records.wording import duration, kind, short, size
 
 if TYPE_CHECKING:
     from niwaki.evaluation.inspect import MatrixSummary
     from niwaki.evaluation.tasks import TaskScores
     from niwaki.exports.push import PublishedFile
     from niwaki.models.extra import ExtraTensors
+
+#: Facts that are on the screen before the work, unless parts were removed.
+_SAID_FIRST = {"pattern", "mask from"}
 
 
 def _table(head: Iterable[str], rows: Iterable[Sequence[str | Text]], words: Collection[str], **options: Any) -> Table:
@@ -41,44 +45,18 @@ def files_table(files: Sequence[PublishedFile]) -> Table:
 def summary(record: Record) -> Table:
     """What a run came to."""
     table = Table(Column(style="bold"), Column(), show_header=False, box=None, pad_edge=False)
-    sparsities = [100 * matrix.sparsity for matrix in record.matrices] or [0.0]
-    low, high = min(sparsities), max(sparsities)
-    between = f", {low:.1f} to {high:.1f} % in one" if high - low > 0.1 else ""
-    if record.structure:
-        if record.only_shrinks:
-            table.add_row("removed", record.pattern)
-        table.add_row("parameters", str(record.structure))
-    if not (record.only_shrinks or record.only_quantizes):
-        number = counted(len(record.matrices), "matrix", "matrices") if record.matrices else "the matrices"
-        table.add_row(
-            "fewer weights" if record.has_factors else "zeros", f"{100 * record.sparsity:.2f} % of {number}{between}"
-        )
-    if record.stays and not record.structure:
-        table.add_row("left dense", record.stays)
-    if record.healing:
-        table.add_row("healed", str(record.healing))
-    if record.matrices:
-        table.add_row(
-            "error",
-            f"{record.mean_error:.4g} of the {record.error_of} square (geometric mean over "
-            f"matrices{record.of_which_stage})",
-        )
-    if record.rounding:
-        table.add_row("format" if record.kept_format else "grid", record.rounding)
-    if record.embeddings:
-        table.add_row("embeddings", f"{record.embeddings}, and the head")
-    if record.own_text:
-        table.add_row("own text", f"{record.own_text}, to calibrate on")
+    for name, value in facts(record).items():
+        if name not in _SAID_FIRST:
+            table.add_row(name, Text(value))  # Text: no markup in paths
     if record.fits:
         before, after = (fmean(getattr(fit, when) for fit in record.fits) for when in ("before", "after"))
         table.add_row("fit", f"error of blocks' outputs {before:.4g} to {after:.4g} (mean, on held-out samples)")
-    for when, measured in record.perplexity.items():
-        table.add_row(f"perplexity {when}", Text(str(measured)))  # Text: no markup in paths
+    for name, found in (("perplexity", record.perplexity), ("sentence vectors", record.vectors)):
+        for when, measured in found.items():
+            table.add_row(f"{name} {when}", Text(str(measured)))
     for when, measured in record.perplexity.items():
         if when != "after" and "after" in record.perplexity:
             table.add_row(f"above {when}", record.perplexity["after"].above(measured).words)
-    for when, similar in record.vectors.items():
-        table.add_row(f"vectors {when}", Text(str(similar)))
     for stage, cost in record.costs():
         table.add_row(stage.name, Text(f"{f'{cost.words}, ' if cost else ''}{duration(stage.seconds)}"))
     stages = {name: seconds for name, seconds in record.seconds.items() if name != "total" and seconds >= 0.05}

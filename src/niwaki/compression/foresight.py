@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
-from huggingface_hub import cached_assets_path
 from torch import Tensor
 
+from niwaki.cache import cached_directory, read_cached, write_cached
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import raw_bytes
-from niwaki.errors import OutputError, UnsupportedModelError
-from niwaki.files import replace_file
+from niwaki.errors import NiwakiError, UnsupportedModelError
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.linalg import STRIP
 from niwaki.layer.patterns import Unstructured
@@ -143,7 +140,8 @@ def foresee(
                 costs = examined(model, own, tf32, world, progress, looking.at_matrix, looking.at_head)
             found = _sum_of(costs, world.received(looking.ends))
             if place:
-                _keep(found, place)
+                with contextlib.suppress(NiwakiError):  # it only takes longer the next time
+                    write_cached(place, ([*found.bits.items()], found.zeros, found.ends, found.neurons))
         remembered_costs(model, grid, own, tf32, lambda: found.bits)
     return found
 
@@ -169,44 +167,24 @@ def _sum_of(costs: dict[Place, _Costs], ends: dict[int, float]) -> Foresight:
     )
 
 
-class _Kept(msgspec.Struct):
-    """A foresight as a file has it."""
-
-    places: list[Place]
-    bits: list[BitCosts]
-    zeros: list[Curve]
-    ends: dict[int, float]
-    neurons: tuple[tuple[float, float], ...]
+#: A foresight as a file has it: names of JSON are text.
+_Kept = tuple[list[tuple[Place, BitCosts]], list[Curve], dict[int, float], tuple[tuple[float, float], ...]]
 
 
 def _place_of(model: StreamedModel, grid: Grid, ends: Sequence[int], tokens: Tensor, tf32: str) -> Path | None:
-    """The file that has what is foreseen, so that a command that is repeated does not look again; None for nowhere.
-
-    It is with what transformers keeps on disk (``HF_HOME``).
-    """
+    """The file that has what is foreseen, so that a command that is repeated does not look again; None for nowhere."""
     text = hashlib.sha256(raw_bytes(tokens)).hexdigest()
     how = str(model.dtype), model.device.type, tf32, torch.get_num_threads(), versions()
     asked = _VERSION, model.checkpoint.fingerprint(), text, grid.choices, grid.group, tuple(ends), how
-    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
-    try:
-        return Path(cached_assets_path("niwaki", "foresight", key)) / "costs.json"
-    except (OSError, ValueError):
-        return None
+    with contextlib.suppress(OSError, ValueError):
+        return cached_directory("foresight", asked) / "costs.json"
+    return None
 
 
 def _kept(place: Path | None) -> Foresight | None:
     """What an earlier call has foreseen."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
-        if place:
-            kept = msgspec.json.decode(place.read_bytes(), type=_Kept)
-            return Foresight(dict(zip(kept.places, kept.bits, strict=True)), kept.zeros, kept.ends, kept.neurons)
-    return None
-
-
-def _keep(found: Foresight, place: Path) -> None:
-    kept = _Kept([*found.bits], [*found.bits.values()], found.zeros, found.ends, found.neurons)
-    with contextlib.suppress(OutputError):  # it only takes longer the next time
-        replace_file(place, msgspec.json.encode(kept).decode())
+    kept: _Kept | None = read_cached(place, _Kept) if place else None
+    return Foresight(dict(kept[0]), *kept[1:]) if kept else None
 
 
 class _Looking:

@@ -7,12 +7,10 @@ from pathlib import Path
 import torch
 
 from niwaki.arguments import checked
-from niwaki.models.extra import ExtraTensors, find_extra
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.format import open_checkpoint
-from niwaki.records.record import LeftDense
 
 #: The n:m patterns that hardware knows.
 KNOWN_PATTERNS = ((1, 4), (2, 4), (4, 8))
@@ -42,26 +40,6 @@ class MatrixSummary:
 
 
 @checked
-def left_dense(model: str | Path) -> list[LeftDense]:
-    """The tensors of the decoder of a model (directory or hub id) that would not be pruned, and why.
-
-    Raises:
-        NiwakiError: see :mod:`niwaki.errors`.
-    """
-    return StreamedModel(open_checkpoint(locate_model(str(model))), "cpu", "float32").left_dense
-
-
-@checked
-def extra_tensors(model: str | Path) -> list[ExtraTensors]:
-    """The tensors in the files of a model (directory or hub id) that the model in transformers does not have.
-
-    Raises:
-        NiwakiError: see :mod:`niwaki.errors`.
-    """
-    return find_extra(StreamedModel(open_checkpoint(locate_model(str(model))), "cpu", "float32"))
-
-
-@checked
 def inspect(model: str | Path) -> Iterator[MatrixSummary]:
     """Yields a summary of each matrix of a model that would be pruned; one matrix is in memory at a time.
 
@@ -71,8 +49,18 @@ def inspect(model: str | Path) -> Iterator[MatrixSummary]:
     Raises:
         NiwakiError: see :mod:`niwaki.errors`.
     """
-    checkpoint = open_checkpoint(locate_model(str(model)))
-    for matrix in StreamedModel(checkpoint, "cpu", "float32").matrices():
+    yield from summaries(opened(model))
+
+
+def opened(model: str | Path) -> StreamedModel:
+    """A model in a directory (or hub id), dense or packed, to look at."""
+    return StreamedModel(open_checkpoint(locate_model(str(model))), "cpu", "float32")
+
+
+def summaries(model: StreamedModel) -> Iterator[MatrixSummary]:
+    """Each matrix that would be pruned, one in memory at a time."""
+    checkpoint = model.checkpoint
+    for matrix in model.matrices():
         kept = matrix.read(checkpoint) != 0
         per_row = matrix.shape[1] - kept.sum(dim=1)
         fitting = {}
@@ -82,9 +70,3 @@ def inspect(model: str | Path) -> Iterator[MatrixSummary]:
             fitting[f"{n}:{m}"] = groups.float().mean().item()
         rows = int(per_row.min()), int(per_row.max())
         yield MatrixSummary(matrix, checkpoint.entries[matrix.key].dtype, int(per_row.sum()), rows, fitting)
-
-
-def pattern_of_factors(model: str | Path) -> str | None:
-    """The pattern of a model whose matrices are products of two sparse factors; None for other models."""
-    pruning = open_checkpoint(locate_model(str(model))).pruning
-    return pruning.pattern if pruning.has_factors else None

@@ -20,9 +20,7 @@ from niwaki.packed.pack import Packed
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.conversion import Form, convert, model_name, write_form
-from niwaki.runs.stage import Run, Stage
-from niwaki.texts.texts import Texts
-from niwaki.windows import Windows
+from niwaki.runs.stage import Run, Stage, Task
 
 
 @checked
@@ -83,7 +81,7 @@ def _opened(
 
 @checked_names
 @dataclass(frozen=True)
-class Export:
+class Export(Stage):
     """The stage that writes the model in another ``format``, as :func:`niwaki.export` does; it is the last of a run."""
 
     format: ExportFormat = "compressed-tensors"
@@ -99,7 +97,7 @@ class Export:
         if self.format == "packed":
             if not any(stage.name in ("prune", "quantize", "embeddings") for stage in before):
                 raise UsageError(f"{self.name} comes after prune or quantize: there are no zeros to leave out yet")
-            if any(getattr(stage, "keep_format", False) for stage in before):
+            if any(stage.keep_format for stage in before):
                 raise UsageError("weights that stay in FP8 or MXFP4 cannot be packed; prune without keep_format")
         elif not before:
             raise UsageError(
@@ -126,10 +124,8 @@ class Pack(Export):
         return ""
 
 
-class Exporting:
+class Exporting(Task):
     """:class:`Export`, opened for a run: what the configuration that comes out of the stages before allows."""
-
-    texts: ClassVar[Texts | None] = None
 
     def __init__(self, stage: Export, run: Run) -> None:
         self._format = stage.format
@@ -143,14 +139,8 @@ class Exporting:
     def asked(self) -> dict[str, Any]:
         return {"format": self._format}
 
-    def measure_on(self, heldout: dict[str, Windows]) -> None:
-        """It measures nothing."""
-
     def expected(self, speed: float) -> float:
         return 0.0
-
-    def extent(self, run: Run) -> tuple[int, int]:
-        return 0, 0
 
     def work(self, run: Run) -> Record:
         assert run.earlier

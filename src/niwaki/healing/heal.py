@@ -43,7 +43,7 @@ from niwaki.records.record import CalibrationRecord, Record, calibration_tokens,
 from niwaki.records.wording import counted
 from niwaki.runs.begin import begin_record
 from niwaki.runs.duration import passes, training
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
 from niwaki.texts.answers import with_answers
 from niwaki.texts.same_text import same_text
 from niwaki.texts.texts import Texts
@@ -60,7 +60,7 @@ _LIMIT = 1 << 50
 
 @checked_names
 @dataclass(frozen=True)
-class Heal:
+class Heal(Stage):
     """The stage that trains the nonzero weights: see :func:`niwaki.heal` for its arguments.
 
     The dense model is the one that the run was given, unless ``teacher`` names another.
@@ -79,7 +79,6 @@ class Heal:
     times: float | None = field(default=None, metadata=INTERNAL)
 
     name: ClassVar[str] = "heal"
-    is_format: ClassVar[bool] = False
     keeps_factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -117,7 +116,7 @@ class Heal:
             raise UsageError(
                 "the method blocks trains each block towards the dense one, and shrink leaves fewer of them"
             )
-        if self.method == "blocks" and any(getattr(stage, "changes_tokens", False) for stage in before):
+        if self.method == "blocks" and any(stage.changes_tokens for stage in before):
             raise UsageError(
                 "the method blocks trains each block towards the dense one on the same tokens, and vocabulary removes "
                 "some of them"
@@ -135,8 +134,10 @@ class Heal:
         return ", ".join([tokens, *(f"{name} {value}" for name, value in given.items() if value is not None)])
 
 
-class Healing:
+class Healing(Task):
     """:class:`Heal`, opened for a run: both models as far as they are known, and the text to train on."""
+
+    texts: Texts
 
     def __init__(self, stage: Heal, run: Run) -> None:
         self.stage, self.method, compute = stage, stage.method, run.compute
@@ -222,7 +223,7 @@ class Healing:
     def measure_on(self, heldout: dict[str, Windows]) -> None:
         if self._dense_heldout and heldout is not self.texts.heldout:
             self._dense_heldout = None  # another text, of which only the tokens of the pruned model are known
-        self.texts = replace(self.texts, heldout=heldout)
+        super().measure_on(heldout)
 
     def asked(self) -> dict[str, Any]:
         return {

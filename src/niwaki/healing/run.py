@@ -16,7 +16,6 @@ from niwaki.files import output_errors
 from niwaki.healing import own_text
 from niwaki.healing.checks import BASE, zeros_of
 from niwaki.healing.method import trains_factors
-from niwaki.models.device import peak_memory
 from niwaki.models.formats import format_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.healing import HealingRecord
@@ -24,13 +23,18 @@ from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import Record
 from niwaki.runs.card import write_config
 from niwaki.runs.carried import CarriedFiles
-from niwaki.runs.kept import kept_once, load_tensors, save_tensors
+from niwaki.runs.kept import Kept, kept_once
 from niwaki.runs.stage import Run
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
 #: The share of a limit of time that writing own text may take.
 _WRITING_TIME = 0.1
+
+
+@dataclass(frozen=True)
+class _OwnText(Kept):
+    text: Tensor  # (windows, length) int64
 
 
 @dataclass
@@ -65,25 +69,20 @@ class HealingRun(ABC):
 
     def write(self, texts: Texts, dense_text: Windows | None, carried: CarriedFiles) -> None:
         """Trains, writes the model and checks it; the dense model is measured on ``dense_text``, where there is one."""
-        run, place, heldout = self.run, self.run.place, texts.only
-        assert place
+        run, heldout = self.run, texts.only
         run.progress.begin(self.record, len(self.model.blocks), len(self.model.matrices()))
         if heldout and not run.journal.blocks and not run.earlier:
             self._measure_first(heldout, dense_text)
-        place.clear(self._kept)
-        carried.copy(place.directory)
+        directory = run.begin_output(carried, self._kept)
         self.train(texts.windows)
-        run.note(self.record, *carried.notes)
         if run.earlier:
             self.record = self.record.after(run.earlier)
-        self._check(place.directory)
+        self._check(directory)
         run.clock.lap("write")
         if heldout:
-            self.record.perplexity["after"] = self._perplexity(self._opened(place.directory), heldout)
-        for where, most in peak_memory(self.dense.device).items():
-            self.record.peak_memory[where] = max(most, self.record.peak_memory.get(where, 0))
-        own, base = place.directory / "niwaki.json", place.directory / BASE
-        with output_errors(place.directory):
+            self.record.perplexity["after"] = self._perplexity(self._opened(directory), heldout)
+        own, base = directory / "niwaki.json", directory / BASE
+        with output_errors(directory):
             if own.exists() and not base.exists() and not run.earlier:
                 own.replace(base)
 
@@ -123,14 +122,9 @@ class HealingRun(ABC):
 
     def _own_text(self, count: int, length: int, bos: int | None) -> Tensor:
         """Up to ``count`` windows of it, the same in all processes; a resumed run has those that it began with."""
-        own = kept_once(
-            self.run,
-            lambda path, digest: kept[0]["text"] if (kept := load_tensors(path, digest)) else None,
-            lambda: self._written(count, length, bos),
-            lambda text, path, expected: save_tensors(path, {"text": text}, expected=expected),
-        )
+        own = kept_once(self.run, _OwnText, lambda: _OwnText(self._written(count, length, bos)))
         self.run.clock.lap("plan")
-        return own
+        return own.text
 
     def _written(self, count: int, length: int, bos: int | None) -> Tensor:
         """Text of the dense model; none, with a note, where it cannot write."""
@@ -192,7 +186,6 @@ class HealingRun(ABC):
 
     def _perplexity(self, model: StreamedModel, heldout: Windows) -> Perplexity:
         began = monotonic()
-        measured = model.perplexity(heldout, lambda i, _: self.run.progress.stage(i - 1, "perplexity", 1))
+        measured = self.run.perplexity(model, heldout)
         self.measuring = monotonic() - began
-        self.run.clock.lap("perplexity")
         return measured

@@ -6,7 +6,6 @@ What comes of a file depends on its name, its bytes and the versions of the libr
 import contextlib
 import copy
 import functools
-import hashlib
 import io
 import json
 import re
@@ -20,9 +19,9 @@ import numpy as np
 import torch
 import transformers
 from accelerate import init_empty_weights
-from huggingface_hub import cached_assets_path
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from niwaki.cache import cached_directory
 from niwaki.checkpoints.gguf_header import ANOTHER, ORIGINAL, CutOffError, GgufTensor, Header, read_header
 from niwaki.checkpoints.reading import ORIGIN
 from niwaki.errors import CheckpointError, UnsupportedModelError, one_line, raised_as, shown
@@ -64,11 +63,10 @@ def as_directory(file: Path) -> Path:
     # Python 3.10 does not find the distribution of a package by its name, and transformers then asks the package.
     version = vars(gguf)["__version__"] = metadata.version("gguf")
     made_by = [file.name, sha256, version, versions(), _MAKER]
-    key = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:16]
     stem = file.stem.encode()[:_NAME].decode(errors="ignore")  # names are limited in bytes
     what = f"{file} is converted in Hugging Face's cache, which cannot be written"
     with raised_as(CheckpointError, what, (OSError, ValueError), reason=one_line):
-        place: Path = cached_assets_path("niwaki", "gguf", f"{stem}-{key}")
+        place = cached_directory("gguf", made_by, f"{stem}-")
     made = place / "model"
     if not made.is_dir():
         with output_errors(place), tempfile.TemporaryDirectory(dir=place) as temporary:

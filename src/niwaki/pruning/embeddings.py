@@ -20,7 +20,6 @@ from niwaki.layer.linalg import STRIP
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.products import products
 from niwaki.layer.rounding import flops, onto_grid, to_nearest
-from niwaki.models.device import peak_memory
 from niwaki.models.ends import embedding_keys, head_gram
 from niwaki.models.factors import FILE as FACTORS
 from niwaki.models.scales import EMBEDDINGS, FILE as SCALES, embedding_places, read_embedding_scales
@@ -28,19 +27,18 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.options import Measurement
 from niwaki.pruning.request import rounds_to_nearest
 from niwaki.pruning.texts import read_texts
-from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import Record
 from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import write_config
 from niwaki.runs.duration import measuring, nearest, passes
-from niwaki.runs.stage import Run, Stage
+from niwaki.runs.stage import Run, Stage, Task
 from niwaki.texts.conversations import has_images
-from niwaki.windows import Windows
+from niwaki.texts.texts import Texts
 
 
 @checked_names
 @dataclass(frozen=True)
-class QuantizeEmbeddings:
+class QuantizeEmbeddings(Stage):
     """The stage that puts the token embeddings and the head on a ``grid``, such as "int8:64".
 
     In small models these are a large part of what is stored and read for each token. The stage comes after all that
@@ -54,7 +52,6 @@ class QuantizeEmbeddings:
     effort: str | Effort | None = None
 
     name: ClassVar[str] = "embeddings"
-    is_format: ClassVar[bool] = False
     keeps_factors: ClassVar[bool] = True
     only_formats_follow: ClassVar[bool] = True
 
@@ -76,7 +73,7 @@ class QuantizeEmbeddings:
             raise UsageError(f"embeddings and head have one number of bits each; got {self.wanted}")
         if isinstance(self.effort, str) and self.effort != NO_EFFORT:
             make_effort(self.effort)  # or it has no such name
-        if any(getattr(stage, "keep_format", False) for stage in before):
+        if any(stage.keep_format for stage in before):
             raise UsageError(
                 "a model that stays in FP8 or MXFP4 has no embeddings on a grid; prune without keep_format"
             )
@@ -88,8 +85,10 @@ class QuantizeEmbeddings:
         return ", ".join([str(self.grid), *([f"effort {self.effort}"] if self.effort == NO_EFFORT else [])])
 
 
-class QuantizingEmbeddings:
+class QuantizingEmbeddings(Task):
     """:class:`QuantizeEmbeddings`, opened for a run: the tensors, and the text to measure on."""
+
+    texts: Texts
 
     def __init__(self, stage: QuantizeEmbeddings, run: Run) -> None:
         self.grid = stage.wanted
@@ -135,9 +134,6 @@ class QuantizingEmbeddings:
     def _measurement(self, run: Run) -> Measurement:
         return run.measured if self.model.has_head else dataclasses.replace(run.measured, samples=0)
 
-    def measure_on(self, heldout: dict[str, Windows]) -> None:
-        self.texts = dataclasses.replace(self.texts, heldout=heldout)
-
     def asked(self) -> dict[str, Any]:
         return {**self._asked, "embeddings": str(self.grid)}
 
@@ -149,9 +145,6 @@ class QuantizingEmbeddings:
         else:
             operations += sum(nearest(*self.checkpoint.entries[key].shape) for key in self.keys)
         return operations / speed
-
-    def extent(self, run: Run) -> tuple[int, int]:
-        return 0, 0
 
     def work(self, run: Run) -> Record:
         if not run.is_first:
@@ -165,13 +158,11 @@ class QuantizingEmbeddings:
         heldout = self.texts.only
         with products(tf32=False):
             if heldout and run.measured.before:
-                record.perplexity["before"] = self._perplexity(self.model, heldout, run)
+                record.perplexity["before"] = run.perplexity(self.model, heldout)
             self._write(run, record, gram)
             if heldout:
                 written = StreamedModel(Checkpoint(run.place.directory), run.compute.device, run.compute.dtype)
-                record.perplexity["after"] = self._perplexity(written, heldout, run)
-        for where, most in peak_memory(self.model.device).items():
-            record.peak_memory[where] = max(most, record.peak_memory.get(where, 0))
+                record.perplexity["after"] = run.perplexity(written, heldout)
         return record
 
     def _head_gram(self, run: Run) -> Gram:
@@ -185,14 +176,12 @@ class QuantizingEmbeddings:
         return gram
 
     def _write(self, run: Run, record: Record, gram: Gram | None) -> None:
-        checkpoint, place = self.checkpoint, run.place
-        assert place
+        checkpoint = self.checkpoint
         assert self.carried
-        place.clear([*checkpoint.shards, EMBEDDINGS])
-        self.carried.copy(place.directory)
+        directory = run.begin_output(self.carried, [*checkpoint.shards, EMBEDDINGS])
         places = embedding_places(checkpoint, self.keys, self.grid)
         zeros = {}
-        with CheckpointWriter(checkpoint, place.directory, added=places) as writer:
+        with CheckpointWriter(checkpoint, directory, added=places) as writer:
             for key, scale_key in zip(self.keys, places, strict=True):
                 # The last one is the head, where there is one.
                 weights, scales = self._rounded(key, gram if key == self.keys[-1] else None)
@@ -200,15 +189,13 @@ class QuantizingEmbeddings:
                 writer.write(scale_key, scales)
                 zeros[key] = weights.numel() - int(weights.count_nonzero())
         run.clock.lap("solve")
-        write_config(place.directory, checkpoint.config, record)
-        verify(place.directory, checkpoint, zeros)
-        written = Checkpoint(place.directory)
+        write_config(directory, checkpoint.config, record)
+        verify(directory, checkpoint, zeros)
+        written = Checkpoint(directory)
         for key in self.keys:
             scales = read_embedding_scales(written, key, self.grid)
             if not all(map(self.grid.has, written.read(key).split(STRIP), scales.split(STRIP))):
-                raise OutputError(
-                    f"{place.directory}: {key!r} has weights on disk that are not on its grid {self.grid}"
-                )
+                raise OutputError(f"{directory}: {key!r} has weights on disk that are not on its grid {self.grid}")
         run.clock.lap("check")
 
     def _rounded(self, key: str, gram: Gram | None) -> tuple[Tensor, Tensor]:
@@ -228,16 +215,9 @@ class QuantizingEmbeddings:
             strips.append(scales.to(of_scales))
         return value, torch.cat(strips)
 
-    def _perplexity(self, model: StreamedModel, heldout: Windows, run: Run) -> Perplexity:
-        measured = model.perplexity(heldout, lambda i, _: run.progress.stage(i - 1, "perplexity", 1))
-        run.clock.lap("perplexity")
-        return measured
-
     def _record(self, run: Run) -> Record:
         """The record before anything is measured: that of the stages before, if there were any."""
         if not run.earlier:
-            return dataclasses.replace(self._begun, perplexity={}, peak_memory={})
+            return dataclasses.replace(self._begun, perplexity={})
         before = {name: value for name, value in run.earlier.perplexity.items() if name != "after"}
-        return dataclasses.replace(
-            run.earlier, embeddings=str(self.grid), perplexity=before, peak_memory=dict(run.earlier.peak_memory)
-        )
+        return dataclasses.replace(run.earlier, embeddings=str(self.grid), perplexity=before)

@@ -1,12 +1,10 @@
 """Examines the dense model before it is pruned: how sparse each matrix may be, and which outputs matter most."""
 
 import itertools
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ from niwaki.pruning.allocation import Curve, allocate, ceiling, outlier_ratios, 
 from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.request import PatternOf
 from niwaki.records.progress import Progress
-from niwaki.runs.kept import load_tensors, save_tensors
+from niwaki.runs.kept import Kept
 from niwaki.texts.conversations import Samples
 
 #: Densities where the cost of sparsity is measured, relative to the requested one.
@@ -39,15 +37,13 @@ _ROWS = 256
 _SOLVER = Wanda()
 #: An outlier, for OWL: a score this many times the mean. Yin et al. 2024, arXiv 2310.05175, table 6.
 _OUTLIER = 5.0
-#: The key of the dense model's text in the file of a plan.
-_SYNTHETIC = "synthetic"
 
 #: A matrix by block and name.
 Place = tuple[int, str]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Kept):
     """What is decided before anything is pruned."""
 
     zeros: dict[Place, int] = field(default_factory=dict)  # of each matrix; empty where all have the same pattern
@@ -60,28 +56,6 @@ class Plan:
         """That of ``matrix``, which without a plan would be its ``usual`` one."""
         pattern, zeros = usual(matrix), self.zeros.get(matrix.place)
         return pattern if zeros is None else _at(pattern, zeros / matrix.size)
-
-    def save(self, path: Path, expected: str = "") -> str:
-        """Writes it, in safetensors, and returns the file's SHA-256; OutputError if another one was ``expected``."""
-        tensors = {f"{block} {name}": value for (block, name), value in self.importance.items()}
-        if self.synthetic is not None:
-            tensors[_SYNTHETIC] = self.synthetic
-        zeros = json.dumps([[*place, count] for place, count in self.zeros.items()])
-        bits = json.dumps([[*place, count] for place, count in self.bits.items()])
-        return save_tensors(path, tensors, {"zeros": zeros, "bits": bits}, expected)
-
-    @classmethod
-    def load(cls, path: Path, digest: str) -> "Plan | None":
-        """What :meth:`save` wrote; None where it is not there or has another SHA-256."""
-        if (kept := load_tensors(path, digest)) is None:
-            return None
-        tensors, metadata = kept
-        zeros, bits = (
-            {(block, name): count for block, name, count in json.loads(metadata[what])} for what in ("zeros", "bits")
-        )
-        synthetic = tensors.pop(_SYNTHETIC, None)
-        places = ((key.split(" ", 1), value) for key, value in tensors.items())
-        return cls(zeros, {(int(block), name): value for (block, name), value in places}, synthetic, bits)
 
 
 def plan(

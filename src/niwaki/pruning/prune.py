@@ -35,20 +35,18 @@ from niwaki.runs.block_store import WeightStore
 from niwaki.runs.card import pruning_config, write_config
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.duration import measuring, nearest, pruning
-from niwaki.runs.stage import Run, Stage
+from niwaki.runs.stage import Run, Stage, Task
 from niwaki.runs.workplace import Workplace
 from niwaki.texts.conversations import has_images
-from niwaki.windows import Windows
+from niwaki.texts.texts import Texts
 
 
 @checked_names
 @dataclass(frozen=True)
-class Prune(Request):
+class Prune(Request, Stage):
     """The stage that makes weights zero and updates the others: see :func:`niwaki.prune` for its arguments."""
 
     name: ClassVar[str] = "prune"
-    is_format: ClassVar[bool] = False
-    keeps_factors: ClassVar[bool] = False
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if any(_has_grid(stage) for stage in before):
@@ -63,7 +61,7 @@ class Prune(Request):
 
 @checked_names
 @dataclass(frozen=True)
-class Quantize:
+class Quantize(Stage):
     """The stage that puts the remaining weights on a ``grid``: see :func:`niwaki.quantize` for its arguments.
 
     Zeros stay zeros: it is the same as :class:`Prune` with no more zeros and ``quantize=grid``.
@@ -76,8 +74,6 @@ class Quantize:
     left_out: str = field(default="", metadata=INTERNAL)
 
     name: ClassVar[str] = "quantize"
-    is_format: ClassVar[bool] = False
-    keeps_factors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -127,8 +123,10 @@ def _has_grid(stage: Stage) -> bool:
     return isinstance(stage, Quantize) or (isinstance(stage, Prune) and stage.quantize is not None)
 
 
-class Pruning:
+class Pruning(Task):
     """:class:`Prune`, opened for a run: the model that it reads, the texts, and what of the request suits these."""
+
+    texts: Texts
 
     def __init__(self, request: Request, run: Run) -> None:
         self.request = request
@@ -243,9 +241,6 @@ class Pruning:
             return 0.0
         return float(sum(self.request.solving.flops(*matrix.shape) for matrix in self.model.matrices()))
 
-    def measure_on(self, heldout: dict[str, Windows]) -> None:
-        self.texts = dataclasses.replace(self.texts, heldout=heldout)
-
     def asked(self) -> dict[str, Any]:
         request, record, lender = self.request, self.record, self.request.mask_model
         measured = "both" if self.measurement.before else "after"
@@ -300,14 +295,12 @@ class Pruning:
         """The walk over the blocks and all that is written."""
         model, checkpoint = self.model, self.written
         added = self.format.added(checkpoint, model.matrices())
-        place.clear([*checkpoint.shards, SCALES, FACTORS])
-        carried.copy(place.directory)
+        run.begin_output(carried, [*checkpoint.shards, SCALES, FACTORS])
         with CheckpointWriter(checkpoint, place.directory, place.journal.blocks > 0, added) as walk.store.writer:
             walk.blocks(self.texts)
             if self.request.keep_format:
                 walk.store.check_written(model.matrices)
         run.clock.lap("write")
-        walk.record.notes += [note for note in carried.notes if note not in walk.record.notes]
         if run.earlier:
             walk.record = walk.record.after(run.earlier, only_rounds=run.stages[run.number].name == "quantize")
         write_config(place.directory, checkpoint.config, walk.record)

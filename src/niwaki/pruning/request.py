@@ -13,7 +13,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import NEAREST, TWO_FACTORS
 from niwaki.effort import NO_EFFORT, Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError, named
-from niwaki.files import given_path
+from niwaki.files import is_model
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Among, Fixed, Pattern, TwoFactors, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describe, make_solver
@@ -192,7 +192,7 @@ def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | Non
 
     Raises UsageError where it is neither.
     """
-    if mask_from is None or given_path(mask_from).is_dir() or "/" in mask_from:
+    if mask_from is None or is_model(mask_from):
         return solver, mask_from
     try:
         return MaskThenUpdate(make_solver(mask_from), solver), None

@@ -11,7 +11,6 @@ from torch import Tensor
 from niwaki.effort import Effort
 from niwaki.layer.grid import Grid
 from niwaki.models.block import DecoderBlock
-from niwaki.models.device import peak_memory
 from niwaki.models.fit import Fit, samples_to_fit
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
@@ -128,7 +127,7 @@ class Walk:
         effort = self.effort
         if not (effort.plan.is_needed or effort.synthetic or self._mixed):
             return Plan()
-        return kept_once(self.run, Plan.load, lambda: self._made(samples, texts), Plan.save)
+        return kept_once(self.run, Plan, lambda: self._made(samples, texts))
 
     def _made(self, samples: Samples, texts: Texts) -> Plan:
         """The plan, of what is known of the dense model."""
@@ -219,7 +218,7 @@ class Walk:
         self.record.matrices.append(record)
 
     def _measure(self, streams: Streams, heldout: Windows | None) -> None:
-        """Puts sparsity, perplexity and memory into the record, after the last block."""
+        """Puts sparsity and perplexity into the record, after the last block."""
         model, record, run = self.model, self.record, self.run
         zeros = "" if run.earlier else _zeros_before(record, self.request.revive)  # of another stage they are no news
         for said in (zeros, _kept_at_zero(record)):
@@ -230,8 +229,6 @@ class Walk:
             if heldout and states:
                 record.perplexity[when] = model.measured(states, heldout, run.world)
         run.clock.lap("perplexity")
-        peaks = run.world.collected(peak_memory(model.device))
-        record.peak_memory = {where: max(peak[where] for peak in peaks) for where in peaks[0]}
 
 
 def _zeros_before(record: Record, revive: bool) -> str:

@@ -4,13 +4,17 @@ import math
 from collections import defaultdict
 
 from niwaki.effort import described
+from niwaki.records.facts import calibration_of, facts as all_facts
 from niwaki.records.record import Record
-from niwaki.records.wording import counted, duration, other_samples, short_text, size
+from niwaki.records.wording import counted, duration, size
 from niwaki.reports.material import Material, Run
 from niwaki.reports.tables import measured_on, with_error
 
 #: What is after each ±, and what the bars of charts are.
 SPREAD = "standard errors: how another text of this kind would differ; models on the same text compare more tightly"
+
+#: Facts that are numbers in large.
+_TILES = {"removed", "parameters", "fewer weights", "zeros"}
 
 #: A number in large: what it is, the number, and what belongs to it.
 Tile = tuple[str, str, str]
@@ -113,37 +117,21 @@ def facts(material: Material) -> list[tuple[str, str]]:
     if (record := material.record) is None:
         shown.append(("runs", f"{len(material.runs)}, in {duration(material.seconds)} with measuring"))
     else:
-        shown += facts_of(record.method, record)
+        shown += facts_of(record)
     if calibration := material.source.calibration:
-        windows, tokens = calibration.get("samples", "?"), calibration.get("sequence_length", "?")
-        source = short_text(str(calibration.get("source", "?")))
-        what = other_samples(calibration) or f"{counted(windows, 'window')} of {counted(tokens, 'token')}"
-        shown.append(("calibration", f"{what} of {source}"))
+        shown.append(("calibration", calibration_of(calibration)))
     if record is not None and any("±" in value for _, value, _ in tiles(material)):
         shown.append(("±", SPREAD))
     return shown
 
 
-def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
-    """Names and values: how it was pruned; those that are empty are left out."""
-    structure = record.structure
-    removed = ", ".join(map(str, structure.blocks)) if structure else ""
+def facts_of(record: Record) -> list[tuple[str, str]]:
+    """Names and values: how it was pruned; those that are empty, or are tiles, are left out."""
+    removed = ", ".join(map(str, record.structure.blocks)) if record.structure else ""
     shown = {
-        "method": method,
-        "solver": record.solved_by,
+        "method": record.solved_by,
         "effort": described(record.effort) if record.effort else "",
-        "pattern": "" if record.only_shrinks or record.only_quantizes else record.pattern,
+        **all_facts(record),
         "blocks removed": f"{removed}, counted from 0" if removed else "",
-        "teacher": record.teacher,
-        "mask from": record.mask_from,
-        "left dense": "" if structure else record.stays,
-        "format" if record.kept_format else "grid": record.rounding,
-        "embeddings and head": record.embeddings or "",
-        "own text": record.own_text,
     }
-    if record.matrices:
-        shown["error"] = (
-            f"{record.mean_error:.4g} of the {record.error_of} square, geometric mean over "
-            f"matrices{record.of_which_stage}"
-        )
-    return [(name, value) for name, value in shown.items() if value]
+    return [(name, value) for name, value in shown.items() if value and name not in _TILES]

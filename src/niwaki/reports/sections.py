@@ -264,7 +264,7 @@ def _detail(material: Material, run: Run, record: Record) -> dict[str, Any]:
     facts.append(("error of the matrices, geometric mean", f"{run.error:.4g}"))
     return {
         "name": run.name,
-        "facts": [*facts, ("time", f"{run.seconds:.1f} s"), *facts_of(run.method, record)],
+        "facts": [*facts, ("time", f"{run.seconds:.1f} s"), *facts_of(record)],
         "notes": notes_of(record),
         "error": heat_table(errors_of(material, record)),
         "sparsity": heat_table(zeros_of(record), "{:.1%}"),

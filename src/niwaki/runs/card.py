@@ -12,9 +12,10 @@ from huggingface_hub import EvalResult, ModelCardData
 from niwaki._version import __version__
 from niwaki.effort import described
 from niwaki.files import output_errors, replace_file
+from niwaki.records.facts import calibration_of, facts
 from niwaki.records.perplexity import Perplexity
-from niwaki.records.record import CalibrationRecord, Record
-from niwaki.records.wording import counted, markdown, other_samples
+from niwaki.records.record import Record
+from niwaki.records.wording import markdown
 from niwaki.runs.model_card import notes, top
 
 #: What a model is, by what was done to it. All but the first have zeros among their weights.
@@ -145,41 +146,18 @@ def _about(record: Record, name: str) -> str:
     return about.format(name=name, where=record.where, trained=_TRAINED * bool(record.healing))
 
 
-def _rows(record: Record) -> dict[str, object]:
+def _rows(record: Record) -> dict[str, str]:
     """The table: names and values, of which those that are empty are left out."""
-    calibration, healing = record.calibration, record.healing
-    error = f"error of the matrices{record.of_which_stage}, of the {record.error_of} square, geometric mean"
-    rows: dict[str, object] = {
+    healing = record.healing and dataclasses.replace(record.healing, teacher=base_name(record.healing.teacher))
+    rows = {
         "method": record.solved_by,
-        "effort": record.effort and described(record.effort),
-        "removed" if record.only_shrinks else "pattern": None if record.only_quantizes else record.pattern,
-        "parameters": record.structure,
-        "healed": healing and dataclasses.replace(healing, teacher=base_name(healing.teacher)),
-        "mask from": record.mask_from,
-        ("weights that the factors have fewer" if record.has_factors else "zeros in the pruned matrices"): (
-            None if record.only_shrinks or record.only_quantizes else f"{100 * record.sparsity:.2f} %"
-        ),
-        "left dense": None if record.structure else record.stays,
-        "format of the weights" if record.kept_format else "grid of the weights": record.rounding,
-        "grid of the embeddings and the head": record.embeddings,
-        "calibration": calibration
-        and f"{_samples(calibration)} of "
-        f"{' + '.join(Path(source).name for source in calibration['source'].split(' + '))}",
-        "own text": record.own_text,
-        error: f"{record.mean_error:.4g}" if record.matrices else None,
+        "effort": described(record.effort) if record.effort else "",
+        **facts(dataclasses.replace(record, healing=healing)),
+        "calibration": calibration_of(record.calibration) if record.calibration else "",
     }
     for stage, cost in record.costs():
         rows[f"stage {stage.name}"] = ", ".join(filter(None, [stage.asked, cost and cost.words])) or "done"
-    for when, measured in record.perplexity.items():
-        rows[f"perplexity {when}"] = (
-            f"{measured.figure} ({measured.tokens:,} tokens, context {measured.context:,}, {Path(measured.text).name})"
-            f"{measured.by_bytes}"
-        )
-    for when, similar in record.vectors.items():
-        rows[f"sentence vectors {when}"] = str(dataclasses.replace(similar, text=Path(similar.text).name))
+    for name, found in (("perplexity", record.perplexity), ("sentence vectors", record.vectors)):
+        for when, measured in found.items():
+            rows[f"{name} {when}"] = str(dataclasses.replace(measured, text=Path(measured.text).name))
     return rows if record.perplexity or record.vectors else {**rows, "perplexity": "not measured"}
-
-
-def _samples(calibration: CalibrationRecord) -> str:
-    windows = f"{counted(calibration['samples'], 'window')} of {calibration['sequence_length']} tokens"
-    return other_samples(calibration) or windows

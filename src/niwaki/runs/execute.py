@@ -8,7 +8,7 @@ from pathlib import Path
 
 from niwaki.errors import UsageError, named
 from niwaki.files import replace_file
-from niwaki.models.device import find_device
+from niwaki.models.device import find_device, peak_memory
 from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
 from niwaki.options import Calibration, Compute, Measurement
@@ -23,7 +23,7 @@ from niwaki.runs.journal import Journal
 from niwaki.runs.recipe import with_result, with_texts, with_weights, write_recipe
 from niwaki.runs.session import current_session
 from niwaki.runs.similarity import FEW_SENTENCES, Sentences
-from niwaki.runs.stage import ChangesTokens, Run, Stage, Task
+from niwaki.runs.stage import Run, Stage, Task
 from niwaki.runs.workplace import check_output, workplace
 
 
@@ -119,7 +119,7 @@ def check_order(stages: Sequence[Stage], labels: Sequence[str]) -> None:
         with named(label):
             if number and stages[number - 1].is_format:
                 raise UsageError(f"nothing comes after {stages[number - 1].name}, which is for files that are finished")
-            if not stage.is_format and any(getattr(each, "only_formats_follow", False) for each in stages[:number]):
+            if not stage.is_format and any(each.only_formats_follow for each in stages[:number]):
                 raise UsageError(
                     f"only formats follow embeddings, which are put on a grid last; {stage.name} comes after"
                 )
@@ -170,11 +170,11 @@ def _say_duration(run: Run, tasks: Sequence[Task]) -> None:
 def _reread(run: Run, tasks: Sequence[Task]) -> Task:
     """The task that it is the turn of; opened again where stages before it have left other tokens of the same text."""
     task = tasks[run.number]
-    changed = [one for one in tasks[: run.number] if isinstance(one, ChangesTokens)]
+    changed = [heldout for one in tasks[: run.number] if (heldout := one.heldout_after()) is not None]
     if not changed or not task.texts:
         return task
     again = run.stages[run.number].open(run)
-    again.measure_on(changed[-1].heldout_after())
+    again.measure_on(changed[-1])
     return again
 
 
@@ -182,6 +182,11 @@ def _done(run: Run, task: Task) -> Record:
     """Does the stage that it is the turn of; the record of all stages so far."""
     with _report_interruption(run, task):
         record = task.work(run)
+        if task.carried:
+            run.note(record, *task.carried.notes)
+        for peaks in run.world.collected(peak_memory(find_device(run.compute.device))):
+            most = {where: max(peak, record.peak_memory.get(where, 0)) for where, peak in peaks.items()}
+            record.peak_memory = {**record.peak_memory, **most}
         if run.place:
             _compare_vectors(run, record)
             _finish(run, record)

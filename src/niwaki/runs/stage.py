@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.files import check_space
 from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget
+from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement
+from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import Recipe
 from niwaki.records.record import CalibrationRecord, Record
@@ -105,6 +108,23 @@ class Run:
             check_space(self.out, MARGIN + 2 * size - unfinished_size(self.out, with_source=True))
         return carried
 
+    def begin_output(self, carried: CarriedFiles, kept: Collection[str] = ()) -> Path:
+        """The directory to write to, with the files that are ``carried`` over.
+
+        Of what an earlier run left only the files ``kept`` stay, which have the blocks that it has done.
+        """
+        assert self.place
+        self.place.clear(kept)
+        carried.copy(self.place.directory)
+        return self.place.directory
+
+    def perplexity(self, model: StreamedModel, windows: Windows, shared: bool = False) -> Perplexity:
+        """The perplexity of ``model`` on ``windows``; ``shared`` is whether every process measures, each on its own."""
+        world = self.world if shared else World()
+        measured = model.perplexity(windows, lambda i, _: self.progress.stage(i - 1, "perplexity", 1), world)
+        self.clock.lap("perplexity")
+        return measured
+
 
 @runtime_checkable
 class Stage(Protocol):
@@ -112,9 +132,15 @@ class Stage(Protocol):
 
     name: ClassVar[str]
     #: Whether it only writes what there is in another form: then the model before it has the card and the record.
-    is_format: ClassVar[bool]
+    is_format: ClassVar[bool] = False
     #: Whether it can follow a stage that makes two sparse factors of each matrix, and leaves them such.
-    keeps_factors: ClassVar[bool]
+    keeps_factors: ClassVar[bool] = False
+    #: Whether nothing that changes weights can follow.
+    only_formats_follow: ClassVar[bool] = False
+    #: Whether stages after it read other tokens than those before.
+    changes_tokens: ClassVar[bool] = False
+    #: Whether what it writes stays in FP8 or MXFP4.
+    keep_format: bool = False
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         """UsageError where it cannot follow these stages."""
@@ -132,25 +158,38 @@ def label(number: int, count: int, name: str) -> str:
     return ", ".join(filter(None, [f"stage {number + 1}", name])) if count > 1 else ""
 
 
-class Task(Protocol):
+class Task(ABC):
     """A stage that was opened for a run."""
 
-    @property
-    def texts(self) -> Texts | None:
-        """What it calibrates and measures on."""
+    #: What it calibrates and measures on.
+    texts: Texts | None = None
+    #: In the first process the files that its output has from the model that it reads.
+    carried: CarriedFiles | None = None
 
     def measure_on(self, heldout: dict[str, Windows]) -> None:
         """From now on it measures on these texts, by their names, and no others."""
+        assert self.texts
+        self.texts = replace(self.texts, heldout=heldout)
 
+    def heldout_after(self) -> dict[str, Windows] | None:
+        """By name, the same text as it measures on, as the tokens that are left; None where all are.
+
+        Where some are gone the tasks after it are opened again, to read their texts as such.
+        """
+        return None
+
+    @abstractmethod
     def asked(self) -> dict[str, Any]:
         """By name, all that has to be the same for a run to resume, or for processes to share one."""
 
+    @abstractmethod
     def work(self, run: Run) -> Record:
         """Writes the model to ``run.place.directory``, checks it, and returns the record of all stages so far.
 
         Resumes after the blocks that ``run.journal`` says are done.
         """
 
+    @abstractmethod
     def expected(self, speed: float) -> float | None:
         """About how many seconds it takes; None where nobody knows.
 
@@ -159,11 +198,4 @@ class Task(Protocol):
 
     def extent(self, run: Run) -> tuple[int, int]:
         """How many blocks are done and kept, of how many; 0 of 0 where that is not counted in blocks."""
-
-
-@runtime_checkable
-class ChangesTokens(Protocol):
-    """A task after which the model reads other tokens: those after it are opened again to read their texts as such."""
-
-    def heldout_after(self) -> dict[str, Windows]:
-        """By name, the same text as this task measures on, as the tokens that are left."""
+        return 0, 0

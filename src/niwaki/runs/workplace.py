@@ -16,7 +16,7 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -202,7 +202,7 @@ class Workplace:
     def _inside(self) -> bool:
         return self._out == self.path.parent
 
-    def clear(self, kept: list[str]) -> None:
+    def clear(self, kept: Collection[str]) -> None:
         """Removes what an earlier run left, except the files ``kept``, which have the blocks that it has done."""
         keep = {self.directory / name for name in kept} if self.journal.blocks else set()
         with output_errors(self._out):

@@ -1,9 +1,7 @@
 """What is decided before anything is removed: text to calibrate on, outputs that matter, and blocks to remove."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from torch import Tensor
 
@@ -11,21 +9,16 @@ from niwaki.effort import Effort
 from niwaki.models.sensitivity import measured, pilot_of, row_weights
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
-from niwaki.runs.kept import load_tensors, save_tensors
+from niwaki.runs.kept import Kept
 from niwaki.runs.own_text import joined, written
 from niwaki.runs.stage import Run
 from niwaki.shrinking.combinations import LONGEST_RUN, Combinations, best_of, costs_of_combinations, note_on
 from niwaki.shrinking.depth import Blocks, cheapest, costs_of_runs
 from niwaki.shrinking.units import ColumnRemoval
 
-#: The key of the dense model's text in the file of a plan.
-_SYNTHETIC = "synthetic"
-#: The fields of a plan that are kept as JSON.
-_DECIDED = ("dropped", "influence", "units", "tried")
-
 
 @dataclass(frozen=True)
-class ShrinkPlan:
+class ShrinkPlan(Kept):
     """What is decided before the first block."""
 
     synthetic: Tensor | None  # (samples, length) int64, text that the dense model wrote, if any
@@ -36,25 +29,6 @@ class ShrinkPlan:
     #: Of each kind of units how many go from each block, where that was looked for; and what each way would cost.
     units: dict[str, int] = field(default_factory=dict)
     tried: dict[str, float] = field(default_factory=dict)
-
-    def save(self, path: Path, expected: str = "") -> str:
-        """Writes it, in safetensors, and returns the file's SHA-256; OutputError if another one was ``expected``."""
-        tensors = {f"{block} {name}": value for (block, name), value in self.importance.items()}
-        decided = {name: json.dumps(getattr(self, name)) for name in _DECIDED}
-        if self.synthetic is not None:
-            tensors[_SYNTHETIC] = self.synthetic
-        return save_tensors(path, tensors, decided, expected)
-
-    @classmethod
-    def load(cls, path: Path, digest: str) -> "ShrinkPlan | None":
-        """What :meth:`save` wrote; None where it is not there or has another SHA-256."""
-        if (kept := load_tensors(path, digest)) is None:
-            return None
-        tensors, decided = kept
-        synthetic = tensors.pop(_SYNTHETIC, None)
-        places = ((key.split(" ", 1), value) for key, value in tensors.items())
-        importance = {(int(block), name): value for (block, name), value in places}
-        return cls(synthetic, importance=importance, **{name: json.loads(decided[name]) for name in _DECIDED})
 
 
 def planned(

@@ -22,7 +22,7 @@ from niwaki.records.record import Record
 from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import pruning_config
 from niwaki.runs.duration import measuring, pruning
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
 from niwaki.shrinking.combinations import Combinations
 from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
 from niwaki.shrinking.depth import operations_of_runs
@@ -41,7 +41,6 @@ from niwaki.shrinking.units import (
 from niwaki.shrinking.walk import Removing
 from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
-from niwaki.windows import Windows
 
 #: What is removed from each block by shares.
 SHARES = ("neurons", "heads", "experts", "expert_neurons")
@@ -49,7 +48,7 @@ SHARES = ("neurons", "heads", "experts", "expert_neurons")
 
 @checked_names
 @dataclass(frozen=True)
-class Shrink:
+class Shrink(Stage):
     """The stage that removes blocks, heads, neurons or experts: see :func:`niwaki.shrink` for its arguments."""
 
     blocks: int = 0
@@ -63,8 +62,6 @@ class Shrink:
     left_out: str = field(default="", metadata=INTERNAL)
 
     name: ClassVar[str] = "shrink"
-    is_format: ClassVar[bool] = False
-    keeps_factors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -129,8 +126,10 @@ def _check_pairs(model: StreamedModel, stage: Shrink) -> None:
         )
 
 
-class Shrinking:
+class Shrinking(Task):
     """:class:`Shrink`, opened for a run: the model, what is removed from each of its blocks, and the texts."""
+
+    texts: Texts
 
     def __init__(self, stage: Shrink, run: Run) -> None:
         checkpoint, compute, shares = Checkpoint(run.reading), run.compute, stage.shares
@@ -234,9 +233,6 @@ class Shrinking:
         for each in removals:
             record.notes += notes_on(each, shares[each.kind.replace(" ", "_")])
         return record
-
-    def measure_on(self, heldout: dict[str, Windows]) -> None:
-        self.texts = dataclasses.replace(self.texts, heldout=heldout)
 
     def asked(self) -> dict[str, Any]:
         return {

@@ -1,6 +1,5 @@
 """The stage that removes words: fewer tokens in the tokenizer, and their rows in the embeddings and the head."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -18,7 +17,6 @@ from niwaki.checkpoints.tensors import read_json
 from niwaki.effort import PLAIN_EFFORT, Effort, make_effort
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import replace_file
-from niwaki.models.device import peak_memory
 from niwaki.models.extra import notes_of
 from niwaki.models.formats import format_of
 from niwaki.models.streamed import StreamedModel
@@ -27,9 +25,8 @@ from niwaki.records.record import Record
 from niwaki.records.structure import StructureRecord
 from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import pruning_config, write_config
-from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.duration import measuring
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
 from niwaki.shrinking.token_choice import PRIOR, Size, choose, renumbered
 from niwaki.shrinking.token_ids import FILES, mapped, named
 from niwaki.shrinking.tokenizer_file import TokenizerFile
@@ -53,7 +50,7 @@ _CONVERSATION = [
 
 @checked_names
 @dataclass(frozen=True)
-class ShrinkVocabulary:
+class ShrinkVocabulary(Stage):
     """The stage that removes the least needed tokens: see ``vocabulary`` of :func:`niwaki.shrink`.
 
     Attributes:
@@ -71,9 +68,7 @@ class ShrinkVocabulary:
     left_out: str = field(default="", metadata=INTERNAL)
 
     name: ClassVar[str] = "vocabulary"
-    is_format: ClassVar[bool] = False
     keeps_factors: ClassVar[bool] = True
-    #: Whether stages after it read other tokens than those before.
     changes_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -104,8 +99,10 @@ class ShrinkVocabulary:
         return str(self.size) if self.effort is None else f"{self.size}, effort {self.effort}"
 
 
-class ShrinkingVocabulary:
+class ShrinkingVocabulary(Task):
     """:class:`ShrinkVocabulary`, opened for a run: the model, the tokens that stay, and the texts."""
+
+    texts: Texts
 
     def __init__(self, stage: ShrinkVocabulary, run: Run) -> None:
         checkpoint, compute = Checkpoint(run.reading), run.compute
@@ -186,11 +183,7 @@ class ShrinkingVocabulary:
             )
         return record
 
-    def measure_on(self, heldout: dict[str, Windows]) -> None:
-        self.texts = dataclasses.replace(self.texts, heldout=heldout)
-
     def heldout_after(self) -> dict[str, Windows]:
-        """The same text as is measured on here, for stages that read the tokens that are left."""
         return {name: self._both(name)[1] for name in self.texts.heldout}
 
     def _both(self, name: str) -> tuple[Windows, Windows]:
@@ -215,9 +208,6 @@ class ShrinkingVocabulary:
     def expected(self, speed: float) -> float:
         return measuring(self.model, self.texts, self._measured == "both") / speed
 
-    def extent(self, run: Run) -> tuple[int, int]:
-        return 0, 0
-
     def work(self, run: Run) -> Record:
         record, model, place = self.record, self.model, run.place
         run.progress.begin(record, len(model.blocks), 0)
@@ -233,8 +223,7 @@ class ShrinkingVocabulary:
             {"before": before, "after": before - fewer}, 0.0, vocabulary={"before": self._rows, "after": self._size}
         )
         if place and self.carried:
-            place.clear([])
-            self._write(place.directory, self.carried, record)
+            self._write(run.begin_output(self.carried), record)
         directory = run.world.received(place.directory if place else None) or Path()
         run.clock.lap("write")
         smaller = StreamedModel(Checkpoint(directory), str(model.device), record.dtype)
@@ -242,14 +231,11 @@ class ShrinkingVocabulary:
         run.clock.lap("check")
         if both:
             self._measure(run, "after", smaller, both[1])
-        record.peak_memory = peak_memory(model.device)
         return record
 
-    def _write(self, directory: Path, carried: CarriedFiles, record: Record) -> None:
+    def _write(self, directory: Path, record: Record) -> None:
         """Writes all files, the weights with one tensor in memory at a time."""
         checkpoint = self.model.checkpoint.stored
-        carried.copy(directory)
-        record.notes += [note for note in carried.notes if note not in record.notes]
         write_tokenizer(directory, self._file, self._new)
         for name in FILES[1:]:
             if (file := directory / name).is_file():
@@ -295,10 +281,7 @@ class ShrinkingVocabulary:
     def _measure(self, run: Run, name: str, model: StreamedModel, windows: Windows) -> None:
         """Measures the perplexity of ``model`` on this process's share of ``windows``, for the record of all."""
         own = windows.of(run.world.share(torch.arange(len(windows.tokens))))
-        self.record.perplexity[name] = model.perplexity(
-            own, lambda i, _: run.progress.stage(i - 1, "perplexity", 1), run.world
-        )
-        run.clock.lap("perplexity")
+        self.record.perplexity[name] = run.perplexity(model, own, shared=True)
 
 
 def _named_tokens(directory: Path) -> dict[int, Path]:

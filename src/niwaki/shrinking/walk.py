@@ -15,7 +15,6 @@ from niwaki.errors import named
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.unit_removal import remove_units
 from niwaki.models.block import DecoderBlock
-from niwaki.models.device import peak_memory
 from niwaki.models.extra import generation_without_drafts
 from niwaki.models.fit import Fit, samples_to_fit
 from niwaki.models.hidden_states import HiddenStates
@@ -76,7 +75,7 @@ class Removing:
         kinds = self.combinations.kinds if self.combinations else self.columns
         run.progress.begin(record, depth, (depth - count) * len(kinds) + mixed)
         if heldout and measure_before and "before" not in record.perplexity:
-            self._measure("before", model, heldout)
+            record.perplexity["before"] = run.perplexity(model, heldout, shared=True)
         plan = self._planned(windows, count)
         self._importance = plan.importance
         if self.combinations:
@@ -87,13 +86,11 @@ class Removing:
         left, outside = self.tensors.left, self.tensors.outside
         shards = None
         if place and carried:
-            place.clear([])
-            carried.copy(place.directory)
-            record.notes += [note for note in carried.notes if note not in record.notes]
+            output = run.begin_output(carried)
             if any(each.is_draft for each in left):
-                generation_without_drafts(place.directory)
-            write_config(place.directory, configuration(model, kept, self.removals, left), record)
-            shards = Shards(place.directory)
+                generation_without_drafts(output)
+            write_config(output, configuration(model, kept, self.removals, left), record)
+            shards = Shards(output)
         directory = run.world.received(place.directory if place else None) or Path()
         smaller_modules = smaller_blocks(model, directory, kept, self.removals)
         if shards:
@@ -109,7 +106,7 @@ class Removing:
         check_outputs(smaller, states)
         run.clock.lap("check")
         if heldout:
-            self._measure("after", smaller, heldout)
+            record.perplexity["after"] = run.perplexity(smaller, heldout, shared=True)
         before, others = self.tensors.parameters(model, []), numbers(model.checkpoint, outside)
         after = numbers(smaller.checkpoint, smaller.checkpoint.entries)
         removed = 1 - (after - others) / (before - others)
@@ -117,7 +114,6 @@ class Removing:
         heads, neurons, experts = (self.removed[kind] for kind in ("heads", "neurons", "experts"))
         gone = plan.influence, plan.dropped, heads, neurons, experts
         record.structure = StructureRecord(parameters, removed, *gone, combinations=plan.tried)
-        record.peak_memory = peak_memory(model.device)
 
     def _note_zeros(self) -> None:
         """Says, of a model that was pruned, that fits make other numbers of its zeros."""
@@ -134,10 +130,7 @@ class Removing:
         model, effort, record, run = self.model, self.effort, self.record, self.run
         removed = self.columns, count, self.combinations
         return kept_once(
-            run,
-            ShrinkPlan.load,
-            lambda: planned(model, effort, windows.tokens, windows.bos, *removed, record, run),
-            ShrinkPlan.save,
+            run, ShrinkPlan, lambda: planned(model, effort, windows.tokens, windows.bos, *removed, record, run)
         )
 
     def _walk(self, samples: Tensor, smaller: dict[int, nn.Module], shards: Shards | None) -> HiddenStates:
@@ -345,13 +338,6 @@ class Removing:
         self.record.matrices.append(record)
         self.run.progress.solved(record)
         self.run.clock.lap("solve")
-
-    def _measure(self, name: str, model: StreamedModel, heldout: Windows) -> None:
-        """Measures the perplexity of ``model`` on this process's share of ``heldout``, for the record of all."""
-        run = self.run
-        measured = model.perplexity(heldout, lambda i, _: run.progress.stage(i - 1, "perplexity", 1), run.world)
-        self.record.perplexity[name] = measured
-        run.clock.lap("perplexity")
 
 
 def _put(block: DecoderBlock, weights: dict[str, Tensor]) -> None:

@@ -6,21 +6,17 @@ own answers a model keeps most of its skills where it loses half of them with we
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from huggingface_hub import cached_assets_path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from niwaki.cache import cached_directory, read_cached, write_cached
 from niwaki.checkpoints.tensors import read_json
-from niwaki.errors import CalibrationError, CheckpointError, first_line
-from niwaki.files import output_errors, replace_file
+from niwaki.errors import CalibrationError, CheckpointError, NiwakiError, first_line
 from niwaki.layer.products import products
 from niwaki.models.generation import Sampling, at_a_time, continued, for_writing
 from niwaki.models.processes import World
@@ -195,9 +191,8 @@ class _Writer(contextlib.ExitStack):
             )
         model = [self.model.checkpoint.fingerprint(), str(self.model.dtype), self.model.device.type, versions()]
         asked = [self.prompts, self.length, self._together, self.seed, self.ends, str(self.sampling), model]
-        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
         try:
-            self._place = cached_assets_path("niwaki", "answers", key)
+            self._place = cached_directory("answers", asked)
         except (OSError, ValueError) as error:
             self._unkept(error)
 
@@ -216,9 +211,8 @@ class _Writer(contextlib.ExitStack):
             kept = self._written(number, [self.prompts[i] for i in which], progress)
             if self._place:
                 try:
-                    with output_errors(self._place):
-                        replace_file(self._place / f"{number}.json", json.dumps(kept) + "\n")
-                except Exception as error:  # answers that are not kept are written again some time
+                    write_cached(self._place / f"{number}.json", kept)
+                except NiwakiError as error:  # answers that are not kept are written again some time
                     self._unkept(error)
         return [
             _Answer(i, tokens, bool(tokens) and tokens[-1] in self.ends) for i, tokens in zip(which, kept, strict=True)
@@ -227,13 +221,11 @@ class _Writer(contextlib.ExitStack):
     def _kept(self, number: int, which: list[int]) -> list[list[int]] | None:
         """The answers of an earlier run, where they are what this one writes there."""
         known = self.model.config.get_text_config().vocab_size
-        if self._place is not None:
-            with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
-                answers = msgspec.json.decode((self._place / f"{number}.json").read_bytes(), type=list[list[int]])
-                fit = all(len(answer) <= self.length for answer in answers)
-                if len(answers) == len(which) and fit and all(0 <= t < known for answer in answers for t in answer):
-                    return answers
-        return None
+        answers: Any = read_cached(self._place / f"{number}.json", list[list[int]]) if self._place else None
+        if answers is None or len(answers) != len(which):
+            return None
+        fit = all(len(answer) <= self.length and all(0 <= t < known for t in answer) for answer in answers)
+        return answers if fit else None
 
     def _written(self, number: int, prompts: list[list[int]], progress: Progress) -> list[list[int]]:
         width = max(map(len, prompts))
