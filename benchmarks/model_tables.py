@@ -307,19 +307,21 @@ def by_hand(*records: Any) -> Lines:
             nats = {cell["recipe"]: _mean_above(cell, whole) for cell in cells}
             own, own_nats = next(cell for cell in cells if cell["recipe"] == "compress"), nats.pop("compress")
             best = min(nats, key=lambda recipe: nats[recipe])
+            (beside,) = [cell for cell in others if cell["recipe"] == best]
+            pooled = [[loss for losses in cell["losses"].values() for loss in losses] for cell in (own, beside)]
+            difference, error = paired(*pooled)
             shown = [f"{own['stages'][0]}, {own['stages'][1]}", f"{own_nats:.4f}", str(len(others))]
-            shown += [best, f"{nats[best]:.4f}", f"{own_nats / nats[best]:.2f}"]
+            shown += [f"{best}: {nats[best]:.4f}", f"{difference:+.4f} ±{error:.4f}"]
             for kind in ("for all", "zeros"):
                 alike = [value for recipe, value in nats.items() if kind in recipe]
                 shown.append(f"{min(alike):.4f}" if alike else "")
             rows.append([made["model"].replace("model", "embedded"), f"{size:g}", *shown])
     kinds = ["best with the same bits for all", "best with zeros"]
-    texts = f"{made['text_samples']} windows of each of {', '.join(whole['losses'])}"
     return [
-        *markdown(["model", "size", "compress", "nats", "tried", "best of them", "nats", "ratio", *kinds], rows),
+        *markdown(["model", "size", "compress", "nats", "tried", "best of them", "difference", *kinds], rows),
         "",
-        f"Calibrated on books; nats a token above the dense model, means over {texts}. A ratio below 1: compress lost "
-        "less than all that were tried.",
+        "Calibrated on books; nats a token above the dense model, on 16 windows of each of four texts (SmolLM2-135M) "
+        "and 64 of books (embedded model). The difference is that of compress from the best, window by window.",
     ]
 
 

@@ -175,7 +175,7 @@ def test_a_grid_and_an_export(model: Path, tmp_path: Path, niwaki_: Command) -> 
     out, packed = tmp_path / "out", tmp_path / "packed"
     ran = niwaki_("prune", model, out, "--sparsity", "0.5", "--quantize", "int4:16", *SMALL)
     assert (ran.code, ran.err) == (0, "")
-    assert re.search(r"^grid +int4:16: error 0\.\d+ before rounding, 0\.\d+ after; ", ran.out, re.M)
+    assert re.search(r"^grid of the weights +int4:16: error 0\.\d+ before rounding, 0\.\d+ after; ", ran.out, re.M)
     ran = niwaki_("export", out, packed)
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.split() == ["written", "to", str(packed)]

@@ -390,7 +390,7 @@ def test_the_card_says_what_it_is(tmp_path: Path) -> None:
     card = (tmp_path / "out" / "README.md").read_text()
     assert "each made the product of two sparse factors" in card
     assert "Zeros are stored" not in card
-    assert "weights that the factors have fewer" in card
+    assert "fewer weights" in card
 
 
 def test_factors_that_do_not_fit() -> None:

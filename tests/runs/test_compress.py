@@ -85,7 +85,7 @@ def test_as_many_parameters_stay_as_lose_least(model: Path) -> None:
     assert plan.way.nats is not None
 
 
-def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same call finds what an earlier one kept; another text is looked at."""
     looked: list[int] = []
 
@@ -98,7 +98,8 @@ def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch)
     first, second = (plan_compression(model, 0.3, calibration=text, compute=CPU) for _ in range(2))
     assert first == second
     assert len(looked) == 1
-    plan_compression(model, 0.3, calibration=text[1:], compute=CPU)
+    monkeypatch.setattr("niwaki.pruning.mixed_bits.examined", look)  # by which the run itself would look again
+    niwaki.compress(model, tmp_path / "out", 0.36, calibration=text[1:], compute=CPU, measurement=None)
     assert len(looked) == 2
 
 

@@ -20,7 +20,7 @@ from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.linalg import STRIP
 from niwaki.layer.patterns import Unstructured
 from niwaki.layer.problem import LayerProblem
-from niwaki.layer.products import products
+from niwaki.layer.products import has_tf32, products
 from niwaki.layer.rounding import to_nearest
 from niwaki.layer.solvers import Wanda
 from niwaki.models.ends import embedding_keys
@@ -129,7 +129,7 @@ def foresee(
         model = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
         text = with_answers(model, calibration, compute.budget, world, progress)
         tokens = Texts.read(model, text, Measurement(samples=0)).windows.tokens
-        own, tf32 = world.share(tokens), compute.tf32
+        own, tf32 = world.share(tokens), compute.tf32 if has_tf32(model.device) else "never"
         place = _place_of(model, grid, ends, tokens, tf32) if world.first else None
         found = world.received(_kept(place))
         if found is None:
