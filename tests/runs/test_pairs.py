@@ -118,7 +118,7 @@ def test_weights_go_on_a_grid(some: str, tmp_path: Path) -> None:
 def test_healing_comes_nearer_to_the_dense_model(
     dense: Path, pruned: Path, kind: str, method: HealingMethod, tmp_path: Path
 ) -> None:
-    if kind not in ("t5", "whisper") and method != "full":
+    if method != "full" and kind != "t5" and (kind, method) != ("whisper", "blocks"):
         pytest.skip("much the same in all")
     healed, given = tmp_path / "healed", {"tokens": 2000, "rate": 3e-3, **text(kind)}
     record = niwaki.heal(pruned, healed, teacher=dense, method=method, **given)
