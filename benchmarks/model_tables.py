@@ -248,7 +248,7 @@ def recipes(made: Any) -> Lines:
     """Nats a token above the dense model for each size: the recipe of compress, and the best of the others."""
     (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
     texts, rows = list(whole["losses"]), []
-    for size in dict.fromkeys(cell["size"] for cell in made["cells"] if cell["size"] < 1):
+    for size in sorted({cell["size"] for cell in made["cells"] if cell["size"] < 1}, reverse=True):
         cells = [cell for cell in made["cells"] if cell["size"] == size]
         cells.sort(key=lambda cell: _mean_above(cell, whole))
         zeros = next((cell for cell in cells if "zeros" in cell["recipe"]), None)
@@ -299,7 +299,7 @@ def by_hand(*records: Any) -> Lines:
     rows = []
     for made in records:
         (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
-        for size in dict.fromkeys(cell["size"] for cell in made["cells"] if cell["size"] < 1):
+        for size in sorted({cell["size"] for cell in made["cells"] if cell["size"] < 1}, reverse=True):
             cells = [cell for cell in made["cells"] if cell["size"] == size]
             others = [cell for cell in cells if cell["recipe"] != "compress"]
             if len(others) < _A_FEW:
@@ -315,7 +315,7 @@ def by_hand(*records: Any) -> Lines:
             for kind in ("for all", "zeros"):
                 alike = [value for recipe, value in nats.items() if kind in recipe]
                 shown.append(f"{min(alike):.4f}" if alike else "")
-            rows.append([made["model"].replace("model", "embedded"), f"{size:g}", *shown])
+            rows.append([made["model"], f"{size:g}", *shown])
     kinds = ["best with the same bits for all", "best with zeros"]
     return [
         *markdown(["model", "size", "compress", "nats", "tried", "best of them", "difference", *kinds], rows),

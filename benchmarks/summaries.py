@@ -12,7 +12,7 @@ def overview(made: Any, measured: Any) -> Lines:
     (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
     speeds = {cell["size"]: cell["tokens_per_second"] for cell in measured["cells"]}
     texts, rows = list(whole["losses"]), []
-    for cell in made["cells"]:
+    for cell in sorted(made["cells"], key=lambda cell: -cell["size"]):
         if cell["recipe"] not in ("dense", "compress"):
             continue
         lost = [paired(cell["losses"][text], whole["losses"][text])[0] for text in texts]
