@@ -147,7 +147,7 @@ class _Bench:
             out = Path(scratch) / "out"
             done = niwaki.run(self.dense.checkpoint.path, out, stages, calibration=self.books, measurement=None)
             size = sum(file.stat().st_size for kind in ("safetensors", "gguf") for file in out.glob(f"*.{kind}"))
-            seconds = sum(stage.seconds for stage in done.stages)
+            seconds = done.seconds.get("total", 0.0)
             words = [f"{stage.name} {stage}".strip() for stage in stages]
             self._measure(out, **cell, stages=words, bytes=size, seconds=seconds)
 

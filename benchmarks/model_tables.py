@@ -41,21 +41,34 @@ def _default_solver(made: Any) -> str:
     )
 
 
-def small(made: Any, measured: Any) -> Lines:
+#: Of the models for llama.cpp and for transformers, those that README's table has.
+_FOR_LLAMA_CPP, _PARAMETERS = 0.45, 0.9
+
+
+def small(made: Any, measured: Any, others: Any) -> Lines:
     """README's: what compress makes of a model, in words that people know."""
     found = {cell["size"]: cell for cell in made["cells"] if cell["recipe"] in ("dense", "compress")}
     speeds = {cell["size"]: cell["tokens_per_second"] for cell in measured["cells"]}
     rows = []
-    for size in sorted(speeds, reverse=True):
-        cell, name = found[size], "the model, in transformers" if size == 1 else f"`--size {size:g}`"
+
+    def add(name: str, cell: Cell, speed: str) -> None:
         perplexities = [f"{exp(fmean(cell['losses'][text])):.1f}" for text in ("wikitext2", "books")]
-        rows.append([name, f"{cell['bytes'] / 2**20:.0f} MiB", *perplexities, f"{speeds[size]:.0f}"])
+        rows.append([name, f"{cell['bytes'] / 2**20:.0f} MiB", *perplexities, speed])
+
+    for size in sorted(speeds, reverse=True):
+        name = "the model, in transformers" if size == 1 else f"`--size {size:g}`"
+        add(name, found[size], f"{speeds[size]:.0f}")
+    for cell in others["cells"]:
+        if cell.get("size") == _FOR_LLAMA_CPP:
+            add(f"`--size {cell['size']:g} --for llama.cpp`", cell, "")
+        elif cell.get("parameters") == _PARAMETERS:
+            add(f"`--parameters {cell['parameters']:g}`, in transformers", cell, "")
     return [
         *markdown(["SmolLM2-135M", "size", "perplexity, WikiText-2", "perplexity, books", "tokens a second"], rows),
         "",
         f"Calibrated on {made['samples']} x {made['length']} tokens of other books, measured on "
         f"{made['text_samples']} x {made['length']} of each text (lower is better); {measured['machine']}. "
-        "`python benchmarks/compress.py recipes` and `speeds` measure it again ([beside other recipes of these "
+        "`python benchmarks/compress.py recipes`, `programs` and `speeds` measure it again ([beside other recipes of these "
         "sizes](docs/compress.md#beside-other-recipes)).",
     ]
 

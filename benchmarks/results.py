@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 #: Between which marks of which file each table goes, and the records that it is made from.
 TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
-    ("README.md", "small", model_tables.small, ("compress", "compress_speed")),
+    ("README.md", "small", model_tables.small, ("compress", "compress_speed", "compress_programs")),
     ("docs/benchmarks.md", "figure1", tables.figure1, ("error_time",)),
     ("docs/benchmarks.md", "figure2", tables.figure2, ("figure2",)),
     ("docs/benchmarks.md", "layer_error", tables.layer_error, ("layer_error",)),
