@@ -19,11 +19,11 @@ from niwaki.errors import NiwakiError, UnsupportedModelError
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.linalg import STRIP
 from niwaki.layer.patterns import Unstructured
-from niwaki.layer.problem import LayerProblem
+from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.products import has_tf32, products
-from niwaki.layer.rounding import to_nearest
+from niwaki.layer.rounding import onto_grid, to_nearest
 from niwaki.layer.solvers import Wanda
-from niwaki.models.ends import embedding_keys
+from niwaki.models.ends import embedding_keys, head_gram
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
@@ -40,6 +40,7 @@ from niwaki.pruning.mixed_bits import (
     foreseen,
     remembered_costs,
 )
+from niwaki.pruning.request import rounds_to_nearest
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
 from niwaki.runs import duration
@@ -49,16 +50,18 @@ from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 
 #: Goes up when anything else is foreseen of the same model: what earlier ones kept is not read then.
-_VERSION = 1
-#: On how many tokens predictions are compared.
-_COMPARED = 512
+_VERSION = 2
+#: On about how many tokens predictions are compared.
+_COMPARED = 1024
 #: Shares of zeros and of neurons of which the cost is measured.
 _ZEROS, _NEURONS = (0.2, 0.35, 0.5, 0.65, 0.8), (0.05, 0.1, 0.2, 0.35, 0.5)
 #: What makes the zeros.
 _SOLVER = Wanda()
 #: What is left of each cost by what the stages fit on the text afterwards, on text of the same kind; of bits it is in
 #: the cost already.
-_LEFT = {"zeros": 0.65, "ends": 0.26, "neurons": 1.0}
+_LEFT = {"zeros": 0.65, "neurons": 1.0}
+#: Rows of the head that stand for all.
+_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class Foresight:
 
     def of_ends(self, bits: int) -> float:
         """Embeddings and head of so many bits."""
-        return _LEFT["ends"] * self.ends[bits]
+        return self.ends[bits]
 
     def of_neurons(self, share: float) -> float | None:
         """A share of the neurons removed from each block; None where that is not known, or more than was measured."""
@@ -113,12 +116,12 @@ def foresee(
     compute: Compute,
     progress: Progress,
 ) -> Foresight:
-    """Looks at the model in two passes forward and one backward over a little of the calibration text.
+    """Looks at the model in two and a half passes forward and one backward over a little of the calibration text.
 
     Bits are the :attr:`.Grid.choices` of ``grid``, and those of embeddings and head the ``ends``. Squared errors of the
     outputs of matrices count by how sensitive the loss is to each of them (:func:`.sensitivities`): those of numbers of
     the grid (:func:`.costs_of_bits`), of zeros as Wanda chooses them, and of the neurons that add least to the outputs.
-    What rounding the head costs is measured: the divergence of its predictions. Memory: one block, or the head.
+    What rounding embeddings and head costs is measured: the divergence of predictions. Memory: one block, or the head.
 
     Raises:
         UnsupportedModelError: the model has no head, or embeddings that are no matrices.
@@ -137,7 +140,7 @@ def foresee(
             operations = duration.looking(model, min(EXAMINED, tokens.numel()))
             progress.estimate(operations / (world.size * duration.products_per_second(model.device)))
             with products(tf32=False):
-                costs = examined(model, own, tf32, world, progress, looking.at_matrix, looking.at_head)
+                costs = examined(model, own, tf32, world, progress, looking.at_matrix, looking)
             found = _sum_of(costs, world.received(looking.ends))
             if place:
                 with contextlib.suppress(NiwakiError):  # it only takes longer the next time
@@ -193,6 +196,7 @@ class _Looking:
     def __init__(self, model: StreamedModel, grid: Grid, ends: Sequence[int]) -> None:
         self._model, self._grid = model, grid
         self._neurons = _neuron_matrices(model)
+        self._of_scales = scale_dtype(model.checkpoint.dtype(embedding_keys(model)[-1]))
         #: By bits of the embeddings and the head.
         self.ends = dict.fromkeys(ends, 0.0)
 
@@ -209,25 +213,70 @@ class _Looking:
             neurons = tuple(cost(W.index_fill(1, columns, 0.0)) for columns in removed)
         return _Costs(cost_of_bits(self._grid, looked), zeros, neurons)
 
-    def at_head(self, states: HiddenStates) -> None:
-        """What rounding the head costs, by the divergence of predictions for some tokens."""
-        model, key = self._model, embedding_keys(self._model)[-1]
-        dtype = scale_dtype(model.checkpoint.dtype(key))
-        group = self._grid.group
+    def changed(self, tokens: Tensor, budget: MemoryBudget) -> list[HiddenStates]:
+        """The first block's inputs with embeddings of each number of bits."""
+        tokens = tokens[: max(1, _COMPARED // tokens.shape[1])]
+        found, embeddings = [], self._model.model.get_input_embeddings()
+        for bits in self.ends:
+            # What it gives are rows of the table, each of which has scales of its own.
+            hook = embeddings.register_forward_hook(lambda _, __, rows, bits=bits: self._rounded(rows, bits))
+            try:
+                found.append(self._model.embed(tokens, budget=budget))
+            finally:
+                hook.remove()
+        return found
+
+    def see(self, halves: list[HiddenStates], changed: list[HiddenStates]) -> None:
+        """What rounding embeddings and head costs, by the divergence of predictions for some tokens.
+
+        It is measured for numbers that are rounded to the nearest, in the head and before the first block, and each of
+        the two counts as much as what is fitted leaves of its squared errors.
+        """
+        model, tokens = self._model, changed[0].tokens[0]
+        weight = self._head()
         with model.last_states() as normed:
-            x = normed(states.hidden[0], states.tokens[0]).flatten(0, 1).float()
-            x = x[:: math.ceil(len(x) / _COMPARED)]
-            weight = model.model.get_output_embeddings().weight
-            logits = {bits: list[Tensor]() for bits in (0, *self.ends)}
-            for rows in weight.split(STRIP):
-                W = rows.float()
-                logits[0].append(x @ W.T)
-                for bits in self.ends:
-                    logits[bits].append(x @ to_nearest(W, Grid(bits, group), dtype)[0].T)
-        dense = torch.cat(logits.pop(0), dim=1).log_softmax(-1)
-        for bits, parts in logits.items():
-            rounded = torch.cat(parts, dim=1).log_softmax(-1)
-            self.ends[bits] = float((dense.exp() * (dense - rounded)).sum(-1).mean())
+            ends = [halves[-1].hidden[0][: len(tokens)], *(each.hidden[0] for each in changed)]
+            dense, *inputs = (normed(each, tokens).flatten(0, 1).float() for each in ends)
+        expected = self._predictions(dense, weight)
+        grams = [head_gram(model, each) for each in (halves[0], halves[-1])]
+        for bits, x in zip(self.ends, inputs, strict=True):
+            of_head, before = self._left(weight, bits, *grams)
+            for share, found in (
+                (of_head, self._predictions(dense, weight, bits)),
+                (before, self._predictions(x, weight)),
+            ):
+                self.ends[bits] += share * float((expected.exp() * (expected - found)).sum(-1).mean())
+
+    def _head(self) -> Tensor:
+        """(tokens, width) of the head, which is the table of embeddings where these are tied."""
+        value = self._model.checkpoint.read(embedding_keys(self._model)[-1])
+        return value.to(self._model.device)
+
+    def _predictions(self, x: Tensor, weight: Tensor, bits: int = 0) -> Tensor:
+        """(count, tokens) logarithms, of a head of so many bits or of none but its own."""
+        parts = (rows.float() for rows in weight.split(STRIP))
+        logits = [x @ (self._rounded(rows, bits) if bits else rows).T for rows in parts]
+        return torch.cat(logits, dim=1).log_softmax(-1)
+
+    def _left(self, weight: Tensor, bits: int, first: Gram, other: Gram) -> tuple[float, float]:
+        """What fitting some rows of the head to its inputs leaves of squared errors: of its outputs, and of the rows.
+
+        The latter are those of embeddings, where they are tied. What is fitted to the first half counts on the other.
+        """
+        if rounds_to_nearest(grid := Grid(bits, self._grid.group), None):
+            return 1.0, 1.0
+        W = weight[:: math.ceil(len(weight) / _ROWS)].float()
+        problem, counted = LayerProblem(W, first), LayerProblem(W, other)
+        kept = torch.ones_like(W, dtype=torch.bool)
+        fitted = onto_grid(problem, problem.solution(W, kept), grid, self._of_scales)[0].W
+        nearest = self._rounded(W, bits)
+        tied = len(embedding_keys(self._model)) == 1
+        before = float((fitted - W).square().sum() / (nearest - W).square().sum()) if tied else 1.0
+        return counted.loss(fitted) / counted.loss(nearest), before
+
+    def _rounded(self, rows: Tensor, bits: int) -> Tensor:
+        grid = Grid(bits, self._grid.group)
+        return to_nearest(rows.flatten(0, -2).float(), grid, self._of_scales)[0].to(rows.dtype).view_as(rows)
 
 
 def _neuron_matrices(model: StreamedModel) -> frozenset[Place]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.sensitivity import measured, pilot_of
+from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.runs.session import remembered
@@ -74,6 +75,16 @@ class Looked:
         return W, lambda What: scale * problem.loss(What * roots)
 
 
+class AtEnd(Protocol):
+    """What else is looked at with the same passes."""
+
+    def changed(self, tokens: Tensor, budget: MemoryBudget) -> list[HiddenStates]:
+        """The first block's inputs for some of the first of ``tokens`` (samples, length), otherwise than they are."""
+
+    def see(self, halves: list[HiddenStates], changed: list[HiddenStates]) -> None:
+        """Receives them after the last block, and those of the text itself in two halves, or one."""
+
+
 def examined(
     model: StreamedModel,
     samples: Tensor,
@@ -81,11 +92,11 @@ def examined(
     world: World,
     progress: Progress,
     examine: Callable[[Looked], T],
-    at_end: Callable[[HiddenStates], None] | None = None,
+    at_end: AtEnd | None = None,
 ) -> dict[Place, T]:
     """What ``examine`` makes of each matrix of ``model``, by some of this process's ``samples`` (count, length) int64.
 
-    ``at_end`` receives hidden states after the last block. Cost: two forward passes and one backward.
+    Cost: two forward passes and one backward, and those of ``at_end``.
     """
     share = min(1.0, EXAMINED / sum(world.collected(samples.numel())))
     pilot = pilot_of(samples, share, world)
@@ -95,6 +106,7 @@ def examined(
     count = len(model.blocks) if at_end else last + 1
     with model.budget.lent() as budget:
         halves = [model.embed(half, budget=budget) for half in (pilot[::2], pilot[1::2]) if len(half)]
+        changed = at_end.changed(halves[-1].tokens[0], budget) if at_end else []
         for block in islice(model.stream(), count):
             progress.stage(block.index, "allocation", sum(len(half.hidden) for half in halves))
             if block.index <= last:
@@ -103,10 +115,10 @@ def examined(
                         importance = sensitivity[block.index][matrix.name]
                         found[matrix.place] = examine(Looked(block, matrix, grams[0], grams[-1], importance))
             if block.index < count - 1 or at_end:
-                for half in halves:
-                    block.advance(half)
+                for states in (*halves, *changed):
+                    block.advance(states)
         if at_end:
-            at_end(halves[-1])
+            at_end.see(halves, changed)
     return world.received(found)
 
 
