@@ -189,7 +189,7 @@ def time(
 
     The claims: ADMM-Grad's 20 steps take at most 1.5 times as long as 20 plain products of that size, and ADMM-Grad and
     continuation reach 70 % of the rate of plain products from 2,048 on. Products and solvers alternate, and the medians
-    of their times are compared. The share is solver.flops (products and factorisations) over time, over the rate of the
+    of their times are compared. The share is solver.flops (products and factorizations) over time, over the rate of the
     products of the same round. The matrices are synthetic: heavy-tailed weights, correlated inputs.
     """
     parsed, results = parse_pattern(pattern), []

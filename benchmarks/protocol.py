@@ -1,4 +1,4 @@
-"""The embedded model on the reference protocol: the paper's experiments, quantisation and structured pruning.
+"""The embedded model on the reference protocol: the paper's experiments, quantization and structured pruning.
 
     python benchmarks/protocol.py compare --record benchmarks/results/protocol.json
     python benchmarks/protocol.py compare --experiment table2 --record benchmarks/results/table2.json

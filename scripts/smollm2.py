@@ -87,7 +87,7 @@ def convert(wheel: Path, place: Path) -> None:
     print("converting it to bfloat16")
     folder, file = (place / GGUF).parent, Path(GGUF).name
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32, trust_remote_code=False)
-    # A fresh model of the same configuration: what was read keeps marks of the quantised file.
+    # A fresh model of the same configuration: what was read keeps marks of the quantized file.
     config = LlamaConfig(**{key: getattr(read.config, key) for key in KEPT}, dtype="bfloat16")
     model = LlamaForCausalLM(config)
     model.load_state_dict({key: value.bfloat16() for key, value in read.state_dict().items()}, assign=True)

@@ -11,7 +11,7 @@ same machine gives the same bytes again. Something larger, for a GPU (23 M param
     python scripts/train_reference.py TEXT OUT --hidden 448 --blocks 8 --mlp 1216 --heads 7 \
         --vocab 8192 --context 512 --tokens 200000000 --lr 1e-3
 
-With --architecture qwen3 two heads share keys and values, queries and keys are normalised, and the head is not the
+With --architecture qwen3 two heads share keys and values, queries and keys are normalized, and the head is not the
 embedding: what a method is tried on that was tuned on the reference model. With --architecture qwen3_moe each MLP is
 a mixture of experts of --mlp neurons each: what removing experts is tried on.
 

@@ -144,7 +144,7 @@ EFFORTS: dict[str, Effort] = {
 DEFAULT_EFFORT = "balanced"
 #: Methods as they were published.
 PLAIN_EFFORT = "fast"
-#: Of quantising alone: weights go to the nearest numbers of the grid, and no text is read.
+#: Of quantizing alone: weights go to the nearest numbers of the grid, and no text is read.
 NO_EFFORT = "none"
 #: Of what is left of a smaller model, which is fitted to more text than zeros are: docs/structured.md.
 SHRINK_EFFORT = "balanced:synthetic=0.5"

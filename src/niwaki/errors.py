@@ -54,7 +54,7 @@ class TaskError(NiwakiError):
 
 
 class NumericalError(NiwakiError):
-    """A number is NaN or infinite, or a matrix cannot be factorised."""
+    """A number is NaN or infinite, or a matrix cannot be factorized."""
 
 
 class OutputError(NiwakiError):

@@ -194,7 +194,7 @@ class Compute(_Options):
         dtype: Compute dtype of the blocks: "float32", "bfloat16" or "float16"; "auto" is float32 on a CPU and the
             checkpoint's own on a GPU. Gram matrices and solvers always use float32.
         tf32: When a GPU may round the factors of float32 products to TF32: "auto" for Gram matrices of half-precision
-            activations, which it leaves exact; "always" for all products; or "never". Factorisations and inverses never
+            activations, which it leaves exact; "always" for all products; or "never". Factorizations and inverses never
             use it.
         max_memory: Memory limit of the process, in bytes or as text such as "8GiB"; hidden states beyond it are spilled
             to disk, in the system's temporary directory. None for no limit.

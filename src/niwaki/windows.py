@@ -19,7 +19,7 @@ class Windows:
         tokens: (windows, length) int64.
         source: Name of the text, as it was given.
         order: ``first`` or ``random``.
-        origin: In words, which text it is, how it was tokenised and which of its windows these are; "" for given
+        origin: In words, which text it is, how it was tokenized and which of its windows these are; "" for given
             tokens.
         notes: Further notes for the record.
         bos: The token that texts begin with in this model; None if there is none, or if it is not known.

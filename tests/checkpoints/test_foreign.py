@@ -151,7 +151,7 @@ Q = "model.layers.0.self_attn.q_proj"
         (with_more(f"{Q}.weight.absmax"), ["bitsandbytes"]),
         (with_more(f"{Q}.SCB"), ["bitsandbytes"]),
         (with_more(f"{Q}.weight_packed"), ["compressed-tensors"]),
-        (with_more(f"{Q}.x", quantization_config={"quant_method": "awq"}), ["quantised (awq)", "prune the original"]),
+        (with_more(f"{Q}.x", quantization_config={"quant_method": "awq"}), ["quantized (awq)", "prune the original"]),
     ],
 )
 def test_weights(model: Path, make: Callable[[Path], None], expected: list[str]) -> None:

@@ -205,7 +205,7 @@ def _edit(**changes: object) -> Callable[[Path], None]:
             _edit(model_type="t5", architectures=["T5Model"], is_encoder_decoder=True),
             "lacks 'shared.weight'",
         ),
-        (_edit(quantization_config={"quant_method": "gptq"}), "is quantised"),
+        (_edit(quantization_config={"quant_method": "gptq"}), "is quantized"),
         (_edit(num_hidden_layers=4), "lacks 'model.layers.2."),
         (_edit(intermediate_size=64), "has shape (48, 32)"),
         (_edit(hidden_act="sillu"), "sillu"),

@@ -229,8 +229,8 @@ def test_tasks_of_the_harness(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     first = {task: by_metric(found, task)["acc"] for task in SEVEN}
     assert first["boolq"].version == "2.0"
     assert {score.version for task, score in first.items() if task != "boolq"} == {"1.0"}
-    normalised = {score.task for score in found.scores if score.metric == "acc_norm"}
-    assert normalised == {"hellaswag", "arc_easy", "arc_challenge", "openbookqa", "which-follows"}
+    normalized = {score.task for score in found.scores if score.metric == "acc_norm"}
+    assert normalized == {"hellaswag", "arc_easy", "arc_challenge", "openbookqa", "which-follows"}
     prompts = {
         "boolq": ("Snow is white.\nQuestion: is snow white?\nAnswer:", ["no", "yes"], 1),
         "rte": ("He ran home.\nQuestion: He ran. True or False?\nAnswer:", ["True", "False"], 0),

@@ -84,7 +84,7 @@ def as_described(
             if not here.any():
                 continue
             if t:
-                # The minimiser of the objective with rho / 2 |W - Z + U|^2.
+                # The minimizer of the objective with rho / 2 |W - Z + U|^2.
                 W_all = torch.linalg.solve(H + rho * I, W0 @ H + rho * (Z - U), left=False)
                 new[:, here] = (W_all + (solver.relaxation - 1) * (W_all - Z))[:, here]
             scores[:, here] = (new + rho / gamma * U).abs()[:, here]

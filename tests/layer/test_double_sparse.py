@@ -171,7 +171,7 @@ def test_fewer_zeros_and_more_rounds_are_better() -> None:
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "up_proj", "down_proj"])
 def test_it_is_better_than_one_matrix_of_the_same_bytes(name: str, demo: PreTrainedModel) -> None:
-    """With matrices and inputs of a real model; there is nothing to factorise in random ones."""
+    """With matrices and inputs of a real model; there is nothing to factorize in random ones."""
     layer = next(module for path, module in demo.named_modules() if ".2." in path and path.endswith(name))
     seen: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].flatten(0, -2)))

@@ -376,7 +376,7 @@ def test_scales_that_would_be_negative_stay() -> None:
     assert float(found[0, 1]) == 0.25
 
 
-def test_matrices_with_the_same_inputs_share_a_factorisation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_with_the_same_inputs_share_a_factorization(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
     def counted(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:

@@ -37,7 +37,7 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("damping", [0.0, 0.1, 3.0])
-class TestFactorisations:
+class TestFactorizations:
     """Of a Gram matrix that is positive definite, so that the damping is what was asked for."""
 
     def test_cholesky(self, damping: float, dtype: torch.dtype) -> None:
@@ -75,8 +75,8 @@ def correlated_gram(n: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lapack", [True, False], ids=["lapack", "parts"])
-class TestLargeFactorisations:
-    """Of matrices that are factorised in parts, which some processors do with everything."""
+class TestLargeFactorizations:
+    """Of matrices that are factorized in parts, which some processors do with everything."""
 
     @pytest.fixture(autouse=True)
     def _library(self, monkeypatch: pytest.MonkeyPatch, lapack: bool) -> None:

@@ -48,7 +48,7 @@ def test_goes_to_least_squares(solver: ConjugateGradients | Descent, tolerance: 
     assert solution.error == pytest.approx(relative_error(problem, best), rel=tolerance)
 
 
-def normalised(problem: LayerProblem) -> tuple[Tensor, Tensor, Tensor]:
+def normalized(problem: LayerProblem) -> tuple[Tensor, Tensor, Tensor]:
     """The norms of the inputs, the weights times them, and H with unit diagonal."""
     H = problem.gram.H
     norm = H.diagonal().sqrt()
@@ -57,7 +57,7 @@ def normalised(problem: LayerProblem) -> tuple[Tensor, Tensor, Tensor]:
 
 def residual(problem: LayerProblem, What: Tensor, mask: Tensor, damping: float) -> float:
     """The gradient on the mask at ``What``, relative to that at the start, row by row from the definition."""
-    norm, W, H = normalised(problem)
+    norm, W, H = normalized(problem)
     H = H + damping * torch.eye(len(H), dtype=torch.float64)
     squares = []
     for Z in (What * norm, W * mask):
@@ -72,7 +72,7 @@ class TestConjugateGradients:
     def test_first_steps(self, iterations: int, damping: float, pattern: Pattern) -> None:
         """Hestenes and Stiefel's, row by row, on the rows and columns of H that are kept."""
         problem = make_problem(seed=1)
-        norm, W, H = normalised(problem)
+        norm, W, H = normalized(problem)
         H = H + damping * torch.eye(COLUMNS).double()
         mask = Wanda()(problem, pattern).mask
         expected = torch.zeros_like(W)
@@ -146,25 +146,25 @@ class TestDescent:
     @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
     @pytest.mark.parametrize(("method", "rate"), [("sgd", 0.7), ("adam", 0.05)])
     def test_steps_are_those_of_torch(self, method: Method, rate: float, momentum: float, pattern: Pattern) -> None:
-        """torch's optimisers on the loss over the tokens, with the gradients by autograd."""
+        """torch's optimizers on the loss over the tokens, with the gradients by autograd."""
         X = inputs("correlated", COLUMNS, seed=2)
         problem = LayerProblem(normal(ROWS, COLUMNS, seed=2), gram(X))
-        norm, W, H = normalised(problem)
+        norm, W, H = normalized(problem)
         X = X / norm
         mask = Wanda()(problem, pattern).mask
         Z = torch.nn.Parameter(W * mask)
-        optimiser: torch.optim.Optimizer
+        optimizer: torch.optim.Optimizer
         if method == "adam":
             size = float(W.square().mean().sqrt())
-            optimiser = torch.optim.Adam([Z], lr=rate * size, betas=(momentum, 0.999), eps=1e-8 * size)
+            optimizer = torch.optim.Adam([Z], lr=rate * size, betas=(momentum, 0.999), eps=1e-8 * size)
         else:
             largest = float(torch.linalg.eigvalsh(H)[-1])
-            optimiser = torch.optim.SGD([Z], lr=rate / largest, momentum=momentum)
+            optimizer = torch.optim.SGD([Z], lr=rate / largest, momentum=momentum)
         for _ in range(12):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss = (X @ W.T - X @ (mask * Z).T).square().sum() / (2 * len(X))
             loss.backward()
-            optimiser.step()
+            optimizer.step()
         solution = Descent(method, rate, 12, momentum)(problem, pattern)
         # The largest eigenvalue is an estimate by 30 steps of the power method.
         assert torch.allclose(solution.W, Z.detach() / norm * mask, rtol=0, atol=1e-6)
@@ -183,9 +183,9 @@ class TestDescent:
         problem = make_problem()
         mask = torch.ones(ROWS, COLUMNS, dtype=torch.bool)
         mask[:, 3] = False
-        largest = torch.linalg.eigvalsh(normalised(problem)[2])[-1]
+        largest = torch.linalg.eigvalsh(normalized(problem)[2])[-1]
         kept = [j for j in range(COLUMNS) if j != 3]
-        of_kept = torch.linalg.eigvalsh(normalised(problem)[2][kept][:, kept])[-1]
+        of_kept = torch.linalg.eigvalsh(normalized(problem)[2][kept][:, kept])[-1]
         limit = float(2 * largest / of_kept)
         below, above = (
             Descent("sgd", limit * factor, 2000, momentum=0.0)(problem, Fixed(mask)) for factor in (0.98, 1.02)

@@ -295,12 +295,12 @@ def test_damping_is_reported(solver: SparseGPT | ADMM | Continuation) -> None:
 
 class TestSharing:
     @pytest.mark.parametrize(
-        ("solver", "factorisations"),
+        ("solver", "factorizations"),
         [(SparseGPT(), 1), (ADMM(), 1), (Continuation(), 3), (Continuation(sweeps=1), 2)],
         ids=repr,
     )
-    def test_matrices_with_one_input_share_its_factorisations(
-        self, solver: Solver, factorisations: int, monkeypatch: pytest.MonkeyPatch
+    def test_matrices_with_one_input_share_its_factorizations(
+        self, solver: Solver, factorizations: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         calls = []
         plain = torch.linalg.cholesky_ex
@@ -315,12 +315,12 @@ class TestSharing:
         matrices = [normal(rows, COLUMNS, seed=rows, dtype=torch.float32) for rows in (8, 16, 24)]
         shared = Gram(H, trusted=True)
         together = [solver(LayerProblem(W, shared), Unstructured(0.5)) for W in matrices]
-        assert len(calls) == factorisations
+        assert len(calls) == factorizations
         alone = [solver(LayerProblem(W, Gram(H, shared=False, trusted=True)), Unstructured(0.5)) for W in matrices]
-        assert len(calls) == factorisations * 4
+        assert len(calls) == factorizations * 4
         assert all(map(same_solution, together, alone))
 
-    def test_solvers_with_other_parameters_do_not_get_the_factorisation(self) -> None:
+    def test_solvers_with_other_parameters_do_not_get_the_factorization(self) -> None:
         problem = make_problem()
         shared = Gram(problem.gram.H)
         solvers: list[Solver] = [

@@ -329,10 +329,10 @@ def test_a_model_without_a_list_of_blocks(tmp_path: Path, monkeypatch: pytest.Mo
         stream_of(model)
 
 
-def test_quantised_models(tmp_path: Path) -> None:
+def test_quantized_models(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     edit_json(model / "config.json", quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(UnsupportedModelError, match=r"is quantised .*; prune the original"):
+    with pytest.raises(UnsupportedModelError, match=r"is quantized .*; prune the original"):
         stream_of(model)
 
 

@@ -21,7 +21,7 @@ from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import trainable
 from support.models import linear_inputs, random_tokens, reference, save_model, some_of_each_family
-from support.streams import assert_clean, materialised, prune, save_starved, stream_of
+from support.streams import assert_clean, materialized, prune, save_starved, stream_of
 
 SAMPLES, LENGTH = 5, 20
 
@@ -238,7 +238,7 @@ def test_training(tmp_path: Path, tokens: Tensor, dtype: str, case: str) -> None
             torch.testing.assert_close(value, factor * before[name], rtol=1e-2, atol=1e-4)
         block.advance(states)
         assert states.hidden[0].dtype == computing
-    assert materialised(model.model) == []
+    assert materialized(model.model) == []
 
 
 def test_what_the_block_had_before_training_does_not_change(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from support.models import (
     some_of_each_family,
     weight,
 )
-from support.streams import assert_clean, materialised, memory, save_starved, stream_of
+from support.streams import assert_clean, materialized, memory, save_starved, stream_of
 
 SAMPLES, LENGTH = 5, 20
 
@@ -380,7 +380,7 @@ def test_only_one_block_is_in_memory(of_family: Path, tokens: Tensor) -> None:
     for block in model.stream():
 
         def check(index: int = block.index) -> None:
-            loaded = materialised(model.model)
+            loaded = materialized(model.model)
             assert loaded == [name for name in loaded if name.startswith(model.places[index])]
             assert len(loaded) == len(list(model.blocks[index].parameters()))
 

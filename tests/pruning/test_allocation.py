@@ -124,7 +124,7 @@ def test_owl_stays_above_the_least_sparsity() -> None:
 
 
 def test_blocks_with_more_outliers_stay_denser() -> None:
-    # Densities 0.4 + 0.16 (r - mean) / (max - min), from the paper's own normalisation.
+    # Densities 0.4 + 0.16 (r - mean) / (max - min), from the paper's own normalization.
     found = outlier_ratios([0.01, 0.02, 0.05], [1000, 1000, 1000], 1800)
     mean = (0.01 + 0.02 + 0.05) / 3
     wanted = [1000 * (0.6 - 0.16 * (r - mean) / 0.04) for r in (0.01, 0.02, 0.05)]

@@ -118,7 +118,7 @@ def test_factors_of_every_kind_of_product_are_rounded(name: str) -> None:
         assert torch.equal(product(A.double(), B.double(), C.double()), product(A.double(), B.double(), C.double()))
 
 
-def test_factorisations_are_not_rounded() -> None:
+def test_factorizations_are_not_rounded() -> None:
     H = A @ A.T + torch.eye(6)
     with Rounding(7) as mode:
         L = torch.linalg.cholesky(H)

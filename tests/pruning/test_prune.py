@@ -267,7 +267,7 @@ def test_progress_is_told_everything(model: Path, out: Path, capfd: pytest.Captu
 
 @pytest.mark.parametrize(("solver", "each"), [("sparsegpt", 1), ("admm1", 1), ("continuation", 3)])
 @pytest.mark.slow
-def test_each_distinct_input_is_factorised_once(
+def test_each_distinct_input_is_factorized_once(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, solver: str, each: int
 ) -> None:
     sizes = []

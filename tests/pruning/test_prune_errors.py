@@ -282,7 +282,7 @@ def test_models_that_cannot_be_pruned(tmp_path: Path, model: Path) -> None:
     config = (model / "config.json").read_text()
     for changes, parts in (
         ({"is_encoder_decoder": True}, ("encoder with a decoder", "llama")),
-        ({"quantization_config": {"quant_method": "fp8"}}, ("quantised",)),
+        ({"quantization_config": {"quant_method": "fp8"}}, ("quantized",)),
     ):
         edit_json(model / "config.json", **changes)
         before = listing(tmp_path)

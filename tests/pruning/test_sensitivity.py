@@ -382,7 +382,7 @@ def test_half_precision(tmp_path: Path, dtype: str, factor: float) -> None:
 
 
 def test_gradients_that_grow_from_block_to_block(tmp_path: Path) -> None:
-    """Small hidden states are normalised at first, so gradients grow by as much."""
+    """Small hidden states are normalized at first, so gradients grow by as much."""
 
     def change(model: Any) -> None:
         model.model.embed_tokens.weight *= 2.0**-12
@@ -395,10 +395,10 @@ def test_gradients_that_grow_from_block_to_block(tmp_path: Path) -> None:
             assert abs(total(one, name) / total(other, name) - 1) < 0.1, name
 
 
-def test_the_normalisation_is_exact() -> None:
+def test_the_normalization_is_exact() -> None:
     for largest, exponent in ((1.0, 1), (0.75, 0), (6e-8, -23), (2.0**-149, -148), (3e38, 128), (0.0, 0)):
         values = torch.tensor([largest, -largest / 2, 0.0])
-        scaled, found = sensitivity._normalised(values, "here")
+        scaled, found = sensitivity._normalized(values, "here")
         assert found == exponent
         assert torch.equal(scaled.double(), values.double() / 2.0**exponent)
         assert torch.equal(values, torch.tensor([largest, -largest / 2, 0.0]))

@@ -1,4 +1,4 @@
-"""Encoders with decoders as wholes: pruned, quantised, healed and shrunk on pairs of text, or of sound and text."""
+"""Encoders with decoders as wholes: pruned, quantized, healed and shrunk on pairs of text, or of sound and text."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def stream_of(directory: Path) -> StreamedModel:
     return StreamedModel(Checkpoint(directory), "cpu", "float32")
 
 
-def materialised(module: nn.Module) -> list[str]:
+def materialized(module: nn.Module) -> list[str]:
     """The parameters that are in memory."""
     named = module.named_parameters(remove_duplicate=False)
     return [name for name, parameter in named if not parameter.is_meta]
@@ -38,7 +38,7 @@ def assert_clean(model: StreamedModel) -> None:
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
         assert "forward" not in vars(module)
-    assert materialised(model.model) == []
+    assert materialized(model.model) == []
 
 
 def save_starved(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""From text to windows of tokens; the whole text tokenised at once is the judge."""
+"""From text to windows of tokens; the whole text tokenized at once is the judge."""
 
 from __future__ import annotations
 

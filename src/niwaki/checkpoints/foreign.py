@@ -62,7 +62,7 @@ _DIRECTORIES = (
     _Kind("*.ml[mp]*", "a model of Core ML", _FOR_TRANSFORMERS),
     _Kind("weights*.npz", "a model of MLX", _FOR_TRANSFORMERS),
 )
-#: By ends of tensors' names, the formats of quantised weights that have such.
+#: By ends of tensors' names, the formats of quantized weights that have such.
 _QUANTISED = {
     ".qweight": "GPTQ or AWQ",
     ".qzeros": "GPTQ or AWQ",
@@ -71,7 +71,7 @@ _QUANTISED = {
     ".weight_packed": "compressed-tensors",
     ".q_weight": "EXL2",
     ".W_q": "HQQ",
-    "._packed_params": "torch's quantisation",
+    "._packed_params": "torch's quantization",
     ".weight._data": "quanto",
 }
 #: By parts of tensors' names, what has wrapped the model when it was saved, and what to save instead.
@@ -89,7 +89,7 @@ _WRAPPED = {
 }
 
 
-def recognised(directory: Path, has_weights: bool) -> str:
+def recognized(directory: Path, has_weights: bool) -> str:
     """What ``directory``, which is no whole model, is instead, and what to do; "" where that is not known."""
     for each in () if has_weights else _DIRECTORIES:
         if found := [
@@ -121,17 +121,17 @@ def is_pointer(file: Path) -> bool:
     return False
 
 
-def quantised(config: Mapping[str, Any], keys: Iterable[str]) -> str:
-    """What to say of a model that has the tensors ``keys`` if it is quantised; "" otherwise."""
+def quantized(config: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """What to say of a model that has the tensors ``keys`` if it is quantized; "" otherwise."""
     settings = config.get("quantization_config")
     if settings is not None:
         method = settings.get("quant_method") if isinstance(settings, dict) else None
-        return f"quantised{f' ({method})' if isinstance(method, str) else ''}; {_ORIGINAL}"
+        return f"quantized{f' ({method})' if isinstance(method, str) else ''}; {_ORIGINAL}"
     if isinstance(mlx := config.get("quantization"), dict) and "bits" in mlx:
-        return f"quantised (MLX, {mlx['bits']} bits); {_ORIGINAL}"
+        return f"quantized (MLX, {mlx['bits']} bits); {_ORIGINAL}"
     for key in keys:
         if name := next((name for end, name in _QUANTISED.items() if key.endswith(end)), ""):
-            return f"quantised ({name}, as {key!r} shows); {_ORIGINAL}"
+            return f"quantized ({name}, as {key!r} shows); {_ORIGINAL}"
     return ""
 
 

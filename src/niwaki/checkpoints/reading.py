@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from niwaki.checkpoints.encodings import Encoded, find_encoded
-from niwaki.checkpoints.foreign import quantised, recognised, wrapped
+from niwaki.checkpoints.foreign import quantized, recognized, wrapped
 from niwaki.checkpoints.tensors import (
     DTYPES,
     Entry,
@@ -111,7 +111,7 @@ class Checkpoint:
         self.path = path
         if path.is_dir() and not (path / "config.json").exists():
             has_weights = any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME, PACKED_INDEX))
-            if reason := recognised(path, has_weights):
+            if reason := recognized(path, has_weights):
                 raise CheckpointError(reason)
         self.config: dict[str, Any] = read_json(path / "config.json")
         weight_map = self._weight_map()
@@ -216,7 +216,7 @@ class Checkpoint:
             return f"{self.path} is packed; make it dense again with `niwaki unpack {self.path} OUT`"
         if error := without_index(self.path):
             return str(error)
-        return recognised(self.path, has_weights=False) or f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}"
+        return recognized(self.path, has_weights=False) or f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}"
 
     @property
     def notes(self) -> list[str]:
@@ -245,12 +245,12 @@ class Checkpoint:
             return msgspec.convert(value if own else {}, Pruning)
 
     def check_kind(self) -> None:
-        """Raises UnsupportedModelError for weights that were quantised, or saved within something else."""
+        """Raises UnsupportedModelError for weights that were quantized, or saved within something else."""
         if self.config.get("quantization_config") is not None and self.pruning.quantization:
             raise UnsupportedModelError(
                 f"{self.path} was exported for other programs; give the directory that it was made from"
             )
-        if reason := quantised(self.config, self.entries) or wrapped(self.entries):
+        if reason := quantized(self.config, self.entries) or wrapped(self.entries):
             raise UnsupportedModelError(f"{self.path} is {reason}")
 
     @property

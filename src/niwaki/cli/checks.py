@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from niwaki.checkpoints.foreign import recognised
+from niwaki.checkpoints.foreign import recognized
 from niwaki.checkpoints.local import find_local
 from niwaki.choices import MASK_NAMES, SOLVER_NAMES, WEIGHT_NAMES
 from niwaki.effort import NO_EFFORT, make_effort
@@ -82,7 +82,7 @@ def _stage(text: str) -> None:
 def _model(text: str) -> None:
     path = find_local(text)
     if path and path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.safetensors*")):
-        raise CheckpointError(recognised(path, False) or f"{path} has no config.json; is it a model directory?")
+        raise CheckpointError(recognized(path, False) or f"{path} has no config.json; is it a model directory?")
 
 
 def _directory(text: str) -> None:

@@ -37,7 +37,7 @@ def merge_lora(model: "PeftModel") -> nn.Module:
     Raises:
         UsageError: there is no adapter, or it was merged already, which has filled the zeros.
         UnsupportedModelError: PEFT is not installed; weights are packed, as with bitsandbytes; or the adapters changed
-            the weights when they were initialised (PiSSA, OLoRA).
+            the weights when they were initialized (PiSSA, OLoRA).
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"merge_lora takes a model of PEFT; got {shown(model)}")

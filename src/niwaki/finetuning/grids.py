@@ -60,7 +60,7 @@ class KeptGrid:
         if any(isinstance(found.get(name), DTensor) for name in matrices):
             raise UnsupportedModelError(
                 "the model's weights are on a grid, which cannot be kept while they are split over processes (FSDP); "
-                "use DDP, or quantise after training"
+                "use DDP, or quantize after training"
             )
         self._matrices = {id(found[name]): some for name, some in matrices.items() if name in found}
         #: By the number of a parameter, what optimizers have made of it.

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from niwaki.layer.grid import Grid
 from niwaki.layer.linalg import conjugate_gradients, with_unit_diagonal
-from niwaki.layer.problem import Gram, LayerProblem, Normalised, Solution
+from niwaki.layer.problem import Gram, LayerProblem, Normalized, Solution
 from niwaki.layer.rounding import flops as flops_of_one, onto_grid
 
 #: Of conjugate gradients that refit the left factor. 4 leave a fifth more of what rounding adds to the error, and 40
@@ -30,7 +30,7 @@ def factors_onto_grid(
     """
     A, B = factors
     damped = problem.gram.damped(damping)
-    scaled = Normalised(LayerProblem(problem.W, damped))
+    scaled = Normalized(LayerProblem(problem.W, damped))
     scales_right = grid.scales(B, problem.gram.H.diagonal().clamp(min=0), dtype)
     # Adding +0.0 makes +0.0 of -0.0.
     B = grid.project(B, scales_right, dtype).add_(0.0)

@@ -9,7 +9,7 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.layer.products import onednn_is_faster, products
 
-#: Rows and columns that are factorised at once; of larger matrices the parts, which leaves nearly all to products.
+#: Rows and columns that are factorized at once; of larger matrices the parts, which leaves nearly all to products.
 _PART = 192
 #: Up to here LAPACK is the faster one everywhere.
 _SMALL = 1024
@@ -89,8 +89,8 @@ def resolvent(copy: Callable[[], Tensor], rho: float, damping: float = 0.0) -> t
 def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
     """The upper triangular U with U^T U = (H + damping I)^-1, and the damping that was used.
 
-    With J the reversal of the order, J (H + damping I) J = L L^T gives U = J L^-1 J: one factorisation and one
-    triangular inverse, instead of two factorisations and an inverse, each of which loses digits.
+    With J the reversal of the order, J (H + damping I) J = L L^T gives U = J L^-1 J: one factorization and one
+    triangular inverse, instead of two factorizations and an inverse, each of which loses digits.
     """
     L, used = damped_cholesky(lambda: H.flip(0, 1), damping)
     with products(tf32=False):  # cuBLAS solves with the setting for products

@@ -1,6 +1,6 @@
 """The layer-wise problem, and its solution.
 
-    minimise  tr((W - What) H (W - What)^T)  =  |X W^T - X What^T|^2 / tokens,   H = X^T X / tokens,
+    minimize  tr((W - What) H (W - What)^T)  =  |X W^T - X What^T|^2 / tokens,   H = X^T X / tokens,
 
 over What whose support a pattern allows. X (tokens, in) are the layer's inputs on the calibration text. An objective
 with other targets is the same problem with another W.
@@ -36,11 +36,11 @@ class Monitor(Protocol):
 class Gram:
     """The Gram matrix H = X^T X / tokens of a layer's inputs, and what solvers derive from it.
 
-    Make one if several matrices have the same input, so that they share factorisations.
+    Make one if several matrices have the same input, so that they share factorizations.
 
     Args:
         H: (in, in) float32 or float64, symmetric and positive semidefinite. It is not changed.
-        shared: Whether several problems use it, so that factorisations are worth the memory to keep them.
+        shared: Whether several problems use it, so that factorizations are worth the memory to keep them.
         mean: (in,) mean of each input over the same tokens, in the dtype of H; DSnoT needs it.
         trusted: Whether H is known to be X^T X / tokens of some X, so that it need not be checked.
         tokens: Number of tokens, if known: the fewer there are, the more the default solver damps H.
@@ -134,7 +134,7 @@ class Gram:
         return H
 
     def derived(self, key: object, compute: Callable[[], T]) -> T:
-        """Returns ``compute()``, called only once for each ``key`` so that matrices share a factorisation."""
+        """Returns ``compute()``, called only once for each ``key`` so that matrices share a factorization."""
         value: T = self._memo[key] if key in self._memo else compute()
         if self.shared:
             self._memo[key] = value
@@ -245,7 +245,7 @@ class LayerProblem:
         return Solution(W, mask, self.error(W), dict(stats))
 
 
-class Normalised:
+class Normalized:
     """The problem in coordinates where H has unit diagonal: W (out, in) is its W times the norms of the inputs.
 
     There a weight's magnitude is its Wanda score, damping and penalties have no unit, and H needs no preconditioner

@@ -10,7 +10,7 @@ class Ridge:
     """The changes of matrices, all with the same inputs, that bring their outputs nearer to what they should be.
 
     With inputs x and the residuals r that the outputs leave, of which H (in, in) and C (out, in) are the sums of x x^T
-    and r x^T, the change D (out, in) minimises sum |r - D x|^2 + damping tr(D S^2 D^T), where S^2 is the diagonal of H.
+    and r x^T, the change D (out, in) minimizes sum |r - D x|^2 + damping tr(D S^2 D^T), where S^2 is the diagonal of H.
     Inputs that are always 0 change nothing. NumericalError if H is not finite.
 
     Cost: in^3 / 3 flops once, 2 out in^2 for each change; memory of a matrix like H, and of two more at first.

@@ -36,10 +36,10 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
         U = U + X - Z
 
     for t = 1..20, where gamma_t rises from 0.3 to 0.7 geometrically and rho is their geometric mean: the penalty grows,
-    as in ``continuation``. Then, with the codes q fixed, the scales of a row minimise (w - q s) H (w - q s)^T, with a
+    as in ``continuation``. Then, with the codes q fixed, the scales of a row minimize (w - q s) H (w - q s)^T, with a
     ridge towards the old ones. A kept weight may be 0 on the grid; those of dead inputs are only rounded.
 
-    Cost: a factorisation and an inverse of (in, in), once for all matrices with the same inputs; 25 products of
+    Cost: a factorization and an inverse of (in, in), once for all matrices with the same inputs; 25 products of
     (out, in) with (in, in); memory of an (in, in) matrix, a copy of W and some of 1,024 rows.
     References: ADMM on a grid, Leng et al. 2018, arXiv 1707.09870; with the layer's own Hessian in the step for X, Boza
     2024, arXiv 2401.02938, there for masks.
@@ -133,7 +133,7 @@ def flops(rows: int, columns: int) -> float:
 
 
 def _resolvent(gram: Gram) -> Tensor:
-    """(in, in): rho (H + rho I)^-1 of the H with unit diagonal, for weights that are not normalised."""
+    """(in, in): rho (H + rho I)^-1 of the H with unit diagonal, for weights that are not normalized."""
     R, _ = resolvent(gram.live, _RHO)
     norm = torch.where(gram.norm > 0, gram.norm, 1.0)
     return R.mul_(norm.unsqueeze(1)).div_(norm)

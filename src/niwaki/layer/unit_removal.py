@@ -7,7 +7,7 @@ from torch import Tensor
 
 from niwaki.errors import UsageError
 from niwaki.layer.linalg import damped_cholesky, inverse_of_damped
-from niwaki.layer.problem import LayerProblem, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Normalized, Solution
 
 #: The ridge, relative to the unit diagonal of H; it keeps weights near the old ones.
 DAMPING = 0.01
@@ -21,7 +21,7 @@ def remove_units(problem: LayerProblem, size: int, count: int, weights: Tensor |
     In coordinates where H has unit diagonal, with R = H + 0.01 I, S the columns that are removed and K the others, the
     best weights without S and their error are
 
-        minimise  tr((W - V) R (W - V)^T)  with V_S = 0:  V_K = W_K + W_S H_SK (R_KK)^-1,
+        minimize  tr((W - V) R (W - V)^T)  with V_S = 0:  V_K = W_K + W_S H_SK (R_KK)^-1,
         tr(W_S [(R^-1)_SS]^-1 W_S^T).
 
     Units go one after the other (in at most 128 steps), each time those that add least to this error. With A = R^-1
@@ -31,7 +31,7 @@ def remove_units(problem: LayerProblem, size: int, count: int, weights: Tensor |
     (out,) if these are given: the errors of some outputs count for more. The last solution does not depend on that.
 
     UsageError if ``size`` does not divide the columns, or nothing would be removed or stay; NumericalError if H cannot
-    be factorised, or the result is not finite.
+    be factorized, or the result is not finite.
 
     Cost: 2 in^3 for the inverse, 2 s in (in + out) for s removed columns and at most 128 out in size for what units
     add, and for the last solution (in - s)^3 / 3 + 2 out (in - s) in; memory of three matrices like H and three like W.
@@ -54,7 +54,7 @@ def removals_of_units(
     for count in counts:
         if not 0 < count < units:
             raise UsageError(f"of {units} units 1 to {units - 1} can be removed, not {count}")
-    scaled = Normalised(problem)
+    scaled = Normalized(problem)
     A, used = inverse_of_damped(problem.gram.live, DAMPING)
     V = scaled.W.clone() if weights is None else scaled.W * weights.to(scaled.W.device).unsqueeze(1)
     for units_kept in [*_greedy(V, A, size, counts)]:

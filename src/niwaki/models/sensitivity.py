@@ -81,7 +81,7 @@ def sensitivities(
                 squares.scale = 4.0 ** exponents[i]
                 hidden = hidden.to(model.device)
                 gradient = input_gradient(block, hidden, states, i, handed, squares.inputs, squares.outputs)
-                states.hidden[i], change = _normalised(gradient, f"block {block.index}")
+                states.hidden[i], change = _normalized(gradient, f"block {block.index}")
                 handed.scale(i, -change)
                 exponents[i] += change
                 done()
@@ -103,7 +103,7 @@ def _start(model: StreamedModel, states: HiddenStates, draws: Tensor) -> list[in
             gradient = torch.empty(hidden.shape, device=hidden.device)
             for *inputs, out in pieces(rows, hidden, states.tokens[i], drawn[:, : hidden.shape[1]], gradient):
                 out.copy_(_gradient(head, *inputs))
-            gradient, exponent = _normalised(gradient, "the model's outputs")
+            gradient, exponent = _normalized(gradient, "the model's outputs")
             states.hidden[i] = gradient.to(hidden.dtype)
             exponents.append(exponent)
     return exponents
@@ -126,7 +126,7 @@ def _labels(p: Tensor, draws: Tensor) -> Tensor:
     return torch.searchsorted(sums, draws.unsqueeze(-1) * sums[..., -1:], right=True).clamp_(max=p.shape[-1] - 1)
 
 
-def _normalised(gradient: Tensor, where: str) -> tuple[Tensor, int]:
+def _normalized(gradient: Tensor, where: str) -> tuple[Tensor, int]:
     """(gradient / 2^exponent, the exponent): of a magnitude up to 1, because small ones would be 0 in float16."""
     largest = gradient.abs().max()
     _check(largest, where)

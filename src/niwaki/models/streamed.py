@@ -61,7 +61,7 @@ class StreamedModel:
     """A causal language model whose weights are in the checkpoint and not in memory.
 
     ``device`` and ``dtype`` are names, see :mod:`niwaki.models.device`; hidden states may take ``budget``. UsageError
-    for unknown ones, CheckpointError for missing tensors, UnsupportedModelError for quantised weights or no blocks.
+    for unknown ones, CheckpointError for missing tensors, UnsupportedModelError for quantized weights or no blocks.
     """
 
     def __init__(

@@ -292,7 +292,7 @@ class PackedCheckpoint(Checkpoint):
 
 
 def marked(config: dict[str, Any]) -> dict[str, Any]:
-    """``config.json`` of a packed model: other libraries stop at a quantisation that they do not know."""
+    """``config.json`` of a packed model: other libraries stop at a quantization that they do not know."""
     return {**config, "quantization_config": {"quant_method": FORMAT, "version": VERSION}}
 
 

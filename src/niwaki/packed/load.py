@@ -66,7 +66,7 @@ def load(model: str | Path, device: str | torch.device = "auto", dtype: str | to
         _log.warning("packed weights are computed with by %s", kernels.describe())
     ends = _packed_ends(streamed, checkpoint)
     whole = streamed.load(skip=[*(matrix.key for matrix in packed), *ends])
-    # The model in memory has no such quantisation and can be saved like any other.
+    # The model in memory has no such quantization and can be saved like any other.
     vars(whole.config).pop("quantization_config", None)
     for key, modules in ends.items():
         (weight,) = checkpoint.packed(key)

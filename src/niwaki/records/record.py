@@ -178,7 +178,7 @@ class Record(JsonFile):
             of windows that the dense model added, if the effort asks for that. Empty if no text was needed.
         device: Device on which blocks ran, in ``dtype``, and matrices were solved.
         flops: Floating-point operations that the solver needs for all matrices, estimated before it begins: products
-            and factorisations, as if no two matrices had the same inputs, without those of the effort and the grid.
+            and factorizations, as if no two matrices had the same inputs, without those of the effort and the grid.
         versions: Versions of niwaki, Python and the libraries that decide the result, by name.
         sparsity: Fraction of zeros in all pruned ``matrices`` together; these are in the order of computation.
         matrices: What was done to each matrix.

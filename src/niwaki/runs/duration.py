@@ -16,7 +16,7 @@ from niwaki.texts.texts import Texts
 #: Of a forward pass of a block and of solvers: with matrices of this width they take twice as long as their products
 #: alone, and with wider ones less in proportion, because all else grows with the width and products with its square.
 _PASS, _SOLVING = 280, 900
-#: How many forward passes as long as one of training, with an optimiser, and of writing text, a token at a time.
+#: How many forward passes as long as one of training, with an optimizer, and of writing text, a token at a time.
 _TRAINING, _WRITING = 2.0, 6.0
 #: What rounding a weight to the nearest number of a grid takes, with the choice of its scale.
 _NEAREST = 1.5e4

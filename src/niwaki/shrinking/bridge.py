@@ -149,7 +149,7 @@ def bridge(
     ``states`` are the inputs of the block, ``wanted`` the dense model's states behind the blocks that are gone, in the
     same batches. Columns of zeros stay zero. The new weights are W + D with
 
-        minimise  sum_t |r_t - D u_t|^2 / |y_t|^2 + ridge,
+        minimize  sum_t |r_t - D u_t|^2 / |y_t|^2 + ridge,
 
     where u are the inputs of the matrix, y the block's outputs and r what they lack: ReplaceMe (Shopkhoev et al. 2025,
     arXiv 2505.02819) with all inputs of the matrix instead of its outputs, which fits better

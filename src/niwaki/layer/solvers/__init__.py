@@ -4,7 +4,7 @@
 
 In all formulas W0 (out, in) are the dense weights, What the result, M the mask, lambda the ``damping``, and * and ^2
 are elementwise. "Unit diagonal" stands for the coordinates in which H has one
-(:class:`~niwaki.layer.problem.Normalised`): there |W0| is Wanda's score, and lambda and penalties are relative to 1.
+(:class:`~niwaki.layer.problem.Normalized`): there |W0| is Wanda's score, and lambda and penalties are relative to 1.
 Methods that fit weights to a mask take Wanda's where the pattern leaves a choice.
 """
 

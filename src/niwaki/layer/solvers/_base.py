@@ -75,11 +75,11 @@ class Solver(abc.ABC):
 
         Raises:
             PatternError: the pattern does not fit the shape of W.
-            NumericalError: H cannot be factorised, or the result is not finite.
+            NumericalError: H cannot be factorized, or the result is not finite.
         """
 
     def flops(self, rows: int, columns: int) -> float:
-        """Floating-point operations in products and factorisations for one matrix with an H of its own.
+        """Floating-point operations in products and factorizations for one matrix with an H of its own.
 
         In this class, it is those that measure the error.
         """

@@ -7,7 +7,7 @@ import torch
 
 from niwaki.layer.linalg import resolvent
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
 from niwaki.layer.solvers._base import Solver, above_0, at_least, product
 
 Schedule = Literal["constant", "cubic", "printed"]
@@ -59,7 +59,7 @@ class ADMM(Solver):
         self._require("sparsification_steps", possible, f"1 to iterations ({self.iterations})")
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        scaled = Normalised(problem)
+        scaled = Normalized(problem)
         key = ("admm", self.damping, self.rho)
         R, used = problem.gram.derived(key, lambda: resolvent(scaled.new_H, self.rho, self.damping))
         W0 = scaled.W

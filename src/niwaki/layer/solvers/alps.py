@@ -6,7 +6,7 @@ import torch
 
 from niwaki.layer.linalg import eigenvectors, masked_conjugate_gradients
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
 from niwaki.layer.solvers._base import Solver, above_0, at_least, product
 
 #: Steps between two looks at the support.
@@ -51,7 +51,7 @@ class ALPS(Solver):
     finish: int = at_least(0, 10)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        scaled = Normalised(problem)
+        scaled = Normalized(problem)
         W0, rho, steps = scaled.W, self.rho, self.iterations + self.finish
         H = scaled.new_H(self.damping)
         L, Q = scaled.gram.derived("eigenvectors", lambda: eigenvectors(scaled.new_H))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from niwaki.layer.linalg import masked_conjugate_gradients
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
 from niwaki.layer.solvers._base import Solver, at_least, product
 
 
@@ -14,7 +14,7 @@ class ConjugateGradients(Solver):
 
     With unit diagonal, it takes k = ``iterations`` steps from M * W0 on
 
-        minimise  tr((Z - W0) (H + lambda I) (Z - W0)^T)   over Z = M * Z
+        minimize  tr((Z - W0) (H + lambda I) (Z - W0)^T)   over Z = M * Z
 
     where each row is a quadratic problem of its own with its own step lengths:
 
@@ -28,7 +28,7 @@ class ConjugateGradients(Solver):
        copy.
     2. The unit diagonal of H has the effect of Jacobi's preconditioner; ALPS (algorithm 2) ends with the same steps.
 
-    Cost: 2 out in^2 for each of k + 1 steps and no factorisation; memory for H + lambda I and six copies of W.
+    Cost: 2 out in^2 for each of k + 1 steps and no factorization; memory for H + lambda I and six copies of W.
     Reference: Hestenes & Stiefel 1952, "Methods of conjugate gradients for solving linear systems".
     """
 
@@ -36,7 +36,7 @@ class ConjugateGradients(Solver):
     damping: float = at_least(0, 0.01)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        scaled = Normalised(problem)
+        scaled = Normalized(problem)
         W0, H = scaled.W, scaled.new_H(self.damping)
         mask = pattern.mask(W0.abs())
         Z, residual = masked_conjugate_gradients(H, W0, W0.masked_fill(~mask, 0.0), mask, self.iterations)

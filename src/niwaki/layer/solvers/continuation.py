@@ -9,7 +9,7 @@ from torch import Tensor
 
 from niwaki.layer.linalg import inverse_diagonal, masked_conjugate_gradients, resolvent
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
 from niwaki.layer.solvers._base import Solver, above_0, at_least, damping_for, parameter, product
 
 #: Of H + 0.02 I, relative to the unit diagonal: what one input leaves unexplained by the others.
@@ -92,7 +92,7 @@ class Continuation(Solver):
         order, widths = _interleaved(problem.W.shape[1], pattern.group, self.parts)
         order = order.to(problem.W.device)
         pattern = pattern.reordered(order)
-        scaled = Normalised(damped, unexplained.pow(0.375) / typical**0.375, order)
+        scaled = Normalized(damped, unexplained.pow(0.375) / typical**0.375, order)
         V, raised = self._swept(scaled, pattern, widths, typical, monitor)
         mask = pattern.mask(V.abs())
         # Of large matrices every copy counts. Of (in, in) there is R or H' at a time, and the problem's H.
@@ -107,7 +107,7 @@ class Continuation(Solver):
         return problem.solution(scaled.restore(Z), scaled.original(mask), damping=used, damping_asked=damping)
 
     def _swept(
-        self, scaled: Normalised, pattern: Pattern, widths: list[int], typical: float, monitor: Monitor | None
+        self, scaled: Normalized, pattern: Pattern, widths: list[int], typical: float, monitor: Monitor | None
     ) -> tuple[Tensor, float]:
         """Z + U after all sweeps, and what was added to the diagonal of H' for it to have factors."""
         W0 = scaled.W

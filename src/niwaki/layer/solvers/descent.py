@@ -9,7 +9,7 @@ from torch import Tensor
 
 from niwaki.errors import NumericalError
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
 from niwaki.layer.solvers._base import Solver, above_0, at_least, parameter, product
 
 Method = Literal["adam", "sgd"]
@@ -36,7 +36,7 @@ class Descent(Solver):
     1. Full gradients from the Gram matrix instead of those of batches of tokens: no noise, and no pass over the tokens.
     2. Coordinates of unit diagonal, in which SGD needs half as many steps, and a relative eta.
 
-    Cost: 2 out in^2 for each of ``iterations + 1`` steps and no factorisation; memory for H and four (sgd) or five
+    Cost: 2 out in^2 for each of ``iterations + 1`` steps and no factorization; memory for H and four (sgd) or five
     (adam) copies of W.
     Reference: Hubara et al. 2021, arXiv 2102.08124 (AdaPrune); Kingma & Ba 2014, arXiv 1412.6980, algorithm 1.
 
@@ -49,7 +49,7 @@ class Descent(Solver):
     momentum: float = parameter(0.9, "0 to below 1", lambda value: 0 <= value < 1)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        scaled = Normalised(problem)
+        scaled = Normalized(problem)
         W0, H, beta = scaled.W, scaled.new_H(), self.momentum
         mask = pattern.mask(W0.abs())
         Z = W0.masked_fill(~mask, 0.0)

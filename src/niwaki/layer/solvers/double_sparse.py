@@ -10,7 +10,7 @@ from niwaki.errors import PatternError
 from niwaki.layer.linalg import conjugate_gradients, eigenvectors, inverse_of_damped, with_unit_diagonal
 from niwaki.layer.patterns import Pattern, TwoFactors
 from niwaki.layer.patterns.selection import keep_highest, kth_smallest
-from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
 from niwaki.layer.solvers._base import Solver, at_least, damping_for, parameter, product
 
 #: Of the penalty of the other factor: the square one, which begins as the identity, has further to go.
@@ -79,7 +79,7 @@ class DoubleSparse(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         damping = damping_for(self.damping, problem.gram)
-        scaled = Normalised(LayerProblem(problem.W, problem.gram.damped(damping)))
+        scaled = Normalized(LayerProblem(problem.W, problem.gram.damped(damping)))
         factors = _Factors.start(scaled, pattern.kept_in_factors(problem.W.shape), self.steps)
         total = self.rounds + (self.finish > 0)
         for number in range(self.rounds):
@@ -120,7 +120,7 @@ class _Factors:
     UBP: Tensor
 
     @classmethod
-    def start(cls, scaled: Normalised, kept: tuple[int, int], steps: int) -> "_Factors":
+    def start(cls, scaled: Normalized, kept: tuple[int, int], steps: int) -> "_Factors":
         W0 = scaled.W
         rows, columns = W0.shape
         eigenvalues, P = scaled.gram.derived("eigenvectors", lambda: eigenvectors(scaled.new_H))

@@ -7,7 +7,7 @@ import torch
 
 from niwaki.errors import UsageError
 from niwaki.layer.patterns import Pattern, PerRow
-from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
 from niwaki.layer.solvers._base import Solver, at_least, exchange_width
 
 
@@ -50,7 +50,7 @@ class DSnoT(Solver):
         mean = problem.gram.mean
         if mean is None:
             raise UsageError("DSnoT needs the mean of the inputs; make the problem's H a Gram(H, mean=...)")
-        scaled = Normalised(problem)
+        scaled = Normalized(problem)
         importance = scaled.W.abs()
         mask, places = pattern.mask(importance).clone(), pattern.exchangeable
         width = exchange_width("DSnoT", pattern, mask.shape[1])

@@ -10,7 +10,7 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.layer.linalg import NOT_DEFINITE
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
 from niwaki.layer.solvers._base import Solver, above_0, at_least, product
 
 #: The smallest support of a batch relative to its largest: padding costs at most (8/7)^3 = 1.5 times the arithmetic.
@@ -26,9 +26,9 @@ class Exact(Solver):
     With unit diagonal, w0 a row of W0, S the columns that its mask keeps, P the others, and d the change of the kept
     weights:
 
-        minimise  [d, -w0_P] (H + lambda I) [d, -w0_P]^T   gives   (H_SS + lambda I) d = H_SP w0_P,
+        minimize  [d, -w0_P] (H + lambda I) [d, -w0_P]^T   gives   (H_SS + lambda I) d = H_SP w0_P,
 
-    and w_S = w0_S + d: one Cholesky factorisation of H_SS + lambda I per row. Rows with supports of about the same size
+    and w_S = w0_S + d: one Cholesky factorization of H_SS + lambda I per row. Rows with supports of about the same size
     are solved in batches, padded with the identity.
 
     If H_SS + lambda I is not positive definite in floating point, the damping of that row grows tenfold until it is,
@@ -46,7 +46,7 @@ class Exact(Solver):
     memory: float = above_0(1.0)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        scaled = Normalised(problem)
+        scaled = Normalized(problem)
         W = scaled.W
         mask = pattern.mask(W.abs())
         rows, columns = W.shape

@@ -8,7 +8,7 @@ from torch import Tensor
 from niwaki.errors import NumericalError, UsageError
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
 from niwaki.layer.solvers._base import Solver, above_0, at_least, product
 
 #: What a monitor counts: twentieths of the removals.
@@ -38,7 +38,7 @@ class OBC(Solver):
        the diagonal and one column per step are needed: half the traffic or less, and k/in of the memory for k removals.
     2. Without structure, the paper traces all rows to the end and picks among the traces. Here no more is removed than
        the pattern asks for, and all patterns are treated in the same way.
-    3. The coordinates are normalised, so damping and ties do not depend on the sizes of the inputs.
+    3. The coordinates are normalized, so damping and ties do not depend on the sizes of the inputs.
 
     Cost: out in k^2 for k removals per row, at most out in^3, and in^3 for the inverse; memory of out k in, at most
     ``memory`` GiB (without structure, k is estimated from the first mask).
@@ -49,7 +49,7 @@ class OBC(Solver):
     memory: float = above_0(4.0)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        scaled = Normalised(problem)
+        scaled = Normalized(problem)
         key = ("obc", self.damping)
         inverse, used = scaled.gram.derived(key, lambda: inverse_of_damped(scaled.gram.live, self.damping))
         W = scaled.W.clone()
@@ -90,7 +90,7 @@ class OBC(Solver):
         return rows * columns**3 + columns**3 + 2 * product(rows, columns)
 
     def _allocate(self, W: Tensor, removals: int) -> Tensor:
-        """(out, removals, in), uninitialised."""
+        """(out, removals, in), uninitialized."""
         rows, columns = W.shape
         needed = rows * removals * columns * W.element_size()
         if needed > self.memory * 2**30:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from niwaki.layer.linalg import inverse_diagonal
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
 from niwaki.layer.solvers._base import Solver, at_least, product
 
 
@@ -34,7 +34,7 @@ class OBSSaliency(Solver):
     separable_rows = True
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        scaled = Normalised(problem)
+        scaled = Normalized(problem)
         key = ("obs", self.damping)
         diagonal, used = problem.gram.derived(key, lambda: inverse_diagonal(problem.gram.live, self.damping))
         # A dead input has weight 0 in these coordinates, and so score 0.

@@ -26,7 +26,7 @@ class SparseGPT(Solver):
     Differences from the paper:
 
     1. Counts are exact over the whole matrix; public code prunes one weight too many in each group.
-    2. U comes from one Cholesky factorisation of H in reverse order, which is cheaper and loses fewer digits.
+    2. U comes from one Cholesky factorization of H in reverse order, which is cheaper and loses fewer digits.
     3. If H + damping is not positive definite, the damping grows tenfold until it is (``stats["damping"]``).
     4. Dead inputs keep their weights unless the mask removes them (score 0); public code zeroes them all.
 

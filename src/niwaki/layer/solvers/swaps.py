@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
 from niwaki.layer.solvers._base import Solver, at_least, exchange_width, product
 
 #: Bytes for the costs of the exchanges that are compared together.
@@ -42,7 +42,7 @@ class Swaps(Solver):
     iterations: int = at_least(1, 100)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        scaled = Normalised(problem)
+        scaled = Normalized(problem)
         W, H = scaled.W, scaled.new_H()
         width = exchange_width("swaps", pattern, W.shape[1])
         mask, places = pattern.mask(W.abs()).clone(), pattern.exchangeable
