@@ -68,8 +68,8 @@ def small(made: Any, measured: Any, others: Any) -> Lines:
         "",
         f"Calibrated on {made['samples']} x {made['length']} tokens of other books, measured on "
         f"{made['text_samples']} x {made['length']} of each text (lower is better); {measured['machine']}. "
-        "`python benchmarks/compress.py recipes`, `programs` and `speeds` measure it again ([beside other recipes of these "
-        "sizes](docs/compress.md#beside-other-recipes)).",
+        "`python benchmarks/compress.py recipes`, `programs` and `speeds` measure it again ([beside other recipes of "
+        "these sizes](docs/compress.md#beside-other-recipes)).",
     ]
 
 
