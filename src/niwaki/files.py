@@ -92,9 +92,6 @@ def replace_file(path: Path, content: str | bytes, sync: bool = False) -> None:
         try:
             temporary.touch(exist_ok=False)
             with locked(temporary, path):
-                raw = (
-                    content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-                )  # as names need
                 with temporary.open("wb") as file:
                     file.write(raw)
                     if sync:

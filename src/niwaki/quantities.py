@@ -131,7 +131,8 @@ def parse_compressed_size(given: float | str) -> float:
     if share is not None and share.is_finite() and 0 < share <= 1:
         return float(share)
     with contextlib.suppress(UsageError):
-        return parse_size(str(given))
+        if (count := parse_size(str(given))) > 1:
+            return count
     number = share is not None and share.is_finite() and not str(given).strip().endswith("%")
     got = as_fraction(float(share or 0)) if number else shown(given)
     raise UsageError(

@@ -124,7 +124,7 @@ def test_parameters_that_json_does_not_have() -> None:
         ("[]", "Expected `object`"),
         ("[" * 100_000, "cannot be read"),
         ("null", "Expected `object`"),
-        ('{"format": 3}', "it has format 3, and this niwaki reads 2; install a later one"),
+        ('{"format": 3}', "it has format 3, made by another niwaki; this one reads 2"),
         ('{"format": "x"}', "it has format x"),
         ("{}", "missing required field `command`"),
         (changed(solver=1), "$.solver"),

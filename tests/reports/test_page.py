@@ -673,7 +673,7 @@ def _spoil(text: str, old: str, new: str) -> str:
         ({"niwaki.json": b"{"}, "niwaki.json cannot be read as what niwaki writes there", CheckpointError),
         ({"niwaki.json": b"\xff"}, "cannot be read as", CheckpointError),
         ({"niwaki.json": b"[]"}, "cannot be read as", CheckpointError),
-        ({"niwaki.json": b'{"format": 3}'}, "format 3, and this niwaki reads 2", CheckpointError),
+        ({"niwaki.json": b'{"format": 3}'}, "format 3, made by another niwaki", CheckpointError),
         ({"niwaki.json": b'{"solver": 1}'}, "cannot be read as", CheckpointError),
         ({"compare.json": ('"sparsity": 0.5', '"sparsity": "x"')}, "$.cells[", CheckpointError),
         ({"compare.json": b"{}"}, "`model`", CheckpointError),

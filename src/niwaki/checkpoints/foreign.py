@@ -63,7 +63,7 @@ _DIRECTORIES = (
     _Kind("weights*.npz", "a model of MLX", _FOR_TRANSFORMERS),
 )
 #: By ends of tensors' names, the formats of quantized weights that have such.
-_QUANTISED = {
+_QUANTIZED = {
     ".qweight": "GPTQ or AWQ",
     ".qzeros": "GPTQ or AWQ",
     ".absmax": "bitsandbytes",
@@ -130,7 +130,7 @@ def quantized(config: Mapping[str, Any], keys: Iterable[str]) -> str:
     if isinstance(mlx := config.get("quantization"), dict) and "bits" in mlx:
         return f"quantized (MLX, {mlx['bits']} bits); {_ORIGINAL}"
     for key in keys:
-        if name := next((name for end, name in _QUANTISED.items() if key.endswith(end)), ""):
+        if name := next((name for end, name in _QUANTIZED.items() if key.endswith(end)), ""):
             return f"quantized ({name}, as {key!r} shows); {_ORIGINAL}"
     return ""
 

@@ -52,7 +52,9 @@ from niwaki.texts.texts import Texts
 #: Goes up when anything else is foreseen of the same model: what earlier ones kept is not read then.
 _VERSION = 2
 #: On about how many tokens predictions are compared.
-_COMPARED = 1024
+_COMPARED = 512
+#: On about how many the model runs with rounded embeddings, at least one window.
+_CHANGED = 1024
 #: Shares of zeros and of neurons of which the cost is measured.
 _ZEROS, _NEURONS = (0.2, 0.35, 0.5, 0.65, 0.8), (0.05, 0.1, 0.2, 0.35, 0.5)
 #: What makes the zeros.
@@ -215,7 +217,7 @@ class _Looking:
 
     def changed(self, tokens: Tensor, budget: MemoryBudget) -> list[HiddenStates]:
         """The first block's inputs with embeddings of each number of bits."""
-        tokens = tokens[: max(1, _COMPARED // tokens.shape[1])]
+        tokens = tokens[: max(1, _CHANGED // tokens.shape[1])]
         found, embeddings = [], self._model.model.get_input_embeddings()
         for bits in self.ends:
             # What it gives are rows of the table, each of which has scales of its own.
@@ -236,16 +238,14 @@ class _Looking:
         weight = self._head()
         with model.last_states() as normed:
             ends = [halves[-1].hidden[0][: len(tokens)], *(each.hidden[0] for each in changed)]
-            dense, *inputs = (normed(each, tokens).flatten(0, 1).float() for each in ends)
+            found = [normed(each, tokens).flatten(0, 1).float() for each in ends]
+        dense, *inputs = (each[:: math.ceil(len(each) / _COMPARED)] for each in found)
         expected = self._predictions(dense, weight)
         grams = [head_gram(model, each) for each in (halves[0], halves[-1])]
         for bits, x in zip(self.ends, inputs, strict=True):
             of_head, before = self._left(weight, bits, *grams)
-            for share, found in (
-                (of_head, self._predictions(dense, weight, bits)),
-                (before, self._predictions(x, weight)),
-            ):
-                self.ends[bits] += share * float((expected.exp() * (expected - found)).sum(-1).mean())
+            self.ends[bits] += of_head * _divergence(expected, self._predictions(dense, weight, bits))
+            self.ends[bits] += before * _divergence(expected, self._predictions(x, weight))
 
     def _head(self) -> Tensor:
         """(tokens, width) of the head, which is the table of embeddings where these are tied."""
@@ -271,12 +271,19 @@ class _Looking:
         fitted = onto_grid(problem, problem.solution(W, kept), grid, self._of_scales)[0].W
         nearest = self._rounded(W, bits)
         tied = len(embedding_keys(self._model)) == 1
-        before = float((fitted - W).square().sum() / (nearest - W).square().sum()) if tied else 1.0
-        return counted.loss(fitted) / counted.loss(nearest), before
+        errors = float((nearest - W).square().sum())
+        before = float((fitted - W).square().sum()) / errors if tied and errors else 1.0
+        lost = counted.loss(nearest)
+        return counted.loss(fitted) / lost if lost else 1.0, before
 
     def _rounded(self, rows: Tensor, bits: int) -> Tensor:
         grid = Grid(bits, self._grid.group)
         return to_nearest(rows.flatten(0, -2).float(), grid, self._of_scales)[0].to(rows.dtype).view_as(rows)
+
+
+def _divergence(expected: Tensor, found: Tensor) -> float:
+    """Of logarithms of predictions (count, tokens) from the expected ones, in nats, the mean."""
+    return float((expected.exp() * (expected - found)).sum(-1).mean())
 
 
 def _neuron_matrices(model: StreamedModel) -> frozenset[Place]:

@@ -32,24 +32,25 @@ class PartOf(Progress):
 
     def __init__(self, outer: Progress, name: str) -> None:
         self._outer, self._name, self._stage, self._blocks = outer, name, name, 0
+        self._about = ""
 
     def status(self, what: str, done: int = 0, count: int = 0) -> None:
-        self._outer.status(f"{self._stage}: {what}", done, count)
+        self._outer.status(f"{self._stage}{self._about}: {what}", done, count)
 
     def estimate(self, seconds: float) -> None:
         if seconds >= SOON:
-            self._stage = f"{self._stage} (about {estimated(seconds)})"
-            self._outer.status(self._stage)
+            self._about = f" (about {estimated(seconds)})"
+            self._outer.status(f"{self._stage}{self._about}")
 
     def turn(self, number: int, count: int, stage: str) -> None:
         self._stage = f"{self._name}, {stage}"
-        self._outer.status(self._stage)
+        self._outer.status(f"{self._stage}{self._about}")
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         self._blocks = blocks
 
     def stage(self, block: int, name: str, steps: int) -> None:
-        self._outer.status(f"{self._stage}: {name}", block, self._blocks)
+        self._outer.status(f"{self._stage}{self._about}: {name}", block, self._blocks)
 
     def stopped(self, done: int, blocks: int, where: str = "") -> None:
         self._outer.stopped(done, blocks, ", ".join(filter(None, (self._name, where))))

@@ -8,7 +8,7 @@ from pathlib import Path
 import vl_convert
 
 from niwaki.errors import UsageError
-from niwaki.files import nearest, replace_file
+from niwaki.files import input_errors, nearest, replace_file
 from niwaki.reports.tables import Section
 
 _KINDS = (".svg", ".pdf")
@@ -18,11 +18,13 @@ _LONG = 32
 
 def check_figures(folder: Path) -> None:
     """UsageError where ``folder`` is something else, or has files that are no figures."""
-    if not folder.is_dir():
-        if folder.exists() or not nearest(folder).is_dir():
-            raise UsageError(f"{folder} cannot have figures: it is not a directory")
-    elif other := next((path for path in sorted(folder.iterdir()) if path.suffix not in _KINDS), None):
-        raise UsageError(f"{folder} has {other.name}, which is no figure; give a new or an empty directory")
+    if not folder.is_dir() and (folder.exists() or not nearest(folder).is_dir()):
+        raise UsageError(f"{folder} cannot have figures: it is not a directory")
+    with input_errors(folder):
+        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    for name in names:
+        if not name.endswith(_KINDS) and not name.startswith("."):
+            raise UsageError(f"{folder} has {name}, which is no figure; give a new or an empty directory")
 
 
 def write_figures(shown: Sequence[Section], folder: Path) -> list[Path]:
@@ -47,4 +49,5 @@ def _charts(shown: Sequence[Section]) -> Iterator[tuple[str, str]]:
         for number, (title, svg) in enumerate(drawn, 1):
             words = re.sub(r"\W+", "-", title.lower()).strip("-") if len(title) < _LONG else ""
             parts = [section.id, f"{number}", words] if len(drawn) > 1 else [section.id]
-            yield "-".join(filter(None, parts)), re.sub(r"var\(--([\w-]+)\)", lambda match: light[match[1]], svg)
+            drawn_in = re.sub(r"var\(--([\w-]+)\)", lambda match: light.get(match[1], match[0]), svg)
+            yield "-".join(filter(None, parts)), drawn_in

@@ -14,6 +14,7 @@ from niwaki.effort import described
 from niwaki.files import output_errors, replace_file
 from niwaki.records.facts import calibration_of, facts
 from niwaki.records.perplexity import Perplexity
+from niwaki.records.recipe import public_name
 from niwaki.records.record import Record
 from niwaki.records.wording import markdown
 from niwaki.runs.model_card import notes, top
@@ -59,6 +60,7 @@ def write(directory: Path, record: Record, has_recipe: bool = False) -> None:
     the same card.
     """
     readme = directory / "README.md"
+    record = _public(record)
     with output_errors(directory):
         inherited = top(readme)
         if readme.exists():
@@ -80,6 +82,7 @@ def write_config(directory: Path, values: dict[str, Any], record: Record) -> Non
 
 def pruning_config(record: Record) -> dict[str, Any]:
     """What config.json says of how the model was made."""
+    record = _public(record)
     return {
         "library": "niwaki",
         "version": __version__,
@@ -107,6 +110,33 @@ def _data(record: Record, inherited: Mapping[str, Any]) -> ModelCardData:
 def base_name(model: str) -> str:
     """What to call a model that was given by a hub id, or by a directory of which only the name is told."""
     return model if model.count("/") == 1 else Path(model).name or model
+
+
+def _public(record: Record) -> Record:
+    """``record`` for those who have other directories: paths that were given are there without their folders."""
+    healing, sources = record.healing, str(record.calibration.get("source", "")).split(" + ")
+    texts = [*(each.text for each in record.perplexity.values()), *(each.text for each in record.vectors.values())]
+    given = [record.model, record.mask_from, healing and healing.teacher, *sources, *texts]
+    names = {name: public for name in filter(None, given) if (public := public_name(name)) != name}
+
+    def told(text: str) -> str:
+        for name in sorted(names, key=len, reverse=True):
+            public = names[name].replace("\\", r"\\")
+            text = re.sub(rf"(?<![\w./~-]){re.escape(name)}(?![\w-])", public, text)
+        return text
+
+    return dataclasses.replace(
+        record,
+        model=told(record.model),
+        mask_from=record.mask_from and told(record.mask_from),
+        pattern=told(record.pattern),
+        healing=healing and dataclasses.replace(healing, teacher=told(healing.teacher)),
+        calibration={**record.calibration, **({"source": told(" + ".join(sources))} if any(sources) else {})},
+        perplexity={key: dataclasses.replace(each, text=told(each.text)) for key, each in record.perplexity.items()},
+        vectors={key: dataclasses.replace(each, text=told(each.text)) for key, each in record.vectors.items()},
+        stages=[dataclasses.replace(stage, asked=told(stage.asked)) for stage in record.stages],
+        notes=[told(note) for note in record.notes],
+    )
 
 
 def _result(measured: Perplexity) -> EvalResult:
@@ -148,16 +178,15 @@ def _about(record: Record, name: str) -> str:
 
 def _rows(record: Record) -> dict[str, str]:
     """The table: names and values, of which those that are empty are left out."""
-    healing = record.healing and dataclasses.replace(record.healing, teacher=base_name(record.healing.teacher))
     rows = {
         "method": record.solved_by,
         "effort": described(record.effort) if record.effort else "",
-        **facts(dataclasses.replace(record, healing=healing)),
+        **facts(record),
         "calibration": calibration_of(record.calibration) if record.calibration else "",
     }
     for stage, cost in record.costs():
         rows[f"stage {stage.name}"] = ", ".join(filter(None, [stage.asked, cost and cost.words])) or "done"
     for name, found in (("perplexity", record.perplexity), ("sentence vectors", record.vectors)):
         for when, measured in found.items():
-            rows[f"{name} {when}"] = str(dataclasses.replace(measured, text=Path(measured.text).name))
+            rows[f"{name} {when}"] = str(measured)
     return rows if record.perplexity or record.vectors else {**rows, "perplexity": "not measured"}

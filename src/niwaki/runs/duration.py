@@ -85,7 +85,7 @@ def pruning(model: StreamedModel, effort: Effort, tokens: float, solving: float)
 
 def looking(model: StreamedModel, tokens: float) -> float:
     """Those of finding out on ``tokens`` what bits, zeros and fewer neurons would cost in each matrix."""
-    return _LOOKING * passes(model, tokens, count=2 + (1 + _BACKWARD) / 2, head=True)
+    return _LOOKING * passes(model, tokens, count=2.5 + (1 + _BACKWARD) / 2, head=True)
 
 
 def training(model: StreamedModel, tokens: float, *, head: bool = False) -> float:

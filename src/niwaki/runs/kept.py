@@ -45,8 +45,11 @@ class Kept:
         """What :meth:`save` wrote; None where it is not there or has another SHA-256."""
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             return None
-        with safe_open(path, "pt") as file:
-            return cls(**_joined(json.loads(file.metadata()[_METADATA]), file.get_tensor))
+        try:
+            with safe_open(path, "pt") as file:
+                return cls(**_joined(json.loads(file.metadata()[_METADATA]), file.get_tensor))
+        except (KeyError, TypeError, ValueError):  # another version wrote it
+            return None
 
 
 def kept_once(run: Run, kind: type[K], make: Callable[[], K]) -> K:
