@@ -68,6 +68,7 @@ def test_the_top_of_a_card(tmp_path: Path, text: str, expected: dict[str, object
 def test_no_card_tells_where_files_were(tmp_path: Path) -> None:
     """Neither README.md nor config.json names a folder: of the model, the mask, the teacher or the texts."""
     model, mask, pruned = (save_model_with_tokenizer(tmp_path / "folder" / "dense"), *map(tmp_path.joinpath, "mp"))
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     chats, held = tmp_path / "folder" / "chats.jsonl", tmp_path / "folder" / "held"
     said = [{"role": role, "content": "the cat sat on the mat " * 9} for role in ("user", "assistant")]
     chats.write_text("".join(json.dumps({"messages": said}) + "\n" for _ in range(40)))
@@ -78,6 +79,7 @@ def test_no_card_tells_where_files_were(tmp_path: Path) -> None:
     }
     niwaki.prune(model, mask, 0.5, solver="magnitude", **given)
     niwaki.prune(model, pruned, None, mask_from=str(mask), effort="fast", **given)
+    given["calibration"] = Calibration(str(chats), length=16)
     niwaki.heal(pruned, tmp_path / "healed", teacher=str(mask), tokens=200, **given)
     for directory in (mask, pruned, tmp_path / "healed"):
         for name in ("README.md", "config.json"):

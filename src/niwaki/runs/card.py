@@ -116,8 +116,8 @@ def _public(record: Record) -> Record:
     """``record`` for those who have other directories: paths that were given are there without their folders."""
     healing, sources = record.healing, str(record.calibration.get("source", "")).split(" + ")
     texts = [*(each.text for each in record.perplexity.values()), *(each.text for each in record.vectors.values())]
-    given = [record.model, record.mask_from, healing and healing.teacher, *sources, *texts]
-    names = {name: public for name in filter(None, given) if (public := public_name(name)) != name}
+    given = [record.model, record.mask_from or "", healing.teacher if healing else "", *sources, *texts]
+    names = {name: public for name in given if name and (public := public_name(name)) != name}
 
     def told(text: str) -> str:
         for name in sorted(names, key=len, reverse=True):
