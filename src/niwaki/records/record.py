@@ -411,8 +411,8 @@ class Record(JsonFile):
 
     @staticmethod
     def _check_version(values: dict[str, Any]) -> None:
-        if (version := values.get("format")) != FORMAT:
-            raise CheckpointError(f"it has format {version}, made by another version; this niwaki reads {FORMAT}")
+        if (version := values.get("format", FORMAT)) != FORMAT:
+            raise CheckpointError(f"it has format {version}, made by another niwaki; this one reads {FORMAT}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the record to a JSON file at ``path``, completely or not at all.
