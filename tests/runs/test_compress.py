@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from transformers import AutoModelForCausalLM
 
 import niwaki
 from niwaki import Calibration, Compute, Measurement, NiwakiError
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.compression.compress import Compression, plan_compression
+from niwaki.compression.foresight import foresee
 from niwaki.compression.trials import last_that_holds
 from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.layer.grid import Grid
+from niwaki.layer.rounding import to_nearest
 from niwaki.pruning.mixed_bits import examined
 from niwaki.records.progress import Progress
 from support.command import Command
@@ -101,6 +106,27 @@ def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("niwaki.pruning.mixed_bits.examined", look)  # by which the run itself would look again
     niwaki.compress(model, tmp_path / "out", 0.36, calibration=text[1:], compute=CPU, measurement=None)
     assert len(looked) == 2
+
+
+def test_what_rounding_the_head_and_embeddings_costs(model: Path) -> None:
+    """Of 8 bits, which are not fitted: the divergence with one of the two rounded, and with the other, as a whole."""
+    tokens = random_tokens(1, 24, seed=3)
+    given = (Calibration(tokens.repeat(4, 1)), CPU, Progress())
+    found = foresee(Checkpoint(model), Grid(8, 64, 8.0), (8, 4), *given)
+    expected = []
+    for rounded in ("", "model.embed_tokens.weight", "lm_head.weight"):
+        whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        assert not whole.config.tie_word_embeddings
+        if rounded:
+            weight = whole.get_parameter(rounded)
+            weight.data = to_nearest(weight.data, Grid(8, 64), torch.bfloat16)[0]
+        with torch.inference_mode():
+            expected.append(whole(tokens).logits[0].double().log_softmax(-1))
+    dense, *others = expected
+    costs = [(dense.exp() * (dense - other)).sum(-1).mean().item() for other in others]
+    assert min(costs) > 0
+    assert found.ends[8] == pytest.approx(sum(costs), rel=0.02)
+    assert found.ends[4] > 10 * found.ends[8]
 
 
 @pytest.mark.slow
