@@ -280,6 +280,26 @@ def recipes(made: Any) -> Lines:
     ]
 
 
+def bounds(made: Any) -> Lines:
+    """Whether losses that were bounded on some windows are kept on others."""
+    whole, *runs = made["cells"]
+    rows, kept = [], 0
+    for cell in runs:
+        lost = {text: paired(losses, whole["losses"][text]) for text, losses in cell["losses"].items()}
+        is_kept = all(nats <= cell["loss"] for nats, _ in lost.values())
+        kept += is_kept
+        shown = [f"{nats:.4f} ±{error:.4f}" for nats, error in lost.values()]
+        size, yes = f"{cell['bytes'] / 2**20:.2f}", "yes" if is_kept else "no"
+        rows.append([f"{cell['loss']:g}", cell["calibration"], f"{cell['trials']}", size, *shown, yes])
+    return [
+        *markdown(["`--loss`", "calibrated on", "tried", "MiB", *whole["losses"], "kept"], rows),
+        "",
+        f"The embedded model (6.57 MiB), {made['samples']} x {made['length']} tokens to calibrate on, the limit on "
+        f"{made['text_samples']} windows of each text. Nats a token above the dense model on "
+        f"{made['text_samples']} other windows of each: kept in {kept} of {len(runs)} runs.",
+    ]
+
+
 def programs(made: Any) -> Lines:
     """What models for llama.cpp and for transformers lose."""
     (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
