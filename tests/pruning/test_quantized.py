@@ -250,7 +250,7 @@ def test_what_is_told(tmp_path: Path) -> None:
     assert record.rounding.endswith(f"; {200 * zero / sum(sizes):.2g} % of the remaining weights became 0")
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"| grid of the weights | {record.rounding} |" in card
-    assert "* weights on the grid int4:16 are stored as usual, not packed, so that they load wherever" in card
+    assert "* weights on the grid int4:16 are stored as usual until they are packed, so that they load wherever" in card
     console = Console(width=200)
     with console.capture() as shown:
         console.print(summary(record))

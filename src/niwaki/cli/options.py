@@ -71,10 +71,10 @@ class _Shared:
         model: Directory, GGUF file or hub id of a model, or 'demo'. 'demo' is a small model that ships with niwaki.
         output: Output directory, new or empty.
         restart: Start over instead of resuming an interrupted run.
+        length: Tokens in a window. [default: 2048, or the model's positions if fewer]
 
     More options:
         record: Also write the record to this JSON file.
-        length: Tokens in a window. [default: 2048, or the model's positions if fewer]
         field: Column with the texts or conversations, for files and data sets with rows. [default: text, or messages,
             or columns such as instruction and output]
         bos: Begin each window with the token that the model's tokenizer puts before a text, if it has one.

@@ -44,8 +44,8 @@ def stored_as_usual(grid: Grid, matrices: Iterable[Matrix]) -> str:
     ways = [] if any(matrix.blocks for matrix in matrices) else _small_forms(grid)
     packs = f", and {' and '.join(ways)} make{'' if len(ways) > 1 else 's'} them small" if ways else ""
     return (
-        f"weights on the grid {grid} are stored as usual, not packed, so that they load wherever the dense model "
-        f"does; their scales are in {FILE}{packs}"
+        f"weights on the grid {grid} are stored as usual until they are packed, so that they load wherever the "
+        f"dense model does; their scales are in {FILE}{packs}"
     )
 
 

@@ -262,9 +262,9 @@ class Comparison(JsonFile):
 
 #: Below the tables.
 CAPTION = (
-    "±: standard error; of a perplexity between texts of this size, of nats above the dense model between windows of "
-    "this text, which is what two methods differ by. Bold: the best; of nats all that are less than two standard "
-    "errors of the difference above the best. Seconds: of pruning, the mean of the row."
+    "± is one standard error: of a perplexity, how much another text of this size would change it; of nats above the "
+    "dense model, how certain the difference is on this text. Compare methods by the nats. Bold: the best; of nats all "
+    "that are less than two standard errors of the difference above the best. Seconds: of pruning, the mean of the row."
 )
 
 

@@ -26,6 +26,8 @@ _CHARACTERS_PER_TOKEN = 8
 _LONGEST = 1 << 28
 #: Random windows of a data set are drawn from this many times as much text as they need.
 _RANDOM_POOL = 64
+#: Windows that are usually measured on, which the number that an error advises leaves.
+_MEASURED = 16
 
 
 def read_windows(
@@ -78,11 +80,12 @@ def read_windows(
     if available < needed and order == "random":
         raise CalibrationError(f"{source} has only {available} random windows of {length} tokens, {needed} are needed")
     if available < needed:
+        most = available - min(_MEASURED, available // 2)  # which leaves some to measure on
         total, one = needed * step, "" if first is None else ", of which one is BOS,"
         raise CalibrationError(
             f"{source} is too short: {needed} windows of {length} tokens{one} need {total} tokens, it has {len(ids)}, "
             f"{total - len(ids)} are missing; give more text, shorter windows (--length)"
-            + (f", or --samples {available}" if available else "")
+            + (f", or fewer (--samples {most})" if most else "")
         )
     tokens = in_windows(torch.tensor(ids, dtype=torch.int64), available, length, first)
     none = ", no BOS" if opened.notes else ", no special tokens (no BOS)"  # a chat template has some of its own
