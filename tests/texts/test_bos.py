@@ -152,7 +152,7 @@ def test_the_first_windows(model: Path, path: Path, ids: list[int]) -> None:
     total = 31 * (most + 1)
     assert f"need {total} tokens" in said
     assert f"it has {len(ids)}, {total - len(ids)} are missing" in said
-    assert f"--samples {most}" in said
+    assert f"--samples {most - 16}" in said  # which leaves some to measure on
     assert read_windows(str(path), tokenizer, 2, 5).tokens.tolist() == [[0, token] for token in ids[:5]]
     assert len(read_windows(str(path), tokenizer, len(ids) + 1, 1).tokens) == 1
     assert ", 1 are missing" in message(lambda: read_windows(str(path), tokenizer, len(ids) + 2, 1), CalibrationError)
