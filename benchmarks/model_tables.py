@@ -257,8 +257,7 @@ def grids(made: Any) -> Lines:
 
 def recipes(made: Any) -> Lines:
     """Nats a token above the dense model for each size: the recipe of compress, and the best of the others."""
-    (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
-    texts, rows = list(whole["losses"]), []
+    whole, rows = _dense(made), []
     for size in sorted({cell["size"] for cell in made["cells"] if cell["size"] < 1}, reverse=True):
         cells = [cell for cell in made["cells"] if cell["size"] == size]
         cells.sort(key=lambda cell: _mean_above(cell, whole))
@@ -267,12 +266,9 @@ def recipes(made: Any) -> Lines:
         for cell in shown:
             chosen = cell["recipe"] == "compress"
             name = f"**{cell['stages'][0]}, {cell['stages'][1]}**" if chosen else cell["recipe"]
-            found = [paired(cell["losses"][text], whole["losses"][text])[0] for text in texts]
-            foreseen = "" if cell.get("foreseen") is None else f"{cell['foreseen']:.4f}"
-            nats = [f"{value:.4f}" for value in (*found, fmean(found))]
-            rows.append([f"{size:g}", name, f"{cell['bytes'] / 2**20:.1f}", foreseen, *nats])
+            rows.append([f"{size:g}", name, f"{cell['bytes'] / 2**20:.1f}", *_losses(cell, whole)])
     return [
-        *markdown(["size", "recipe", "MiB", "foreseen", *texts, "mean"], rows),
+        *markdown(["size", "recipe", "MiB", "foreseen", *whole["losses"], "mean"], rows),
         "",
         f"SmolLM2-135M, calibrated on {made['samples']} x {made['length']} tokens of books, nats a token above the "
         f"dense model on {made['text_samples']} x {made['length']} tokens of each text. In bold is what `compress` "
@@ -302,15 +298,13 @@ def bounds(made: Any) -> Lines:
 
 def programs(made: Any) -> Lines:
     """What models for llama.cpp and for transformers lose."""
-    (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
+    whole = _dense(made)
     rows = []
     for cell in made["cells"]:
         if cell is not whole:
             asked = f"`--size {cell['size']:g}`" if "size" in cell else f"`--parameters {cell['parameters']:g}`"
-            found = [paired(cell["losses"][text], whole["losses"][text])[0] for text in whole["losses"]]
-            nats = [f"{value:.4f}" for value in (*found, fmean(found))]
-            foreseen = "" if cell["foreseen"] is None else f"{cell['foreseen']:.4f}"
-            rows.append([cell["runtime"], asked, cell["recipe"], f"{cell['bytes'] / 2**20:.0f}", foreseen, *nats])
+            size = f"{cell['bytes'] / 2**20:.0f}"
+            rows.append([cell["runtime"], asked, cell["recipe"], size, *_losses(cell, whole)])
     return [
         *markdown(["`--for`", "asked", "what is done", "MiB", "foreseen", *whole["losses"], "mean"], rows),
         "",
@@ -329,7 +323,7 @@ def by_hand(*records: Any) -> Lines:
     """For each model and size what compress decides on beside the best of the recipes that somebody would make."""
     rows = []
     for made in records:
-        (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
+        whole = _dense(made)
         for size in sorted({cell["size"] for cell in made["cells"] if cell["size"] < 1}, reverse=True):
             cells = [cell for cell in made["cells"] if cell["size"] == size]
             others = [cell for cell in cells if cell["recipe"] != "compress"]
@@ -356,10 +350,28 @@ def by_hand(*records: Any) -> Lines:
     ]
 
 
+def _dense(made: Any) -> Cell:
+    """What was measured of the dense model."""
+    whole: Cell
+    (whole,) = [cell for cell in made["cells"] if cell["recipe"] == "dense"]
+    return whole
+
+
 def _mean_above(cell: Cell, whole: Cell) -> float:
     """Nats a token above the dense model, the mean over texts."""
-    texts = whole["losses"]
-    return fmean(paired(cell["losses"][text], whole["losses"][text])[0] for text in texts)
+    return fmean(_above(cell, whole))
+
+
+def _above(cell: Cell, whole: Cell) -> list[float]:
+    """Nats a token above the dense model on each text."""
+    return [paired(cell["losses"][text], losses)[0] for text, losses in whole["losses"].items()]
+
+
+def _losses(cell: Cell, whole: Cell) -> list[str]:
+    """What was foreseen, if it was, the nats above the dense model on each text, and their mean."""
+    found = _above(cell, whole)
+    foreseen = "" if cell.get("foreseen") is None else f"{cell['foreseen']:.4f}"
+    return [foreseen, *(f"{value:.4f}" for value in (*found, fmean(found)))]
 
 
 def llama_cpp_loss(*records: Any) -> Lines:

@@ -21,7 +21,7 @@ from niwaki.layer.linalg import STRIP
 from niwaki.layer.patterns import Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.products import has_tf32, products
-from niwaki.layer.rounding import onto_grid, to_nearest
+from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
 from niwaki.layer.solvers import Wanda
 from niwaki.models.ends import embedding_keys, head_gram
 from niwaki.models.hidden_states import HiddenStates
@@ -198,7 +198,8 @@ class _Looking:
     def __init__(self, model: StreamedModel, grid: Grid, ends: Sequence[int]) -> None:
         self._model, self._grid = model, grid
         self._neurons = _neuron_matrices(model)
-        self._of_scales = scale_dtype(model.checkpoint.dtype(embedding_keys(model)[-1]))
+        self._keys = embedding_keys(model)
+        self._of_scales = scale_dtype(model.checkpoint.dtype(self._keys[-1]))
         #: By bits of the embeddings and the head.
         self.ends = dict.fromkeys(ends, 0.0)
 
@@ -249,7 +250,7 @@ class _Looking:
 
     def _head(self) -> Tensor:
         """(tokens, width) of the head, which is the table of embeddings where these are tied."""
-        value = self._model.checkpoint.read(embedding_keys(self._model)[-1])
+        value = self._model.checkpoint.read(self._keys[-1])
         return value.to(self._model.device)
 
     def _predictions(self, x: Tensor, weight: Tensor, bits: int = 0) -> Tensor:
@@ -267,10 +268,9 @@ class _Looking:
             return 1.0, 1.0
         W = weight[:: math.ceil(len(weight) / _ROWS)].float()
         problem, counted = LayerProblem(W, first), LayerProblem(W, other)
-        kept = torch.ones_like(W, dtype=torch.bool)
-        fitted = onto_grid(problem, problem.solution(W, kept), grid, self._of_scales)[0].W
+        fitted = onto_grid(problem, unsolved(problem), grid, self._of_scales)[0].W
         nearest = self._rounded(W, bits)
-        tied = len(embedding_keys(self._model)) == 1
+        tied = len(self._keys) == 1
         errors = float((nearest - W).square().sum())
         before = float((fitted - W).square().sum()) / errors if tied and errors else 1.0
         lost = counted.loss(nearest)

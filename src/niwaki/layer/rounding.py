@@ -20,6 +20,11 @@ _RHO = math.sqrt(_PENALTIES[0] * _PENALTIES[1])
 _RIDGE = 1e-3
 
 
+def unsolved(problem: LayerProblem) -> Solution:
+    """All weights as they are: what is rounded where nothing is pruned."""
+    return problem.solution(problem.W, torch.ones_like(problem.W, dtype=torch.bool))
+
+
 def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torch.dtype) -> tuple[Solution, Tensor]:
     """``solution`` with weights on ``grid``, for the same mask and with the same ``stats``, and scales (out, groups).
 

@@ -19,7 +19,7 @@ from niwaki.layer.grid import Grid, parse_grid, scale_dtype
 from niwaki.layer.linalg import STRIP
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.products import products
-from niwaki.layer.rounding import flops, onto_grid, to_nearest
+from niwaki.layer.rounding import flops, onto_grid, to_nearest, unsolved
 from niwaki.models.ends import embedding_keys, head_gram
 from niwaki.models.factors import FILE as FACTORS
 from niwaki.models.scales import EMBEDDINGS, FILE as SCALES, embedding_places, read_embedding_scales
@@ -208,8 +208,7 @@ class QuantizingEmbeddings(Task):
                 weights, scales = to_nearest(W, self.grid, of_scales)
             else:
                 problem = LayerProblem(W.to(self.model.device), gram)
-                kept = torch.ones_like(problem.W, dtype=torch.bool)
-                solution, scales = onto_grid(problem, problem.solution(problem.W, kept), self.grid, of_scales)
+                solution, scales = onto_grid(problem, unsolved(problem), self.grid, of_scales)
                 weights, scales = solution.W.cpu(), scales.cpu()
             rows.copy_(weights.to(value.dtype).add_(0.0))
             strips.append(scales.to(of_scales))

@@ -16,7 +16,7 @@ from niwaki.choices import TF32
 from niwaki.errors import named
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.problem import Gram, LayerProblem
-from niwaki.layer.rounding import onto_grid
+from niwaki.layer.rounding import onto_grid, unsolved
 from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
@@ -153,7 +153,7 @@ def cost_of_bits(grid: Grid, looked: Looked) -> BitCosts:
     W, cost = looked.rows()
     dtype = scale_dtype(looked.block.stored_dtype(looked.matrix))
     problem = LayerProblem(W, looked.gram)
-    solution = problem.solution(W, torch.ones_like(W, dtype=torch.bool))
+    solution = unsolved(problem)
     nats = {bits: cost(onto_grid(problem, solution, grid.of(bits), dtype)[0].W) for bits in grid.choices}
     return BitCosts(looked.matrix.size, nats)
 
