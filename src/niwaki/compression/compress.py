@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
@@ -12,8 +12,8 @@ from niwaki.choices import Runtime
 from niwaki.compression.foresight import foresee
 from niwaki.compression.part import PartOf, with_notes
 from niwaki.compression.trials import LossBound, SpeedBound, Trials
-from niwaki.compression.ways import Parts, Way, Ways, ladder_of_smaller, smaller
-from niwaki.errors import UsageError
+from niwaki.compression.ways import Parts, SmallerWays, Way, Ways, weights_of_neurons
+from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.healing.heal import Heal
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
@@ -61,7 +61,10 @@ class Compression:
 
     def _told(self, way: Way) -> str:
         size = f"{in_bytes(way.size):>8} ({way.size / self.before:.2f})"
-        return size if way.nats is None else f"{size}, about {way.nats:.2g} nats a token"
+        if way.nats is None:
+            return size
+        told = f"{size}, about {way.nats:.2g} nats a token"
+        return f"{told} ({way.nats + way.elsewhere:.2g} on other kinds of text)" if way.tokens else told
 
 
 @checked
@@ -131,8 +134,8 @@ def compress(
         planned, text = _planned(*wanted, Calibration.of(calibration), where, progress)
         if progress:
             progress.note(str(planned))
-        given: dict[str, Any] = {"calibration": text, "measurement": measurement, "compute": where}
-        record = run(model, out, planned.way.stages, **given, restart=restart, progress=progress)
+        how: dict[str, Any] = {"calibration": text, "measurement": measurement, "compute": where}
+        record = run(model, out, planned.way.stages, **how, restart=restart, progress=progress)
         return with_notes(record, _compared(planned.way, record), Path(out))
     runtime, calibration, asked = runtime or "niwaki", Calibration.of(calibration), Measurement.of(measurement)
     if loss is not None and asked.samples is not None and asked.samples < 2:
@@ -149,11 +152,13 @@ def compress(
     else:
         assert speed is not None
         bound = SpeedBound(parse_positive("speed", speed), before, checkpoint.path, Compute.of(compute))
+    streamed, heal = StreamedModel(checkpoint, "cpu"), _heal(max_time)
+    given = checkpoint, calibration, Compute.of(compute), progress
     if runtime == "transformers":
-        ladder = ladder_of_smaller(before, there, _heal(max_time))
+        smaller = SmallerWays(there, before, weights_of_neurons(streamed), heal)
+        ladder = _with_foresight(smaller, *given).ladder()
     else:
-        ways = Ways(Parts.of(StreamedModel(checkpoint, "cpu"), before, runtime), runtime, _heal(max_time))
-        ladder = _with_foresight(ways, checkpoint, calibration, Compute.of(compute), progress).ladder()
+        ladder = _with_foresight(Ways(Parts.of(streamed, before, runtime), runtime, heal), *given).ladder()
     trials = Trials(model, out, calibration, measurement, compute, restart, progress or Progress())
     return trials.best(ladder, bound)
 
@@ -206,8 +211,10 @@ def _planned(
         left = parse_parameters(parameters)
         if left >= there:
             raise UsageError(f"the model has {there:,} parameters, which is not more than the {left:,.0f} asked for")
-        way = smaller(before, there, left, heal)
-        return Compression(str(model), runtime, before, way.size, way), calibration
+        calibration = usual_calibration(calibration, progress or Progress())
+        smaller = SmallerWays(there, before, weights_of_neurons(StreamedModel(checkpoint, "cpu")), heal)
+        way, others = _with_foresight(smaller, checkpoint, calibration, compute, progress).to(left)
+        return Compression(str(model), runtime, before, way.size, way, tuple(others)), calibration
     assert size is not None
     left = parse_compressed_size(size)
     asked = int(left * before) if left <= 1 else int(left)
@@ -228,16 +235,25 @@ def _compared(way: Way, record: Record) -> Iterator[str]:
     if way.nats is not None:
         told = f"foreseen to lose about {way.nats:.2g} nats a token"
         if {"before", "after"} <= record.perplexity.keys():
-            told += f"; measured: {record.perplexity['after'].above(record.perplexity['before']).words}"
+            told += f"; measured: {record.perplexity['after'].lost_from(record.perplexity['before']).words}"
         yield told
 
 
+_W = TypeVar("_W", Ways, SmallerWays)
+
+
 def _with_foresight(
-    ways: Ways, checkpoint: Checkpoint, calibration: Calibration, compute: Compute, progress: Progress | None
-) -> Ways:
-    """``ways``, with what they are foreseen to cost."""
+    ways: _W, checkpoint: Checkpoint, calibration: Calibration, compute: Compute, progress: Progress | None
+) -> _W:
+    """``ways``, with what they are foreseen to cost; without that where smaller dense models cannot be looked at."""
     part = PartOf(progress or Progress(), "looking at what each step would cost")
-    return replace(ways, foresight=foresee(checkpoint, ways.grid, ways.ends_bits, calibration, compute, part))
+    how = (ways.grid, ways.ends_bits) if isinstance(ways, Ways) else (None, ())
+    try:
+        return replace(ways, foresight=foresee(checkpoint, *how, calibration, compute, part))
+    except UnsupportedModelError:
+        if isinstance(ways, Ways):
+            raise
+        return ways
 
 
 def _numbers(model: str | Path) -> tuple[Checkpoint, int, int]:

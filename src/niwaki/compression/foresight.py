@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from niwaki.cache import cached_directory, read_cached, write_cached
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import raw_bytes
+from niwaki.compression.fewer_tokens import LookingAtTokens, TokenCosts
 from niwaki.errors import NiwakiError, UnsupportedModelError
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.linalg import STRIP
@@ -44,13 +45,14 @@ from niwaki.pruning.request import rounds_to_nearest
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
 from niwaki.runs import duration
+from niwaki.runs.recipe import digests_of_texts
 from niwaki.runs.session import current_session
 from niwaki.shrinking.units import neurons_of
 from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 
 #: Goes up when anything else is foreseen of the same model: what earlier ones kept is not read then.
-_VERSION = 2
+_VERSION = 3
 #: On about how many tokens predictions are compared.
 _COMPARED = 512
 #: On about how many the model runs with rounded embeddings, at least one window.
@@ -68,7 +70,7 @@ _ROWS = 256
 
 @dataclass(frozen=True)
 class Foresight:
-    """What bits, zeros and fewer neurons are foreseen to cost, in nats a token.
+    """What bits, zeros, fewer neurons and fewer tokens are foreseen to cost, in nats a token.
 
     To second order independent errors add up: each step has its own cost, and a list of steps the sum of theirs.
 
@@ -78,12 +80,14 @@ class Foresight:
         ends: By bits what rounding the embeddings and the head costs.
         neurons: For shares of the neurons, in ascending order, what it costs to remove these from each block; empty for
             models that have none of a known kind.
+        tokens: What fewer tokens cost; None where none can be removed, or the text is too short to choose them by.
     """
 
     bits: dict[Place, BitCosts]
     zeros: list[Curve]
     ends: dict[int, float]
     neurons: tuple[tuple[float, float], ...]
+    tokens: TokenCosts | None = None
 
     def of_bits(self, average: float, alike: bool = False) -> float:
         """Matrices of so many bits in the mean, each of as many as suit it or all ``alike``."""
@@ -112,7 +116,7 @@ class Foresight:
 @torch.no_grad()
 def foresee(
     checkpoint: Checkpoint,
-    grid: Grid,
+    grid: Grid | None,
     ends: Sequence[int],
     calibration: Calibration,
     compute: Compute,
@@ -123,7 +127,9 @@ def foresee(
     Bits are the :attr:`.Grid.choices` of ``grid``, and those of embeddings and head the ``ends``. Squared errors of the
     outputs of matrices count by how sensitive the loss is to each of them (:func:`.sensitivities`): those of numbers of
     the grid (:func:`.costs_of_bits`), of zeros as Wanda chooses them, and of the neurons that add least to the outputs.
-    What rounding embeddings and head costs is measured: the divergence of predictions. Memory: one block, or the head.
+    What rounding embeddings and head costs is measured: the divergence of predictions. So is what a removed token costs
+    (:class:`.LookingAtTokens`). Without a ``grid`` neurons and tokens alone are looked at. Memory: one block, or the
+    head.
 
     Raises:
         UnsupportedModelError: the model has no head, or embeddings that are no matrices.
@@ -133,21 +139,24 @@ def foresee(
     with contextlib.closing(MemoryBudget(compute.budget)) as budget:
         model = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
         text = with_answers(model, calibration, compute.budget, world, progress)
-        tokens = Texts.read(model, text, Measurement(samples=0)).windows.tokens
+        windows = Texts.read(model, text, Measurement(samples=0)).windows
+        tokens = windows.tokens
         own, tf32 = world.share(tokens), compute.tf32 if has_tf32(model.device) else "never"
-        place = _place_of(model, grid, ends, tokens, tf32) if world.first else None
+        place = _place_of(model, grid, ends, tokens, tf32, calibration) if world.first else None
         found = world.received(_kept(place))
         if found is None:
-            looking = _Looking(model, grid, ends)
+            looking = _Looking(model, grid, ends, LookingAtTokens.of(model, text, windows) if world.first else None)
             operations = duration.looking(model, min(EXAMINED, tokens.numel()))
             progress.estimate(operations / (world.size * duration.products_per_second(model.device)))
             with products(tf32=False):
                 costs = examined(model, own, tf32, world, progress, looking.at_matrix, looking)
-            found = _sum_of(costs, world.received(looking.ends))
+            ends_costs, of_tokens = world.received((looking.ends, looking.found_of_tokens()))
+            found = _sum_of(costs, ends_costs, of_tokens)
             if place:
                 with contextlib.suppress(NiwakiError):  # it only takes longer the next time
-                    write_cached(place, ([*found.bits.items()], found.zeros, found.ends, found.neurons))
-        remembered_costs(model, grid, own, tf32, lambda: found.bits)
+                    write_cached(place, ([*found.bits.items()], found.zeros, found.ends, found.neurons, found.tokens))
+        if grid:
+            remembered_costs(model, grid, own, tf32, lambda: found.bits)
     return found
 
 
@@ -155,32 +164,43 @@ def foresee(
 class _Costs:
     """What is foreseen for one matrix."""
 
-    bits: BitCosts
-    zeros: Curve
+    bits: BitCosts | None
+    zeros: Curve | None
     neurons: tuple[float, ...]  # for each of the _NEURONS, where the matrix is what neurons go into
 
 
-def _sum_of(costs: dict[Place, _Costs], ends: dict[int, float]) -> Foresight:
+def _sum_of(costs: dict[Place, _Costs], ends: dict[int, float], tokens: TokenCosts | None) -> Foresight:
     """What is foreseen for the model."""
     removed = [each.neurons for each in costs.values() if each.neurons]
     shares = zip(_NEURONS, *removed, strict=True) if removed else ()
     return Foresight(
-        {place: each.bits for place, each in costs.items()},
-        [each.zeros for each in costs.values()],
+        {place: each.bits for place, each in costs.items() if each.bits},
+        [each.zeros for each in costs.values() if each.zeros],
         ends,
         tuple((share, math.fsum(nats)) for share, *nats in shares),
+        tokens,
     )
 
 
 #: A foresight as a file has it: names of JSON are text.
-_Kept = tuple[list[tuple[Place, BitCosts]], list[Curve], dict[int, float], tuple[tuple[float, float], ...]]
+_Kept = tuple[
+    list[tuple[Place, BitCosts]],
+    list[Curve],
+    dict[int, float],
+    tuple[tuple[float, float], ...],
+    TokenCosts | None,
+]
 
 
-def _place_of(model: StreamedModel, grid: Grid, ends: Sequence[int], tokens: Tensor, tf32: str) -> Path | None:
+def _place_of(
+    model: StreamedModel, grid: Grid | None, ends: Sequence[int], tokens: Tensor, tf32: str, calibration: Calibration
+) -> Path | None:
     """The file that has what is foreseen, so that a command that is repeated does not look again; None for nowhere."""
-    text = hashlib.sha256(raw_bytes(tokens)).hexdigest()
+    # Which tokens stay depends on the whole of the texts.
+    text = hashlib.sha256(raw_bytes(tokens)).hexdigest(), digests_of_texts(calibration)
     how = str(model.dtype), model.device.type, tf32, torch.get_num_threads(), versions()
-    asked = _VERSION, model.checkpoint.fingerprint(), text, grid.choices, grid.group, tuple(ends), how
+    of_grid = grid and (grid.choices, grid.group)
+    asked = _VERSION, model.checkpoint.fingerprint(), text, of_grid, tuple(ends), how
     with contextlib.suppress(OSError, ValueError):
         return cached_directory("foresight", asked) / "costs.json"
     return None
@@ -195,29 +215,34 @@ def _kept(place: Path | None) -> Foresight | None:
 class _Looking:
     """Looks at all parts of a model once."""
 
-    def __init__(self, model: StreamedModel, grid: Grid, ends: Sequence[int]) -> None:
-        self._model, self._grid = model, grid
+    def __init__(
+        self, model: StreamedModel, grid: Grid | None, ends: Sequence[int], tokens: LookingAtTokens | None
+    ) -> None:
+        self._model, self._grid, self._group = model, grid, grid.group if grid else None
         self._neurons = _neuron_matrices(model)
         self._keys = embedding_keys(model)
         self._of_scales = scale_dtype(model.checkpoint.dtype(self._keys[-1]))
         #: By bits of the embeddings and the head.
         self.ends = dict.fromkeys(ends, 0.0)
+        self.tokens = tokens
 
     def at_matrix(self, looked: Looked) -> _Costs:
         """What is foreseen for a matrix."""
         matrix, (W, cost) = looked.matrix, looked.rows()
-        problem = LayerProblem(W, looked.gram)
-        points = [(share, cost(_SOLVER(problem, Unstructured(share)).W)) for share in _ZEROS]
-        zeros = smooth(matrix.size, points, cost(torch.zeros_like(W)))
-        neurons: tuple[float, ...] = ()
+        bits, zeros, neurons = None, None, tuple[float, ...]()
+        if self._grid:
+            problem = LayerProblem(W, looked.gram)
+            points = [(share, cost(_SOLVER(problem, Unstructured(share)).W)) for share in _ZEROS]
+            zeros = smooth(matrix.size, points, cost(torch.zeros_like(W)))
+            bits = cost_of_bits(self._grid, looked)
         if matrix.place in self._neurons:
             order = (W.square().sum(dim=0) * looked.gram.norm.square()).argsort()
             removed = (order[: round(share * len(order))] for share in _NEURONS)
             neurons = tuple(cost(W.index_fill(1, columns, 0.0)) for columns in removed)
-        return _Costs(cost_of_bits(self._grid, looked), zeros, neurons)
+        return _Costs(bits, zeros, neurons)
 
     def changed(self, tokens: Tensor, budget: MemoryBudget) -> list[HiddenStates]:
-        """The first block's inputs with embeddings of each number of bits."""
+        """The first block's inputs with embeddings of each number of bits, and those of fewer tokens."""
         tokens = tokens[: max(1, _CHANGED // tokens.shape[1])]
         found, embeddings = [], self._model.model.get_input_embeddings()
         for bits in self.ends:
@@ -227,7 +252,7 @@ class _Looking:
                 found.append(self._model.embed(tokens, budget=budget))
             finally:
                 hook.remove()
-        return found
+        return found + (self.tokens.changed(budget) if self.tokens else [])
 
     def see(self, halves: list[HiddenStates], changed: list[HiddenStates]) -> None:
         """What rounding embeddings and head costs, by the divergence of predictions for some tokens.
@@ -235,36 +260,57 @@ class _Looking:
         It is measured for numbers that are rounded to the nearest, in the head and before the first block, and each of
         the two counts as much as what is fitted leaves of its squared errors.
         """
-        model, tokens = self._model, changed[0].tokens[0]
-        weight = self._head()
-        with model.last_states() as normed:
-            ends = [halves[-1].hidden[0][: len(tokens)], *(each.hidden[0] for each in changed)]
-            found = [normed(each, tokens).flatten(0, 1).float() for each in ends]
-        dense, *inputs = (each[:: math.ceil(len(each) / _COMPARED)] for each in found)
-        expected = self._predictions(dense, weight)
-        grams = [head_gram(model, each) for each in (halves[0], halves[-1])]
+        if self.tokens:
+            self.tokens.see(*changed[len(self.ends) :])
+        if not self.ends:
+            return
+        weight, tokens = self._head(), changed[0].tokens[0]
+        dense, *inputs = (
+            self._some(hidden)
+            for hidden in [halves[-1].hidden[0][: len(tokens)], *(each.hidden[0] for each in changed[: len(self.ends)])]
+        )
+        expected = self._predictions(dense, tokens)
+        grams = [head_gram(self._model, each) for each in (halves[0], halves[-1])]
         for bits, x in zip(self.ends, inputs, strict=True):
             of_head, before = self._left(weight, bits, *grams)
-            self.ends[bits] += of_head * _divergence(expected, self._predictions(dense, weight, bits))
-            self.ends[bits] += before * _divergence(expected, self._predictions(x, weight))
+            self.ends[bits] += of_head * _divergence(expected, self._predictions(dense, tokens, bits))
+            self.ends[bits] += before * _divergence(expected, self._predictions(x, tokens))
+
+    def found_of_tokens(self) -> TokenCosts | None:
+        """What fewer tokens are foreseen to cost."""
+        return self.tokens.found() if self.tokens else None
 
     def _head(self) -> Tensor:
         """(tokens, width) of the head, which is the table of embeddings where these are tied."""
         value = self._model.checkpoint.read(self._keys[-1])
         return value.to(self._model.device)
 
-    def _predictions(self, x: Tensor, weight: Tensor, bits: int = 0) -> Tensor:
-        """(count, tokens) logarithms, of a head of so many bits or of none but its own."""
-        parts = (rows.float() for rows in weight.split(STRIP))
-        logits = [x @ (self._rounded(rows, bits) if bits else rows).T for rows in parts]
-        return torch.cat(logits, dim=1).log_softmax(-1)
+    def _some(self, x: Tensor) -> Tensor:
+        """(1, count, width) some of the hidden states (samples, length, width)."""
+        return x.flatten(0, 1)[:: math.ceil(x.shape[0] * x.shape[1] / _COMPARED)].unsqueeze(0)
+
+    def _predictions(self, x: Tensor, tokens: Tensor, bits: int = 0) -> Tensor:
+        """(count, tokens) logarithms, by hidden states (1, count, width), of a head of so many bits or of its own."""
+        head = self._model.model.get_output_embeddings()
+
+        def rounded(module: nn.Linear, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
+            made = torch.cat([inputs[0] @ self._rounded(rows, bits).T for rows in module.weight.split(STRIP)], dim=-1)
+            return made if module.bias is None else made + module.bias
+
+        with self._model.head(torch.float32) as predict:
+            hook = head.register_forward_hook(rounded) if bits else None
+            try:
+                return predict(x, tokens.flatten()[: x.shape[1]].unsqueeze(0))[0].log_softmax(-1)
+            finally:
+                if hook:
+                    hook.remove()
 
     def _left(self, weight: Tensor, bits: int, first: Gram, other: Gram) -> tuple[float, float]:
         """What fitting some rows of the head to its inputs leaves of squared errors: of its outputs, and of the rows.
 
         The latter are those of embeddings, where they are tied. What is fitted to the first half counts on the other.
         """
-        if rounds_to_nearest(grid := Grid(bits, self._grid.group), None):
+        if rounds_to_nearest(grid := Grid(bits, self._group), None):
             return 1.0, 1.0
         W = weight[:: math.ceil(len(weight) / _ROWS)].float()
         problem, counted = LayerProblem(W, first), LayerProblem(W, other)
@@ -277,7 +323,7 @@ class _Looking:
         return counted.loss(fitted) / lost if lost else 1.0, before
 
     def _rounded(self, rows: Tensor, bits: int) -> Tensor:
-        grid = Grid(bits, self._grid.group)
+        grid = Grid(bits, self._group)
         return to_nearest(rows.flatten(0, -2).float(), grid, self._of_scales)[0].to(rows.dtype).view_as(rows)
 
 

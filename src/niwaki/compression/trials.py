@@ -12,7 +12,7 @@ from niwaki.compression.part import PartOf, finished, with_notes
 from niwaki.compression.ways import Way
 from niwaki.errors import UsageError
 from niwaki.evaluation.bench import bench
-from niwaki.evaluation.evaluate import evaluate
+from niwaki.evaluation.evaluate import evaluate_both
 from niwaki.files import locked, output_errors
 from niwaki.models.locate import locate_model
 from niwaki.options import Calibration, Compute, Measurement, Text
@@ -62,12 +62,10 @@ class LossBound:
         measured = trial.record.perplexity
         if not {"before", "after"} <= measured.keys():
             raise UsageError("a bound on the loss needs text to measure it on, and there is none left; give more text")
-        losses = {"": measured["after"].above(measured["before"])}
+        losses = {"": measured["after"].lost_from(measured["before"])}
         for each in self.also:
-            name = str(each.text)
-            if name not in self._known:
-                self._known[name] = evaluate(self.dense, each, compute=self.compute)
-            losses[f" on {name}"] = evaluate(trial.directory, each, compute=self.compute).above(self._known[name])
+            after, before = evaluate_both(trial.directory, self.dense, each, self.compute, self._known)
+            losses[f" on {each.text}"] = after.lost_from(before)
         most = {on: lost.nats + _ERRORS * (lost.standard_error or math.inf) for on, lost in losses.items()}
         worst = max(most, key=lambda on: most[on])
         words = "; ".join(f"{lost.words}{on}, at most {most[on]:.4f}" for on, lost in losses.items())

@@ -3,7 +3,7 @@
 Of all ways to a size the one is taken that is foreseen to lose least (:mod:`niwaki.compression.foresight`). For
 niwaki's own format these are matrices of 2 to 8 bits, with embeddings and head of 8 to 4, and zeros, with 4 or 8 bits
 for the other weights. For llama.cpp they are 4 to 8 bits and fewer parameters. transformers runs smaller dense models
-alone.
+alone. For all of them a model can have fewer tokens too.
 """
 
 import math
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from niwaki.choices import Runtime
+from niwaki.compression.fewer_tokens import TokenCosts
 from niwaki.compression.foresight import Foresight
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.exports.export import Export, Pack
@@ -23,7 +24,9 @@ from niwaki.pruning.prune import Prune, Quantize
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.stage import Stage
 from niwaki.shrinking.shrink import Shrink
+from niwaki.shrinking.token_choice import PRIOR
 from niwaki.shrinking.units import mlps
+from niwaki.shrinking.vocabulary import ShrinkVocabulary
 
 #: Weights that share a scale, and bytes of a scale.
 _GROUPS = {"niwaki": 64, "llama.cpp": 32}
@@ -33,6 +36,10 @@ _SCALE = 2
 _MARGIN, _HEADER, _ENTRY, _TENSORS = 0.002, 4096, 100, 3
 #: How much smaller each way of a ladder is than the one before, and what stays of the parameters at the end of one.
 _STEP, _LAST_LEFT = 0.04, 0.4
+#: What the numbers of tokens of smaller dense models are multiples of.
+_TOKENS = 64
+#: How many times as much text of other kinds loses: on SmolLM2, fitted on books, 1.5 to 2.4 times.
+_OTHERS = 2.0
 #: Of zeros and of the parameters that stay, the least and the most that are tried, in percent.
 _ZEROS, _LEFT = range(5, 71), range(60, 100, 2)
 
@@ -45,32 +52,43 @@ class Way:
         words: What is done.
         size: Bytes of the weights, as foreseen; they are no more.
         stages: What does it.
-        nats: The loss that is foreseen, in nats a token; None where that is not known.
+        nats: The loss that is foreseen on text like the calibration text, in nats a token; None where that is not
+            known.
+        elsewhere: What it is foreseen to lose besides on text of other kinds.
+        tokens: How many tokens stay; None for all.
     """
 
     words: str
     size: int
     stages: tuple[Stage, ...]
     nats: float | None = None
+    elsewhere: float = 0.0
+    tokens: int | None = None
+
+    @property
+    def loss(self) -> float:
+        """By what ways are compared: one of which nothing is known comes last.
+
+        Other kinds of text count as much as they do where tokens are chosen.
+        """
+        return math.inf if self.nats is None else self.nats + PRIOR * self.elsewhere
+
+    def with_tokens(self, tokens: int, costs: TokenCosts) -> "Way":
+        """The same of a model that has so many tokens left before the first stage."""
+        own, other = costs.of(tokens) or (math.inf, math.inf)
+        return replace(
+            self,
+            words=f"{tokens:,} of {costs.rows:,} tokens, {self.words}" if self.words else f"{tokens:,} tokens",
+            stages=(ShrinkVocabulary(tokens), *self.stages),
+            nats=None if self.nats is None else self.nats + own,
+            elsewhere=self.elsewhere + other - own,
+            tokens=tokens,
+        )
 
 
-def _loss(way: Way) -> float:
-    """By what ways are compared: one of which nothing is known comes last."""
-    return math.inf if way.nats is None else way.nats
-
-
-def smaller(before: int, there: int, parameters: float, heal: tuple[Stage, ...]) -> Way:
-    """A smaller dense model with that share, or number, of the parameters, of which ``there`` are in so many bytes."""
-    is_share = parameters < 1
-    words = f"{parameters:g} of the" if is_share else f"{parameters:,.0f} of {there:,}"
-    part = parameters if is_share else min(1.0, parameters / there)
-    return Way(f"{words} parameters", int(before * part), (Shrink(parameters=parameters), *heal))
-
-
-def ladder_of_smaller(before: int, there: int, heal: tuple[Stage, ...]) -> list[Way]:
-    """Smaller dense models in descending order of size."""
-    steps = int((1 - _LAST_LEFT) / _STEP)
-    return [smaller(before, there, round(1 - _STEP * step, 2), heal) for step in range(1, steps + 1)]
+def _way(words: str, size: int, stages: tuple[Stage, ...], nats: float | None) -> Way:
+    """One that rounds and removes, and loses more where it was not fitted."""
+    return Way(words, size, stages, nats, 0.0 if nats is None else (_OTHERS - 1) * nats)
 
 
 @dataclass(frozen=True)
@@ -104,11 +122,66 @@ class Parts:
         if runtime == "llama.cpp":  # has them in float32, and the tokenizer in the same file
             tokenizer = model.checkpoint.path / "tokenizer.json"
             others = 2 * others + (int(1.25 * tokenizer.stat().st_size) if tokenizer.is_file() else 0)
-        found = [mlp for i in range(len(model.blocks)) for mlp in mlps(model.matrices(i))]
-        of_neurons = sum(matrix.size for down, ups in found for matrix in (down, *ups))
         tensors = (len(key) + _ENTRY for key in [*entries, *(_TENSORS - 1) * [*keys, *of_blocks]])
         headers = _HEADER + sum(tensors)
-        return cls(sum(matrix.size for matrix in matrices), embeddings, others, of_neurons, headers)
+        return cls(sum(matrix.size for matrix in matrices), embeddings, others, weights_of_neurons(model), headers)
+
+
+def weights_of_neurons(model: StreamedModel) -> int:
+    """How many weights go with the neurons of MLPs."""
+    found = (mlp for i in range(len(model.blocks)) for mlp in mlps(model.matrices(i)))
+    return sum(matrix.size for down, ups in found for matrix in (down, *ups))
+
+
+@dataclass(frozen=True)
+class SmallerWays:
+    """Those for transformers: dense models with fewer parameters than the ``count`` that takes ``before`` bytes now.
+
+    ``heal`` is done at the end of each.
+    """
+
+    count: int
+    before: int
+    of_neurons: int
+    heal: tuple[Stage, ...]
+    foresight: Foresight | None = None
+
+    def to(self, parameters: float) -> tuple[Way, list[Way]]:
+        """The way to a share or a number of the parameters that is foreseen to lose least, and the other kinds."""
+        left = parameters * self.count if parameters < 1 else parameters
+        words = f"{parameters:g} of the" if parameters < 1 else f"{parameters:,.0f} of {self.count:,}"
+        plain = self._removing(f"{words} parameters", parameters, self.count, left)
+        fewer = min(self._with_fewer_tokens(left), key=lambda way: way.loss, default=None)
+        first, *others = sorted(filter(None, (plain, fewer)), key=lambda way: way.loss)
+        return first, others
+
+    def ladder(self) -> list[Way]:
+        """Smaller models in descending order of size."""
+        steps = int((1 - _LAST_LEFT) / _STEP)
+        return [self.to(round(1 - _STEP * step, 2))[0] for step in range(1, steps + 1)]
+
+    def _removing(self, words: str, parameters: float, there: float, left: float) -> Way:
+        """Removes blocks, heads and neurons of a model that has so many parameters there."""
+        sight, nats = self.foresight, None
+        if sight and self.of_neurons:
+            nats = sight.of_neurons((there - left) / self.of_neurons)
+        return _way(words, self._bytes(left), (Shrink(parameters=parameters), *self.heal), nats)
+
+    def _with_fewer_tokens(self, left: float) -> Iterator[Way]:
+        if self.foresight is None or (costs := self.foresight.tokens) is None:
+            return
+        enough = costs.rows - math.ceil((self.count - left) / costs.weights)
+        if costs.of(alone := enough // _TOKENS * _TOKENS):
+            size = self._bytes(self.count - costs.removed(alone))
+            yield Way("", size, self.heal, 0.0).with_tokens(alone, costs)
+        for tokens, *_ in costs.sizes:
+            if tokens > enough:
+                there = self.count - costs.removed(tokens)
+                words = f"{left / there:.2g} of the parameters that this leaves"
+                yield self._removing(words, int(left), there, left).with_tokens(tokens, costs)
+
+    def _bytes(self, left: float) -> int:
+        return int(self.before * left / self.count)
 
 
 @dataclass(frozen=True)
@@ -123,6 +196,8 @@ class Ways:
     runtime: Runtime
     heal: tuple[Stage, ...]
     foresight: Foresight | None = None
+    #: How many tokens it has left, where some are removed first.
+    tokens: int | None = None
 
     @property
     def grid(self) -> Grid:
@@ -168,9 +243,9 @@ class Ways:
             return self.largest, []
         best: dict[str, Way] = {}
         for kind, way in self._to(asked):
-            if way.size <= asked and (kind not in best or _loss(way) < _loss(best[kind])):
+            if way.size <= asked and (kind not in best or way.loss < best[kind].loss):
                 best[kind] = way
-        first, *others = sorted(best.values(), key=_loss)
+        first, *others = sorted(best.values(), key=lambda way: way.loss)
         return first, others
 
     def _to(self, asked: int) -> Iterator[tuple[str, Way]]:
@@ -188,6 +263,22 @@ class Ways:
             for left in reversed(_LEFT) if self.runtime == "llama.cpp" else ():
                 if (bits := self._average(asked, ends, left / 100)) >= 4:
                     yield "parameters", self._smaller(left / 100, bits, ends)
+        for each in self._with_fewer_tokens():
+            yield from (("fewer tokens", way) for _, way in each._to(asked))
+
+    def _with_fewer_tokens(self) -> Iterator["Ways"]:
+        """Those of the same model with fewer tokens."""
+        if self.tokens is None and self.foresight and (costs := self.foresight.tokens):
+            for tokens, *_ in costs.sizes:
+                embeddings = self.parts.embeddings - costs.removed(tokens)
+                yield replace(self, parts=replace(self.parts, embeddings=embeddings), tokens=tokens)
+
+    def _way(self, words: str, size: int, stages: tuple[Stage, ...], nats: float | None) -> Way:
+        """A way of the model with all tokens or those that are left."""
+        way = _way(words, size, stages, nats)
+        if self.tokens is None or self.foresight is None or self.foresight.tokens is None:
+            return way
+        return way.with_tokens(self.tokens, self.foresight.tokens)
 
     def _bytes(self, bits: float, ends: int, matrices: float) -> int:
         scale = _SCALE / _GROUPS[self.runtime]
@@ -213,7 +304,7 @@ class Ways:
         stages: tuple[Stage, ...] = (Quantize(self._grid(bits)), *self.heal, *self._ends(ends, bits == 8))
         sight = self.foresight
         nats = None if sight is None else sight.of_bits(bits) + sight.of_ends(ends)
-        return Way(words, self._bytes(bits, ends, self.parts.matrices), stages, nats)
+        return self._way(words, self._bytes(bits, ends, self.parts.matrices), stages, nats)
 
     def _ends(self, bits: int, eight: bool = False) -> tuple[Stage, ...]:
         """Embeddings and head, and the format, for matrices of ``eight`` bits or of fewer and mixed ones."""
@@ -228,19 +319,18 @@ class Ways:
         grid = f"int{bits}:{_GROUPS[self.runtime]}"
         stages: tuple[Stage, ...] = (Prune(share, quantize=grid), *self.heal, *self._ends(ends))
         words = f"{100 * share:.3g} % zeros, {bits} bits for each other weight, embeddings and head of {ends}"
-        way = Way(words, self._zeros_size(share, bits, ends), stages)
-        if (sight := self.foresight) is None:
-            return way
-        rounded = (1 - share) * sight.of_bits(bits, alike=True)
-        return replace(way, nats=sight.of_zeros(share) + rounded + sight.of_ends(ends))
+        nats = None
+        if sight := self.foresight:
+            nats = sight.of_zeros(share) + (1 - share) * sight.of_bits(bits, alike=True) + sight.of_ends(ends)
+        return self._way(words, self._zeros_size(share, bits, ends), stages, nats)
 
     def _smaller(self, left: float, bits: float, ends: int) -> Way:
         everything = self.parts.matrices + self.parts.embeddings
         stages: tuple[Stage, ...] = (Shrink(parameters=left), Quantize(self._grid(bits)), *self.heal)
         words = f"{left:g} of the parameters, {bits:g} bits for each, embeddings and head of {ends}"
-        way = Way(words, self._bytes(bits, ends, self._matrices(left)), (*stages, *self._ends(ends, bits == 8)))
-        if (sight := self.foresight) is None or not self.parts.of_neurons:
-            return way
-        if (removed := sight.of_neurons((1 - left) * everything / self.parts.of_neurons)) is None:
-            return way
-        return replace(way, nats=removed + sight.of_bits(bits) + sight.of_ends(ends))
+        sight, removed = self.foresight, None
+        if sight and self.parts.of_neurons:
+            removed = sight.of_neurons((1 - left) * everything / self.parts.of_neurons)
+        nats = None if sight is None or removed is None else removed + sight.of_bits(bits) + sight.of_ends(ends)
+        size = self._bytes(bits, ends, self._matrices(left))
+        return self._way(words, size, (*stages, *self._ends(ends, bits == 8)), nats)

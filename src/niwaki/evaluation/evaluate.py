@@ -9,12 +9,13 @@ from niwaki.models.device import resident
 from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.tokens import find_bos
 from niwaki.options import USUAL_TEXT, Compute, Measurement, Text
 from niwaki.packed.format import open_checkpoint
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.runs.duration import passes, products_per_second
-from niwaki.texts.same_text import with_bytes
+from niwaki.texts.same_text import same_text, with_bytes
 from niwaki.texts.sources import check_field
 from niwaki.texts.texts import read_heldout
 
@@ -64,3 +65,27 @@ def evaluate(
         operations = passes(streamed, windows.tokens.numel(), head=True)
         progress.estimate(operations / products_per_second(streamed.device))
         return streamed.perplexity(windows, lambda done, count: progress.status("measuring, block", done, count))
+
+
+def evaluate_both(
+    model: Path, before: Path, measurement: Measurement, compute: Compute, known: dict[str, Perplexity]
+) -> tuple[Perplexity, Perplexity]:
+    """The perplexities of a model and of the one ``before``, on the same text also where it has fewer tokens now.
+
+    ``known`` has that of the one before, by the text's name, and gets it.
+    """
+    (text,) = measurement.texts
+    assert isinstance(text, str)
+    with contextlib.closing(MemoryBudget()) as budget, products(tf32=compute.tf32 == "always"):
+        models = [
+            StreamedModel(open_checkpoint(each), compute.device, compute.dtype, budget) for each in (model, before)
+        ]
+        after, dense = models
+        if after.config.vocab_size == dense.config.vocab_size:
+            if text not in known:
+                known[text] = evaluate(before, measurement, compute=compute)
+            return evaluate(model, measurement, compute=compute), known[text]
+        windows = read_heldout(dense, text, measurement)
+        bos = None if windows.bos is None else find_bos(after.tokenizer)
+        first, second = same_text(windows, dense.tokenizer, after.tokenizer, bos, after.positions)
+        return after.perplexity(second), dense.perplexity(first)

@@ -267,10 +267,10 @@ class StreamedModel:
         return self._found
 
     @torch.no_grad()
-    def losses(self, states: HiddenStates) -> Tensor:
+    def losses(self, states: HiddenStates, only: Tensor | None = None) -> Tensor:
         """(samples, length - 1) float32 cross-entropies in nats, by ``states`` after the last block.
 
-        Of pairs they are those of the targets, and 0 after shorter ones.
+        Of pairs they are those of the targets, and 0 after shorter ones. With ``only`` the model has no other tokens.
         """
         losses: list[Tensor] = []
         with self.head() as head:
@@ -279,6 +279,8 @@ class StreamedModel:
                 parts = (batch, states.hidden[i], states.labels(i))
                 for tokens, hidden, labels in zip(*(part.split(samples) for part in parts), strict=True):
                     logits = head(hidden, tokens)[:, : labels.shape[1]].flatten(0, 1).float()
+                    if only is not None:
+                        logits += torch.full_like(logits[0], -torch.inf).index_fill(0, only.to(self.device), 0.0)
                     labels = labels.to(self.device).flatten()
                     loss = nn.functional.cross_entropy(logits, labels, reduction="none")
                     losses += loss.view(len(tokens), -1).cpu()
@@ -287,9 +289,14 @@ class StreamedModel:
             raise NumericalError("the model's outputs are NaN or infinite on this text; try dtype float32")
         return joined
 
-    def measured(self, states: HiddenStates, windows: Windows, world: World = _ALONE) -> Perplexity:
-        """The perplexity, by ``states`` after the last block, of each process's share of ``windows``."""
-        losses, counts = self.losses(states), tuple[int, ...]()
+    def measured(
+        self, states: HiddenStates, windows: Windows, world: World = _ALONE, only: Tensor | None = None
+    ) -> Perplexity:
+        """The perplexity, by ``states`` after the last block, of each process's share of ``windows``.
+
+        With ``only`` these tokens can be predicted, and no others.
+        """
+        losses, counts = self.losses(states, only), tuple[int, ...]()
         if self.pairs is not None:
             counts = tuple(tokens.shape[1] for tokens in states.tokens)
         if windows.spans is not None:

@@ -137,6 +137,14 @@ class Perplexity:
         differences = [mine - theirs for mine, theirs in zip(self.losses, other.losses, strict=True)]
         return Difference(nats, statistics.stdev(differences) / math.sqrt(len(differences)))
 
+    def lost_from(self, before: Perplexity) -> Difference:
+        """As :meth:`above`, in nats for each token of the model ``before`` also where this one has others."""
+        found = self.above(before)
+        if found.unit == Difference(0.0, None).unit:
+            return found
+        scale = math.log(2) * sum(before.bytes) / before.tokens
+        return Difference(scale * found.nats, found.standard_error and scale * found.standard_error)
+
     @property
     def protocol(self) -> str:
         """Everything that another program needs to repeat the measurement, in words."""

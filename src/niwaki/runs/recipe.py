@@ -33,12 +33,17 @@ def begin_recipe(
 
 def with_texts(recipe: Recipe, calibration: Calibration) -> Recipe:
     """The ``recipe`` with digests of local texts."""
+    return dataclasses.replace(recipe, texts=digests_of_texts(calibration))
+
+
+def digests_of_texts(calibration: Calibration) -> dict[str, str]:
+    """Those of local texts, by the names of their files."""
     texts = {}
     for text in calibration.texts:
         with contextlib.suppress(UsageError, OSError):  # what is no path, or cannot be read, is for others to say
             if isinstance(text, str) and (path := given_path(text)).is_file():
                 texts[path.name] = digest(path)
-    return dataclasses.replace(recipe, texts=texts)
+    return texts
 
 
 def with_weights(recipe: Recipe, source: Path) -> Recipe:

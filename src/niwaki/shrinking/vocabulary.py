@@ -15,37 +15,27 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.shards import Shards
 from niwaki.checkpoints.tensors import read_json
 from niwaki.effort import PLAIN_EFFORT, Effort, make_effort
-from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
+from niwaki.errors import OutputError, UsageError
 from niwaki.files import replace_file
 from niwaki.models.extra import notes_of
 from niwaki.models.formats import format_of
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.tokens import encode, find_bos
+from niwaki.models.tokens import encode
 from niwaki.records.record import Record
 from niwaki.records.structure import StructureRecord
 from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import pruning_config, write_config
 from niwaki.runs.duration import measuring
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
-from niwaki.shrinking.token_choice import PRIOR, Size, choose, renumbered
-from niwaki.shrinking.token_ids import FILES, mapped, named
-from niwaki.shrinking.tokenizer_file import TokenizerFile
-from niwaki.shrinking.tokenizer_files import left_out, load_smaller, write_tokenizer
+from niwaki.shrinking.model_tokens import ModelTokens
+from niwaki.shrinking.token_choice import PRIOR, Size
+from niwaki.shrinking.token_ids import FILES, mapped
+from niwaki.shrinking.tokenizer_files import left_out, write_tokenizer
 from niwaki.texts.answers import with_answers
-from niwaki.texts.chat_templates import TemplateError, rendered
 from niwaki.texts.counting import count_tokens
-from niwaki.texts.rows import ChatTemplate
 from niwaki.texts.same_text import decoded, same_text
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
-
-#: Conversations that show which tokens a chat template needs; some take no system message, or begin with a question.
-_CONVERSATION = [
-    {"role": "system", "content": "a"},
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "a"},
-    {"role": "user", "content": "a"},
-]
 
 
 @checked_names
@@ -108,15 +98,8 @@ class ShrinkingVocabulary(Task):
         checkpoint, compute = Checkpoint(run.reading), run.compute
         self.format = format_of(checkpoint)
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
-        if model.pairs is not None:
-            raise UnsupportedModelError(
-                f"{checkpoint.path} is an encoder with a decoder; removing tokens is not supported"
-            )
-        model.check_head()
-        self._rows = model.config.vocab_size
-        self._keys = _keys_of_rows(model)
-        self._file = TokenizerFile(checkpoint.path)
-        self._named = _named_tokens(checkpoint.path)
+        tokens = ModelTokens(model)
+        self._rows, self._keys, self._file = tokens.rows, tokens.keys, tokens.file
         run.progress.status("reading the text to count tokens in")
         calibration = with_answers(model, run.calibration, compute.budget, run.world, run.progress)
         self.texts = Texts.read(model, calibration, run.measurement, USUAL_WINDOWS)
@@ -125,10 +108,9 @@ class ShrinkingVocabulary(Task):
         follows = measured is None or (isinstance(measured, str) and measured in names)
         held = self.texts.only.tokens if self.texts.only and follows else None
         self._counts = count_tokens(model, calibration, held)
-        kept = choose(self._file, self._counts.shares, Size.of(stage.size), self._always())
-        self._new = renumbered(kept)
-        self._size = sum(number < self._rows for number in kept)
-        self.tokenizer = load_smaller(checkpoint.path, self._file, self._new)
+        self._new = tokens.choose(self._counts.shares, Size.of(stage.size))
+        self._size = sum(number < self._rows for number in self._new)
+        self.tokenizer = tokens.tokenizer(self._new)
         size = checkpoint.size - (self._rows - self._size) * sum(
             checkpoint.like(key).nbytes // self._rows for key in self._keys
         )
@@ -139,18 +121,6 @@ class ShrinkingVocabulary(Task):
         self.record = self._begun(run, stage)
         run.seen = self.record.calibration
         run.foreseen["pruning_config"] = pruning_config(self.record)
-
-    def _always(self) -> set[int]:
-        """Tokens that stay beside those that the tokenizer cannot do without: named in files, and of chat templates."""
-        tokenizer = self.model.tokenizer
-        tokens = {*self._file.tokens.values(), *self._file.added.values()}
-        for number, where in self._named.items():
-            if number >= self._rows and number not in tokens:
-                raise CheckpointError(
-                    f"{where} names the token {number:,}, and the model has {self._rows:,}; correct or remove that"
-                )
-        special = {number for number in tokenizer.all_special_ids if number in tokens}
-        return {*self._named, *special, *_of_template(tokenizer)}
 
     def _begun(self, run: Run, stage: ShrinkVocabulary) -> Record:
         """The record, as far as it is known before the work."""
@@ -282,47 +252,6 @@ class ShrinkingVocabulary(Task):
         """Measures the perplexity of ``model`` on this process's share of ``windows``, for the record of all."""
         own = windows.of(run.world.share(torch.arange(len(windows.tokens))))
         self.record.perplexity[name] = run.perplexity(model, own, shared=True)
-
-
-def _named_tokens(directory: Path) -> dict[int, Path]:
-    """The numbers of tokens that configurations of a model name, each with a file that does."""
-    files = [directory / name for name in FILES if (directory / name).is_file()]
-    return {number: file for file in files for number in named(read_json(file), file)}
-
-
-def _of_template(tokenizer: Any) -> set[int]:
-    """The tokens that the chat template puts around what is said, if there is one and it can be rendered."""
-    if (template := ChatTemplate.of(tokenizer, find_bos(tokenizer))) is None:
-        return set()
-    for first in range(2):
-        try:
-            (text,) = rendered(template.template, [_CONVERSATION[first:]], template.special, ask=True)
-            return {*encode(tokenizer, text)}
-        except TemplateError:
-            continue
-    return set()
-
-
-def _keys_of_rows(model: StreamedModel) -> set[str]:
-    """The keys of all tensors with a row for each token; UnsupportedModelError where one is not known to have them."""
-    checkpoint, rows = model.checkpoint.stored, model.config.vocab_size
-    parts = [model.model.get_input_embeddings(), model.model.get_output_embeddings()]
-    names = [
-        f"{path}.{own}"
-        for path, module in model.model.named_modules(remove_duplicate=False)
-        if any(module is part for part in parts)
-        for own, _ in module.named_parameters(recurse=False)
-    ]
-    known = {key for name in names for key in [*model.layout.keys(name), name] if key in checkpoint.entries}
-    found = {key for key, entry in checkpoint.entries.items() if rows in entry.shape}
-    wrong = sorted(found - known) or sorted(key for key in known if checkpoint.entries[key].shape[:1] != (rows,))
-    if wrong:
-        entry = checkpoint.entries[wrong[0]]
-        raise UnsupportedModelError(
-            f"{checkpoint.path} has {wrong[0]!r} of the shape {entry.shape}, and whether it has a row for each of the "
-            f"{rows:,} tokens is not known; no tokens of this model can be removed"
-        )
-    return known
 
 
 def _numbers(checkpoint: Checkpoint) -> int:

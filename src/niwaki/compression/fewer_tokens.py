@@ -1,0 +1,130 @@
+"""What fewer tokens are foreseen to cost a model, by how often a text has those that would go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
+from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.spill import MemoryBudget
+from niwaki.models.streamed import StreamedModel
+from niwaki.options import Calibration
+from niwaki.pruning.mixed_bits import EXAMINED
+from niwaki.shrinking.model_tokens import ModelTokens
+from niwaki.shrinking.token_choice import Size
+from niwaki.texts.counting import count_tokens
+from niwaki.texts.same_text import same_text
+from niwaki.windows import Windows
+
+#: Shares of the tokens that could stay, and multiples that their numbers are.
+_STAY, _MULTIPLE = (0.75, 0.625, 0.5, 0.375, 0.25), 64
+#: On about how many tokens of the text a model with the fewest of them is run.
+_RUN = 2048
+#: What a removed word costs: on SmolLM2 5 to 8 nats on text of four kinds. It counts as so many words of the text.
+_USUAL, _COUNTS_AS = 6.0, 8
+
+
+@dataclass(frozen=True)
+class TokenCosts:
+    """What fewer tokens are foreseen to cost, in nats for each token that a text has now.
+
+    Attributes:
+        rows: How many tokens there are.
+        weights: How many weights go with each.
+        sizes: Numbers of tokens that could stay, in descending order, each with what that costs on text like the one
+            that they are chosen by, and on text of other kinds.
+    """
+
+    rows: int
+    weights: int
+    sizes: tuple[tuple[int, float, float], ...]
+
+    def of(self, tokens: int) -> tuple[float, float] | None:
+        """The two costs of any number of tokens; None for fewer than are known."""
+        for (more, *first), (fewer, *second) in pairwise([(self.rows, 0.0, 0.0), *self.sizes]):
+            if fewer <= tokens <= more:
+                part = (more - tokens) / (more - fewer)
+                own, other = (one + part * (two - one) for one, two in zip(first, second, strict=True))
+                return own, other
+        return None
+
+    def removed(self, tokens: int) -> int:
+        """How many weights go where so many tokens stay."""
+        return (self.rows - tokens) * self.weights
+
+
+class LookingAtTokens:
+    """Counts which tokens of a text would go, and runs the model without them on a little of it.
+
+    What is left of a removed word are the pieces that it was merged from. The first costs about what the word did, and
+    those after it some nats each, because the model has never seen the two beside each other. How many nats that are
+    is measured where the most tokens are gone; how many words, on windows that the tokens are not chosen by. For text
+    of other kinds the tokenizer's own ranks say how common a token is, by Zipf's law.
+    """
+
+    def __init__(self, model: StreamedModel, tokens: ModelTokens, held: Windows, shares: Tensor) -> None:
+        self._model, self._tokens = model, tokens
+        ranks = tokens.file.shares()
+        #: For each number of tokens that could stay what is gone: of the windows, and of other text.
+        self._gone: dict[int, tuple[float, float]] = {}
+        for share in _STAY:
+            size = int(share * tokens.rows) // _MULTIPLE * _MULTIPLE
+            try:
+                new = tokens.choose(shares, Size(size))
+            except UsageError:  # fewer than have to stay, from here on
+                break
+            kept = torch.tensor([number for number in new if number < tokens.rows])
+            own = 1 - float(torch.isin(held.tokens, kept).double().mean())
+            self._gone[size] = own, sum(value for number, value in ranks.items() if number not in new)
+            self._kept, self._new = kept, new
+        self._held = held.of(torch.arange(max(1, min(len(held.tokens), _RUN // held.tokens.shape[1]))))
+        self._removed, self._lost = 0, 0.0
+
+    @classmethod
+    def of(cls, model: StreamedModel, calibration: Calibration, windows: Windows) -> LookingAtTokens | None:
+        """None where tokens of the model cannot be removed, or the text is too short to choose them by."""
+        count = min(len(windows.tokens) // 2, max(1, EXAMINED // windows.tokens.shape[1]))
+        if not count:
+            return None
+        held = windows.of(torch.linspace(0, len(windows.tokens) - 1, count).long())
+        try:
+            tokens = ModelTokens(model)
+            looking = cls(model, tokens, held, count_tokens(model, calibration, held.tokens).shares)
+        except (UnsupportedModelError, CalibrationError):
+            return None
+        return looking if looking._gone else None
+
+    def changed(self, budget: MemoryBudget) -> list[HiddenStates]:
+        """The first block's inputs for some windows, and for the same text with the fewest tokens."""
+        tokenizer, bos = self._model.tokenizer, self._held.bos
+        self._pair = same_text(
+            self._held,
+            tokenizer,
+            self._tokens.tokenizer(self._new),
+            None if bos is None else self._new[bos],
+            self._model.positions,
+        )
+        before, after = self._pair
+        # As numbers of the whole model, whose embeddings and head have these rows too.
+        old = torch.tensor([*self._new])[after.tokens]
+        return [self._model.embed(tokens, budget=budget) for tokens in (before.tokens, old)]
+
+    def see(self, before: HiddenStates, after: HiddenStates) -> None:
+        """Receives them after the last block."""
+        measured = [
+            self._model.measured(states, windows, only=kept)
+            for states, windows, kept in zip((before, after), self._pair, (None, self._kept), strict=True)
+        ]
+        first, second = (each.nats * each.tokens for each in measured)
+        self._lost = second - first
+        self._removed = int((~torch.isin(self._pair[0].tokens, self._kept)).sum())
+
+    def found(self) -> TokenCosts:
+        """What was found out."""
+        each = max(0.0, (self._lost + _USUAL * _COUNTS_AS) / (self._removed + _COUNTS_AS))
+        sizes = tuple((size, own * each, max(own, other) * each) for size, (own, other) in self._gone.items())
+        return TokenCosts(self._tokens.rows, self._tokens.weights, sizes)
