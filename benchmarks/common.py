@@ -21,6 +21,7 @@ from typer import Argument, BadParameter, Option, Typer
 import niwaki
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.cli.common import names as names
+from niwaki.evaluation.evaluate import evaluate_both
 from niwaki.files import replace_file
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.models.locate import locate_model
@@ -300,10 +301,30 @@ def add_measured(
     length: int,
     dtype: str,
     directory: Path,
+    dense: Path | None = None,
     **cell: Any,
 ) -> None:
-    """Puts a ``cell`` with the losses of the model in ``directory`` on the ``sheet``, and says their means."""
-    found = measured(directory, held, text_samples, length, dtype)
-    losses = {name: list(each.losses) for name, each in found.items()}
+    """Puts a ``cell`` with the losses of the model in ``directory`` on the ``sheet``, and says their means.
+
+    With the ``dense`` model that it is from, of which the sheet has a cell, losses are of the dense model's tokens also
+    where it has fewer.
+    """
+    if dense and (cells := [cell for cell in sheet.cells if cell.get("recipe") == "dense"]):
+        losses = {
+            name: _lost(
+                directory, dense, Measurement(text, samples=text_samples, length=length), cells[0]["losses"][name]
+            )
+            for name, text in held.items()
+        }
+    else:
+        found = measured(directory, held, text_samples, length, dtype)
+        losses = {name: list(each.losses) for name, each in found.items()}
     print(f"{cell}: {means(losses)}", flush=True)
     sheet.add(**cell, losses=losses)
+
+
+def _lost(directory: Path, dense: Path, measurement: Measurement, losses: Sequence[float]) -> list[float]:
+    """The ``losses`` of the dense model on windows of a text, and what the model in ``directory`` loses besides."""
+    after, before = evaluate_both(directory, dense, measurement, Compute(), {})
+    windows = zip(after.losses, after.counts, before.losses, before.counts, losses, strict=True)
+    return [whole + (mine * count - its * of) / of for mine, count, its, of, whole in windows]

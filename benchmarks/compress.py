@@ -149,7 +149,8 @@ class _Bench:
             size = sum(file.stat().st_size for kind in ("safetensors", "gguf") for file in out.glob(f"*.{kind}"))
             seconds = done.seconds.get("total", 0.0)
             words = [f"{stage.name} {stage}".strip() for stage in stages]
-            self._measure(out, **cell, stages=words, bytes=size, seconds=seconds)
+            dense = self.dense.checkpoint.path if any(stage.changes_tokens for stage in stages) else None
+            self._measure(out, dense, **cell, stages=words, bytes=size, seconds=seconds)
 
 
 def bounds(

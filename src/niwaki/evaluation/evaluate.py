@@ -78,7 +78,8 @@ def evaluate_both(
     assert isinstance(text, str)
     with contextlib.closing(MemoryBudget()) as budget, products(tf32=compute.tf32 == "always"):
         models = [
-            StreamedModel(open_checkpoint(each), compute.device, compute.dtype, budget) for each in (model, before)
+            StreamedModel(open_checkpoint(locate_model(str(each))), compute.device, compute.dtype, budget)
+            for each in (model, before)
         ]
         after, dense = models
         if after.config.vocab_size == dense.config.vocab_size:
