@@ -190,7 +190,7 @@ def bounds(
             out, began = Path(scratch) / "out", time.perf_counter()
             done = niwaki.compress(model, out, loss=loss, also=others, calibration=text, measurement=measurement)
             weights = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-            facts = {"bytes": weights, "seconds": time.perf_counter() - began, "said": done.notes[-1]}
+            facts: dict[str, Any] = {"bytes": weights, "seconds": time.perf_counter() - began, "said": done.notes[-1]}
             trials = sum(note.startswith("tried") for note in done.notes)
             add(out, run=number, loss=loss, calibration=kind, trials=trials, **facts)
 

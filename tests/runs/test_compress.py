@@ -161,7 +161,7 @@ def test_below_four_bits_llama_cpp_gets_a_smaller_model(model: Path, tmp_path: P
 
 
 def test_fewer_parameters_for_transformers(model: Path, tmp_path: Path) -> None:
-    plan = plan_compression(model, parameters=0.8, max_time="5s")
+    plan = plan_compression(model, parameters=0.8, max_time="5s", **LOOKED)
     assert stages(plan) == ["shrink parameters 0.8", "heal tokens 1M, max_time 5s"] or plan.way.stages[1].name == "heal"
     record = niwaki.compress(model, tmp_path / "out", parameters=0.8, **GIVEN)
     assert record.structure

@@ -22,10 +22,14 @@ from niwaki.windows import Windows
 
 #: Shares of the tokens that could stay, and multiples that their numbers are.
 _STAY, _MULTIPLE = (0.75, 0.625, 0.5, 0.375, 0.25), 64
+FEWEST = _STAY[-1]
+#: How many tokens of a text have to be counted for each that the model has.
+_COUNTED = 4
 #: On about how many tokens of the text a model with the fewest of them is run.
 _RUN = 2048
-#: What a removed word costs: on SmolLM2 5 to 8 nats on text of four kinds. It counts as so many words of the text.
-_USUAL, _COUNTS_AS = 6.0, 8
+#: What a removed word costs, and at least: on SmolLM2 5 to 8 nats on text of four kinds. It counts as so many words of
+#: the text. With fewer tokens to choose from all others cost a little less, which alone is no reason to remove any.
+_USUAL, _LEAST, _COUNTS_AS = 6.0, 3.0, 8
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,12 @@ class LookingAtTokens:
             return None
         held = windows.of(torch.linspace(0, len(windows.tokens) - 1, count).long())
         try:
-            tokens = ModelTokens(model)
-            looking = cls(model, tokens, held, count_tokens(model, calibration, held.tokens).shares)
+            tokens, counts = ModelTokens(model), count_tokens(model, calibration, held.tokens)
         except (UnsupportedModelError, CalibrationError):
             return None
+        if counts.tokens - held.tokens.numel() < _COUNTED * tokens.rows:
+            return None
+        looking = cls(model, tokens, held, counts.shares)
         return looking if looking._gone else None
 
     def changed(self, budget: MemoryBudget) -> list[HiddenStates]:
@@ -125,6 +131,6 @@ class LookingAtTokens:
 
     def found(self) -> TokenCosts:
         """What was found out."""
-        each = max(0.0, (self._lost + _USUAL * _COUNTS_AS) / (self._removed + _COUNTS_AS))
+        each = max(_LEAST, (self._lost + _USUAL * _COUNTS_AS) / (self._removed + _COUNTS_AS))
         sizes = tuple((size, own * each, max(own, other) * each) for size, (own, other) in self._gone.items())
         return TokenCosts(self._tokens.rows, self._tokens.weights, sizes)

@@ -61,8 +61,8 @@ _CHANGED = 1024
 _ZEROS, _NEURONS = (0.2, 0.35, 0.5, 0.65, 0.8), (0.05, 0.1, 0.2, 0.35, 0.5)
 #: What makes the zeros.
 _SOLVER = Wanda()
-#: What each cost becomes in a run: of zeros the rest is fitted; of bits that is in the cost already. Removed neurons add
-#: to each other's errors: on two models, a tenth and a quarter of the parameters, 1.2 to 3.6 times their sum.
+#: What each cost becomes in a run: beside zeros the rest is fitted, which costs of bits have in them already. Removed
+#: neurons add to each other's errors: of two models a tenth and a quarter of the parameters, 1.2 to 3.6 times the sum.
 _IN_A_RUN = {"zeros": 0.65, "neurons": 1.9}
 #: Rows of the head that stand for all.
 _ROWS = 256

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from niwaki.choices import Runtime
-from niwaki.compression.fewer_tokens import TokenCosts
+from niwaki.compression.fewer_tokens import FEWEST, TokenCosts
 from niwaki.compression.foresight import Foresight
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.exports.export import Export, Pack
@@ -93,13 +93,17 @@ def _way(words: str, size: int, stages: tuple[Stage, ...], nats: float | None) -
 
 @dataclass(frozen=True)
 class Parts:
-    """What a model is made of: numbers of weights, of which some go with neurons, bytes of all else, and of headers."""
+    """What a model is made of: numbers of weights, of which some go with neurons, bytes of all else, and of headers.
+
+    The tokenizer is in the same file for llama.cpp, and has no bytes elsewhere.
+    """
 
     matrices: int
     embeddings: int
     others: int
     of_neurons: int
     headers: int
+    tokenizer: int = 0
 
     @classmethod
     def of(cls, model: StreamedModel, before: int, runtime: Runtime) -> "Parts":
@@ -119,12 +123,15 @@ class Parts:
         embeddings = sum(math.prod(entries[key].shape) for key in keys)
         of_blocks = {matrix.key for matrix in matrices}
         others = sum(entry.size for key, entry in entries.items() if key not in keys | of_blocks)
-        if runtime == "llama.cpp":  # has them in float32, and the tokenizer in the same file
-            tokenizer = model.checkpoint.path / "tokenizer.json"
-            others = 2 * others + (int(1.25 * tokenizer.stat().st_size) if tokenizer.is_file() else 0)
+        tokenizer, file = 0, model.checkpoint.path / "tokenizer.json"
+        if runtime == "llama.cpp":
+            others *= 2  # in float32
+            tokenizer = int(1.25 * file.stat().st_size) if file.is_file() else 0
         tensors = (len(key) + _ENTRY for key in [*entries, *(_TENSORS - 1) * [*keys, *of_blocks]])
         headers = _HEADER + sum(tensors)
-        return cls(sum(matrix.size for matrix in matrices), embeddings, others, weights_of_neurons(model), headers)
+        return cls(
+            sum(matrix.size for matrix in matrices), embeddings, others, weights_of_neurons(model), headers, tokenizer
+        )
 
 
 def weights_of_neurons(model: StreamedModel) -> int:
@@ -216,10 +223,15 @@ class Ways:
 
     @cached_property
     def smallest(self) -> Way:
-        """The fewest bits, or the most that is removed."""
+        """The fewest bits, or the most that is removed, with the tokens there are."""
         if self.runtime == "niwaki":
             return self._bits(self.grid.choices[0], self.ends_bits[-1])
-        return self._smaller(_LEFT[0] / 100, 4.0, 8)
+        return self._smaller(self._lefts[0], 4.0, 8) if self._lefts else self._bits(4.0, 8)
+
+    @cached_property
+    def _lefts(self) -> list[float]:
+        """Shares of the parameters that can stay, in ascending order: all that go are of matrices."""
+        return [each / 100 for each in _LEFT if self._matrices(each / 100) >= _LAST_LEFT * self.parts.matrices]
 
     def ladder(self) -> list[Way]:
         """Ways in descending order of size, from 8 bits on."""
@@ -229,8 +241,10 @@ class Ways:
         return found
 
     def check(self, asked: int) -> None:
-        """UsageError where the size cannot be reached."""
-        if asked < (least := self.smallest).size:
+        """UsageError where the size cannot be reached; before there is foresight, not with fewer tokens either."""
+        fewest = replace(self.parts, embeddings=int(FEWEST * self.parts.embeddings))
+        others = self._with_fewer_tokens() if self.foresight else [replace(self, parts=fewest)]
+        if asked < (least := self.smallest).size and all(asked < each.smallest.size for each in others):
             raise UsageError(
                 f"{in_bytes(asked)} cannot be reached for {self.runtime}: {least.words} have {in_bytes(least.size)}; "
                 f"give at least that, or take a smaller model"
@@ -260,9 +274,10 @@ class Ways:
                     if zeros is not None:
                         yield f"zeros, {bits} bits", self._zeros(zeros, bits, ends)
             # Neurons go in multiples of 32, so that groups of 64 may not fit what is left.
-            for left in reversed(_LEFT) if self.runtime == "llama.cpp" else ():
-                if (bits := self._average(asked, ends, left / 100)) >= 4:
-                    yield "parameters", self._smaller(left / 100, bits, ends)
+            for left in reversed(self._lefts) if self.runtime == "llama.cpp" else ():
+                if (bits := self._average(asked, ends, left)) >= 4:
+                    yield "parameters", self._smaller(left, bits, ends)
+        yield "the smallest", self.smallest
         for each in self._with_fewer_tokens():
             yield from (("fewer tokens", way) for _, way in each._to(asked))
 
@@ -271,7 +286,9 @@ class Ways:
         if self.tokens is None and self.foresight and (costs := self.foresight.tokens):
             for tokens, *_ in costs.sizes:
                 embeddings = self.parts.embeddings - costs.removed(tokens)
-                yield replace(self, parts=replace(self.parts, embeddings=embeddings), tokens=tokens)
+                tokenizer = int(self.parts.tokenizer * tokens / costs.rows)  # of shorter tokens, the more common ones
+                parts = replace(self.parts, embeddings=embeddings, tokenizer=tokenizer)
+                yield replace(self, parts=parts, tokens=tokens)
 
     def _way(self, words: str, size: int, stages: tuple[Stage, ...], nats: float | None) -> Way:
         """A way of the model with all tokens or those that are left."""
@@ -282,8 +299,9 @@ class Ways:
 
     def _bytes(self, bits: float, ends: int, matrices: float) -> int:
         scale = _SCALE / _GROUPS[self.runtime]
-        whole = matrices * (bits / 8 + scale) + self.parts.embeddings * (ends / 8 + scale) + self.parts.others
-        return int(whole * (1 + _MARGIN)) + self.parts.headers
+        parts = self.parts
+        whole = matrices * (bits / 8 + scale) + parts.embeddings * (ends / 8 + scale) + parts.others + parts.tokenizer
+        return int(whole * (1 + _MARGIN)) + parts.headers
 
     def _average(self, asked: int, ends: int, left: float = 1.0) -> float:
         """The most bits a weight, in hundredths, with which the size is not exceeded; 8 at most, and maybe too few."""

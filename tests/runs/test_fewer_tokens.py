@@ -1,0 +1,221 @@
+"""Compressing by fewer tokens: what that is foreseen to cost, where it is chosen, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import niwaki
+from niwaki import Calibration, Compute, Measurement
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.compression.compress import plan_compression
+from niwaki.compression.fewer_tokens import LookingAtTokens, TokenCosts
+from niwaki.compression.foresight import foresee
+from niwaki.compression.ways import SmallerWays
+from niwaki.evaluation.evaluate import evaluate_both
+from niwaki.models.spill import MemoryBudget
+from niwaki.models.streamed import StreamedModel
+from niwaki.records.perplexity import Perplexity
+from niwaki.texts.texts import Texts
+from support.models import add_tokenizer, random_model, random_tokens
+
+CPU = Compute("cpu", "float32")
+ROWS = 4096
+WORDS = "the cat sat on a mat while seven quiet children watched snow fall over old harbour walls"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Large enough for headers not to count for much, with the embedded model's tokenizer."""
+    path = tmp_path_factory.mktemp("tokens") / "model"
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": ROWS}
+    random_model("llama", dtype=torch.bfloat16, tie_word_embeddings=True, **sizes).save_pretrained(path)
+    return add_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    """Some words in no order."""
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    words = WORDS.split()
+    order = torch.randint(len(words), (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+    file.write_text(" ".join(words[number] for number in order))
+    return Calibration(str(file), samples=16, length=32)
+
+
+def _nats(path: Path, tokens: Tensor, spans: Tensor) -> float:
+    """What the model there needs for the predicted tokens of windows, in float64, by transformers alone."""
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    total = 0.0
+    for window, (first, end) in zip(tokens, spans.tolist(), strict=True):
+        with torch.inference_mode():
+            logits = whole(window[None, :end]).logits[0].double().log_softmax(-1)
+        total -= sum(logits[i - 1, window[i]].item() for i in range(first, end))
+    return total
+
+
+def test_what_a_removed_token_costs(model: Path, tmp_path: Path) -> None:
+    """It is what the model that is written without them loses, on windows that they are not chosen by."""
+    streamed = StreamedModel(Checkpoint(model), "cpu", "float32")
+    text = Calibration("demo", samples=64, length=64)
+    windows = Texts.read(streamed, text, Measurement(samples=0)).windows
+    looking = LookingAtTokens.of(streamed, text, windows)
+    assert looking
+    states = looking.changed(MemoryBudget())
+    for block in streamed.stream():
+        for each in states:
+            block.advance(each)
+    looking.see(*states)
+    found = looking.found()
+    assert (found.rows, found.weights) == (ROWS, 128)
+    sizes = [size for size, *_ in found.sizes]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 3072
+
+    # The same tokens, as the stage removes them where it measures on the same windows.
+    before, after = looking._pair
+    assert before.spans is not None
+    assert after.spans is not None
+    small = tmp_path / "small"
+    weight = Checkpoint(model).read("model.embed_tokens.weight")
+    whole = AutoModelForCausalLM.from_pretrained(model)
+    whole.resize_token_embeddings(len(looking._new))
+    whole.model.embed_tokens.weight.data = weight[looking._kept]
+    whole.save_pretrained(small)
+    lost = _nats(small, after.tokens, after.spans) - _nats(model, before.tokens, before.spans)
+    gone = sum(number not in looking._new for number in before.tokens.flatten().tolist())
+    assert gone > 20
+    # What it costs counts as much as how many are gone of all windows that were not counted, of which these are some.
+    (*_, (_, own, other)) = found.sizes
+    assert other >= own > 0
+    each = max(3, (lost + 6 * 8) / (gone + 8))
+    assert own == pytest.approx(each * gone / before.tokens.numel(), rel=0.2)
+    assert looking._lost == pytest.approx(lost, rel=1e-4)
+
+
+def test_between_the_numbers_that_are_known() -> None:
+    costs = TokenCosts(1000, 64, ((750, 0.1, 0.2), (500, 0.3, 0.9)))
+    assert costs.of(1000) == (0.0, 0.0)
+    assert costs.of(875) == pytest.approx((0.05, 0.1))
+    assert costs.of(500) == pytest.approx((0.3, 0.9))
+    assert costs.of(499) is None
+    assert costs.removed(750) == 250 * 64
+
+
+def _with(monkeypatch: pytest.MonkeyPatch, *sizes: tuple[int, float, float]) -> None:
+    """Plans foresee that fewer tokens cost this, whatever the model is."""
+
+    def seen(*given: Any) -> Any:
+        return replace(foresee(*given), tokens=TokenCosts(ROWS, 128, sizes))
+
+    monkeypatch.setattr("niwaki.compression.compress.foresee", seen)
+
+
+@pytest.mark.parametrize(("runtime", "size"), [("niwaki", 0.3), ("llama.cpp", 0.6)])
+def test_fewer_tokens_where_they_cost_least(
+    model: Path, text: Calibration, runtime: Any, size: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Then other weights have more bits; the size is kept; and what was foreseen is of the tokens there were."""
+    if runtime == "llama.cpp":
+        pytest.importorskip("gguf")
+    given: dict[str, Any] = {"runtime": runtime, "calibration": text, "compute": CPU}
+    _with(monkeypatch)
+    plain = plan_compression(model, size, **given)
+    assert plain.way.stages[0].name != "vocabulary"
+    _with(monkeypatch, (3072, 1e-9, 1e-9), (2048, 1e-9, 9.0))
+    plan = plan_compression(model, size, **given)
+    assert plan.way.stages[0] == niwaki.ShrinkVocabulary(3072)
+    assert plan.way.words.startswith("3,072 of 4,096 tokens, ")
+    assert plan.way.nats is not None
+    assert plain.way.nats is None or plan.way.nats < plain.way.nats
+    assert "on other kinds of text" in str(plan)
+    record = niwaki.compress(model, tmp_path / "out", size, **given)
+    assert record.notes[-1].startswith("foreseen to lose about ")
+    assert record.notes[-1].endswith(" nats a token")
+    kinds = "*.gguf" if runtime == "llama.cpp" else "packed-*.safetensors"
+    made = sum(file.stat().st_size for file in (tmp_path / "out").glob(kinds))
+    assert 0.8 * plan.way.size <= made <= plan.way.size <= plan.asked
+    if runtime == "niwaki":
+        assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 3072
+    _with(monkeypatch, (3072, 9.0, 9.0))
+    assert plan_compression(model, size, **given).way.words == plain.way.words
+
+
+def test_fewer_tokens_for_transformers(
+    model: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As few as bring it there, or with less of the rest removed; the result is no larger than what was asked for."""
+    _with(monkeypatch, (3072, 1e-9, 1e-9), (2048, 9.0, 9.0))
+    plan = plan_compression(model, parameters=0.9, calibration=text)
+    (stage,) = plan.way.stages
+    assert isinstance(stage, niwaki.ShrinkVocabulary)
+    assert int(stage.size) % 64 == 0
+    record = niwaki.compress(model, tmp_path / "out", parameters=0.9, calibration=text, compute=CPU)
+    assert record.structure
+    parameters = record.structure.parameters
+    assert 0.87 < parameters["after"] / parameters["before"] <= 0.9
+    plan = plan_compression(model, parameters=0.8, calibration=text)
+    assert [stage.name for stage in plan.way.stages] == ["vocabulary", "shrink"]
+    assert "3,072 of 4,096 tokens, 0.95 of the parameters that this leaves" in plan.way.words
+    assert plan.others[0].words == "0.8 of the parameters"
+
+
+def test_a_ladder_of_smaller_models_without_foresight() -> None:
+    ways = SmallerWays(1000, 2000, 500, ()).ladder()
+    assert [way.size for way in ways] == sorted((way.size for way in ways), reverse=True)
+    assert all(way.nats is None and way.tokens is None for way in ways)
+
+
+def test_losses_of_models_with_other_tokens() -> None:
+    """In nats for each token of the first: those of the text, by its windows."""
+    common: dict[str, Any] = {"standard_error": None, "windows": 2, "text": "t", "bytes": (40, 60)}
+    before = Perplexity(math.exp(2.0), tokens=20, context=11, losses=(1.8, 2.2), counts=(10, 10), **common)
+    after = Perplexity(math.exp(1.9), tokens=25, context=14, losses=(1.7, 2.05), counts=(12, 13), **common)
+    lost = after.lost_from(before)
+    assert lost.unit == "nats a token"
+    assert lost.nats == pytest.approx((25 * 1.9 - 20 * 2.0) / 20)
+    assert lost.standard_error
+    alike = replace(after, counts=(10, 10), tokens=20)
+    assert alike.lost_from(before) == alike.above(before)
+
+
+def test_both_models_on_the_same_text(model: Path, text: Calibration, tmp_path: Path) -> None:
+    measurement = Measurement("demo", samples=6, length=32)
+    small = tmp_path / "small"
+    niwaki.shrink(model, small, vocabulary=1024, calibration=text, measurement=None, compute=CPU)
+    after, before = evaluate_both(small, model, measurement, CPU, {})
+    assert after.bytes == before.bytes
+    assert after.counts != before.counts
+    record = niwaki.shrink(
+        model, tmp_path / "again", vocabulary=1024, calibration=text, measurement=measurement, compute=CPU
+    )
+    assert after.value == pytest.approx(record.perplexity["after"].value)
+    assert before.value == pytest.approx(record.perplexity["before"].value)
+    known = dict[str, Perplexity]()
+    same, whole = evaluate_both(model, model, measurement, CPU, known)
+    assert same == whole == known["demo"] == niwaki.evaluate(model, measurement, compute=CPU)
+
+
+def test_tokens_that_cannot_be_removed(model: Path, text: Calibration, tmp_path: Path) -> None:
+    """No way has fewer then: of a tokenizer that is not known, and of a text that is too short to choose by."""
+    streamed = StreamedModel(Checkpoint(model), "cpu", "float32")
+    few = random_tokens(1, 32)
+    assert LookingAtTokens.of(streamed, Calibration(few), niwaki.Windows(few, "tokens")) is None
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in model.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["model"]["dropout"] = 0.5
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    streamed = StreamedModel(Checkpoint(other), "cpu", "float32")
+    windows = Texts.read(streamed, text, Measurement(samples=0)).windows
+    assert LookingAtTokens.of(streamed, text, windows) is None
