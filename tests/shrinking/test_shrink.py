@@ -27,7 +27,7 @@ from niwaki.options import Measurement
 from niwaki.records.record import MatrixRecord, Record
 from niwaki.runs.carried import MARGIN
 from niwaki.runs.workplace import Workplace
-from niwaki.shrinking import depth, plan, walk as shrinking
+from niwaki.shrinking import depth, plan, trial, walk as shrinking
 from niwaki.shrinking.changes import Changes
 from niwaki.shrinking.units import UnitParameter
 from support.arguments import arguments
@@ -301,7 +301,7 @@ def divergence(dense: PreTrainedModel, other: PreTrainedModel) -> float:
     """The KL divergence of ``other`` from ``dense`` on what blocks are compared on, or of what there is instead."""
     _, samples = depth.parts(CALIBRATION, 1)
     p, q = (
-        model(samples, use_cache=False).logits[:, :: depth._EVERY].double().log_softmax(-1) for model in (dense, other)
+        model(samples, use_cache=False).logits[:, :: trial.EVERY].double().log_softmax(-1) for model in (dense, other)
     )
     return float((p.exp() * (p - q)).sum(-1).mean())
 
