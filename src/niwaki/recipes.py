@@ -216,7 +216,6 @@ def shrink(
     neurons: float | str = 0.0,
     heads: float | str = 0.0,
     experts: float | str = 0.0,
-    expert_neurons: float | str = 0.0,
     parameters: float | str | None = None,
     effort: str | Effort | None = None,
     calibration: Calibration | Text = Calibration(),
@@ -249,8 +248,6 @@ def shrink(
             of 32 neurons, the nearest multiple of 32 is kept.
         heads: Fraction of the attention heads of each block to remove; heads that share keys and values go together.
         experts: Fraction of the experts of each block to remove, in a mixture of experts.
-        expert_neurons: Fraction of the neurons of each expert to remove, rounded as for ``neurons``; not together with
-            ``experts``.
         parameters: Largest size of the result: a fraction of the model's parameters, such as 0.75 or "75 %", or their
             number, such as "110M". The blocks, heads and neurons are removed that together cost the predictions least
             (:mod:`niwaki.shrinking.combinations`). With ``vocabulary`` the fraction refers to what that leaves.
@@ -273,13 +270,13 @@ def shrink(
             the same call resumes after the last finished block.
     """
     Compute.of(compute).only("shrink", "device", "dtype")
-    shares = map(parse_share, SHARES, (neurons, heads, experts, expert_neurons))
+    shares = map(parse_share, SHARES, (neurons, heads, experts))
     only_tokens = vocabulary is not None and parameters is None and not any((blocks, *shares))
     stages: list[Stage] = []
     if vocabulary is not None:
         stages.append(ShrinkVocabulary(vocabulary, effort if only_tokens else None))
     if not only_tokens:
-        stages.append(Shrink(blocks, neurons, heads, experts, expert_neurons, parameters, effort))
+        stages.append(Shrink(blocks, neurons, heads, experts, parameters, effort))
     return _execute("shrink", model, out, stages, calibration, measurement, compute, restart, progress)
 
 

@@ -164,7 +164,7 @@ def case(chance: random.Random, place: Path) -> str:
 def _commands(what: str, name: str, chance: random.Random) -> tuple[object, ...]:
     if what == "report":
         samples = [] if chance.random() < 0.1 else ["--no-samples"]
-        return ("report", name, *samples, *(["--reference", "paper"] if chance.random() < 0.1 else []))
+        return ("report", name, *samples)
     if what == "mask":
         return ("prune", _home / "model", "out", "--solver", "magnitude", "--mask-from", name, *SMALL)
     if what == "compare":

@@ -281,20 +281,27 @@ def test_the_embedded_model_is_better_than_chance() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.jsonl", '{"context": "x", "choices": ["y", "z"], "answer": 0}\n{', "a.jsonl, line 2: no JSON"),
-        ("a.json", "{", "a.json: no JSON"),
-        ("a.json", '{"context": "x"}', "a.json has no list of questions"),
+        (
+            "a.jsonl",
+            '{"context": "x", "choices": ["y", "z"], "answer": 0}\n{',
+            "a.jsonl, line 2: not a JSON object: no JSON",
+        ),
+        ("a.json", "{", "a.json, line 1: not a JSON object: no JSON"),
         ("a.json", "[]", "a.json has no questions"),
         ("a.jsonl", "\n", "a.jsonl has no questions"),
         ("a.jsonl", b"\xff", "a.jsonl cannot be read"),
         ("a.jsonl", None, "there is no file"),
         ("a\0.jsonl", None, "there is no file"),
-        ("a.json", "9" * 5000, "a.json: a number has too many digits"),
-        ("a.json", "[" * 100_000, "a.json: lists or objects are nested too deeply"),
+        ("a.json", "9" * 5000, "a.json, line 1: not a JSON object: a number has too many digits"),
+        (
+            "a.json",
+            "[" * 100_000,
+            "a.json, entry 1: not an entry of a JSON list: lists or objects are nested too deeply",
+        ),
         (
             "a.jsonl",
             '{"context": "x", "choices": ["y", "\\ud800"], "answer": 0}',
-            "a.jsonl, line 1: half of a surrogate pair",
+            "a.jsonl, line 1: not a JSON object: half of a surrogate pair",
         ),
         ("a.json", '["x"]', "a.json, entry 1: wants a text as either 'context' or 'question'"),
         ("a.jsonl", '{"context": "x", "question": "y"}', "wants a text as either 'context' or 'question'"),

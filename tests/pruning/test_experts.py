@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import niwaki
-from niwaki.errors import NiwakiError, UnsupportedModelError, UsageError
+from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.models.block import DecoderBlock
 from niwaki.records.record import Record
 from niwaki.shrinking.block_tensors import BlockTensors
@@ -42,9 +42,8 @@ def saved(path: Path, case: str) -> Path:
     return path
 
 
-def shrunk(source: Path, out: Path, fraction: float = 0.5, what: str = "experts") -> Record:
-    changes: dict[str, Any] = {what: fraction}
-    return niwaki.shrink(source, out, calibration=CALIBRATION, measurement=HELDOUT, **changes)
+def shrunk(source: Path, out: Path, fraction: float = 0.5) -> Record:
+    return niwaki.shrink(source, out, experts=fraction, calibration=CALIBRATION, measurement=HELDOUT)
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -180,51 +179,6 @@ def test_heads_and_experts_at_once(tmp_path: Path) -> None:
     assert record.structure is not None
     assert len(record.structure.experts) == 1
     assert record.perplexity["after"].value == pytest.approx(perplexity(out), rel=1e-5)
-
-
-@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_moe many", "qwen2_moe", "mixtral", "olmoe", "gpt_oss"])
-@pytest.mark.slow
-def test_neurons_of_experts(tmp_path: Path, case: str) -> None:
-    source, out = saved(tmp_path / "source", case), tmp_path / "out"
-    record = shrunk(source, out, 0.3, "expert_neurons")  # of 24 or 48, where 16 or 32 stay
-    old, new = tensors(source), tensors(out)
-    assert old.keys() == new.keys()
-    smaller = {key for key in old if old[key].shape != new[key].shape}
-    assert smaller == {key for key in old if "experts." in key and not key.endswith("down_proj_bias")}
-    assert all(3 * new[key].numel() == 2 * old[key].numel() for key in smaller)
-    fitted = {key for key in smaller if key.endswith(("down_proj.weight", "w2.weight", "down_proj"))}
-    for key in smaller - fitted:
-        assert set(new[key].flatten().tolist()) <= set(old[key].flatten().tolist())
-    assert all(torch.equal(new[key], old[key]) for key in old.keys() - smaller)
-    assert record.perplexity["after"].value == pytest.approx(perplexity(out), rel=1e-5)
-    for each in record.matrices:
-        assert each.error <= float(each.stats["error_before_fit"])
-
-
-@pytest.mark.slow
-def test_a_multiple_of_32_neurons_of_experts_stays(tmp_path: Path) -> None:
-    """And not 184 of 256, the nearest multiple of 8."""
-    source, out = tmp_path / "source", tmp_path / "out"
-    random_model("qwen3_moe", moe_intermediate_size=256, num_hidden_layers=1).save_pretrained(source)
-    record = niwaki.shrink(source, out, expert_neurons="28 %", calibration=CALIBRATION, measurement=HELDOUT)
-    assert json.loads((out / "config.json").read_text())["moe_intermediate_size"] == 192
-    assert [note for note in record.notes if "192 of 256 expert neurons stay" in note]
-
-
-@pytest.mark.parametrize(
-    ("case", "options", "said"),
-    [
-        ("qwen3_moe", {"expert_neurons": 0.01}, "would leave 24 of 24; a multiple of 8 below 24"),
-        ("qwen3_moe", {"expert_neurons": 0.5, "experts": 0.5}, "in two runs"),
-        ("llama", {"expert_neurons": 0.5}, "there are no expert neurons to remove"),
-        ("deepseek_v2", {"expert_neurons": 0.5}, "shared_experts"),  # which have the same entry in the configuration
-    ],
-)
-def test_neurons_that_cannot_be_removed(tmp_path: Path, case: str, options: dict[str, Any], said: str) -> None:
-    source = saved(tmp_path / "source", case)
-    with pytest.raises(NiwakiError, match=said):
-        niwaki.shrink(source, tmp_path / "out", calibration=CALIBRATION, measurement=HELDOUT, **options)
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.slow

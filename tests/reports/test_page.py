@@ -42,7 +42,7 @@ from niwaki.records.structure import StructureRecord
 from niwaki.records.wording import printable
 from niwaki.reports import charts, head, perplexities, sections
 from niwaki.reports.from_model import extras, generate, mask_pictures, png
-from niwaki.reports.material import Extras, MaskPicture, Material, Sample, load
+from niwaki.reports.material import Extras, MaskPicture, Sample, load
 from niwaki.reports.page import render, report
 from niwaki.reports.tables import Exhibit, Section
 from support.covering import FULL, covered
@@ -227,7 +227,6 @@ def test_a_smaller_model(tmp_path: Path) -> None:
     assert "pattern" not in facts
     assert sections.allocation(material) is None
     only(sections.errors(material))
-    assert not perplexities.ratios(material)  # it has no place on an axis of zeros
     text = Page(render(material)).text().split("To make it again")[0]
     assert "sparse" not in text
     assert "zeros in" not in text.lower()
@@ -238,15 +237,10 @@ def test_a_smaller_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_single_run(tmp_path: Path) -> None:
-    """The tiles have its perplexities; beside published ones it is drawn."""
+    """The tiles have its perplexities."""
     material = load(model_directory(tmp_path / "m"))
     assert perplexities.frontier(material) is None
     assert dict(head.facts(material))["±"].startswith("standard errors")
-    assert [point["value"] for point in perplexities.ratios(material)] == [pytest.approx(31.5 / 20.25)]
-    first = perplexities.published(material).exhibits[0].figures[0]
-    assert sum(label.startswith("measured: ") for label in marks(first.wide)) == 1
-    text = Page(render(material, reference="paper")).text()
-    assert "filled marks are this model" in text
     exact = {key: {**perplexity(9.0), "standard_error": None} for key in ("before", "after")}
     assert "±" not in dict(head.facts(load(model_directory(tmp_path / "n", perplexity=exact))))
 
@@ -341,7 +335,7 @@ def test_extreme_numbers(tmp_path: Path, errors: tuple[float, float]) -> None:
         "perplexity": {k: vars(v) for k, v in measured.items()},
     }
     (path / "niwaki.json").write_text(json.dumps(written))
-    page = Page(render(load(path), reference="paper"))
+    page = Page(render(load(path)))
     assert not [name for _, names in page.elements for name in ("d", "transform") if "NaN" in (names.get(name) or "")]
 
 
@@ -495,10 +489,10 @@ def test_points_are_where_their_values_are(tmp_path: Path) -> None:
 def test_names_of_patterns_are_not_over_each_other(patterns: list[str]) -> None:
     """Beside each other where there is room, otherwise turned, with a line's height between them."""
     points = [
-        {"method": "wanda", "pattern": pattern, "sparsity": 50, "published": False, "value": 20 + i, "label": "here"}
+        {"method": "wanda", "pattern": pattern, "sparsity": 50, "value": 20 + i, "label": "here"}
         for i, pattern in enumerate(patterns)
     ]
-    figure = charts.frontier(points, ["wanda"], "perplexity", by_pattern=True, share=0.32)
+    figure = charts.frontier(points, ["wanda"], by_pattern=True, share=0.32)
     for svg in figure:
         place = r'transform="translate\(([-\d.]+),[-\d.]+\)(?: rotate\(([-\d.]+)\)[^"]*)?"'
         found = re.findall(rf"{place}[^>]*>([^<]*)</text>", svg)
@@ -508,33 +502,6 @@ def test_names_of_patterns_are_not_over_each_other(patterns: list[str]) -> None:
             assert angle in (0, 315)
             apart = next_x - x if angle == 0 else (next_x - x) / math.sqrt(2)
             assert apart > (7 * (len(name) + len(following)) / 2 if angle == 0 else 16)
-
-
-@pytest.mark.slow
-def test_published_results_are_marked_and_ratios(tmp_path: Path) -> None:
-    material = load(comparison(tmp_path / "c"))
-    first = next(item for item in perplexities.published(material).exhibits if "LLaMA-7B" in item.title)
-    assert first.table is not None
-    points = marks(first.figures[0].wide)
-    published = [label for label in points if label.startswith("published, not measured: ")]
-    measured = [label for label in points if label.startswith("measured: ")]
-    assert (len(published), len(measured), len(points)) == (16, 6, 22)
-    rows = {(row[0].text, row[1].text): [cell.text for cell in row[2:]] for row in first.table.rows}
-    assert rows["admm-grad", "70 %"] == ["18.66", "5.68", f"{18.66 / 5.68:.3g}"]
-    assert rows["admm-grad", "2:4"] == ["9.9", "5.68", f"{9.9 / 5.68:.3g}"]
-    assert any(label.startswith("measured: wanda, 60 %: 40.00 ± 0.80") and "2 times" in label for label in measured)
-    # Hollow is filled like the card.
-    hollow = re.findall(r'<path aria-label="published[^>]*fill="var\(--card\)"', first.figures[0].wide)
-    assert len(hollow) == 16
-    assert "published" not in [section.id for section in sections.sections(material)]
-
-
-def test_the_view_of_published_numbers_is_complete() -> None:
-    data = json.loads((Path(niwaki.__file__).parent / "reports" / "published.json").read_text())
-    for series in data["series"]:
-        assert series["source"] in data["sources"]
-        values = list(series["perplexity"].values())
-        assert all(value > series["dense"] > 1 for value in values)
 
 
 @pytest.mark.parametrize(
@@ -567,7 +534,7 @@ def test_nothing_in_a_page_runs_or_loads(tmp_path: Path) -> None:
         tmp_path / "m", model=EVIL, notes=[EVIL, codes], mask_from=EVIL, seconds=seconds, method=method
     )
     for material in (load(model), load(comparison(tmp_path / "c"))):
-        html = render(material, more, reference="paper")
+        html = render(material, more)
         page = Page(html)
         assert EVIL not in html
         assert printable(html) == html
@@ -709,13 +676,6 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, miss
     monkeypatch.setitem(sys.modules, missing, None)
     text = message(lambda: render(load(model_directory(tmp_path / "m"))), OutputError)
     assert text == f"reports need {missing}: pip install altair jinja2 vl-convert-python"
-
-
-def test_an_unknown_reference(tmp_path: Path) -> None:
-    path = model_directory(tmp_path / "m")
-    assert "'papers'" in message(lambda: render(load(path), reference="papers"))
-    assert "'papers'" in message(lambda: report(path, reference="papers"))
-    assert [file.name for file in path.iterdir()] == ["niwaki.json"]
 
 
 # What is in the model
@@ -864,15 +824,15 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def pages(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Material]]:
+def pages(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A report of each kind."""
     path = tmp_path_factory.mktemp("pages")
     found = extras(pruned, Record.from_json((pruned / "niwaki.json").read_text()), ["One"])
     compared = comparison(path / "c")
     kinds = {"model": (load(pruned), found), "comparison": (load(compared), None)}
     for name, (material, more) in kinds.items():
-        (path / f"{name}.html").write_text(render(material, more, reference="paper"), encoding="utf-8")
-    return {name: (path / f"{name}.html", material) for name, (material, _) in kinds.items()}
+        (path / f"{name}.html").write_text(render(material, more), encoding="utf-8")
+    return {name: path / f"{name}.html" for name in kinds}
 
 
 @covered
@@ -880,11 +840,9 @@ def pages(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1100, 390])
 @pytest.mark.parametrize("what", ["model", "comparison"])
-def test_in_a_browser(
-    browser: Any, pages: dict[str, tuple[Path, Material]], what: str, width: int, scheme: str
-) -> None:
+def test_in_a_browser(browser: Any, pages: dict[str, Path], what: str, width: int, scheme: str) -> None:
     """No errors, all marks visible where their data are, legible colours, and nothing wider than the window."""
-    file, material = pages[what]
+    file = pages[what]
     page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme, has_touch=width < 500)
     errors: list[str] = []
     requests: list[str] = []
@@ -914,9 +872,6 @@ def test_in_a_browser(
         assert count("#frontier [aria-roledescription='point']") == 8
         assert count("#errors [aria-roledescription='rect mark']") == 3 * BLOCKS * 3
         assert count("#time [aria-roledescription='bar']") == 3 * 2
-        assert count("#published [aria-roledescription='point']") == sum(
-            len(marks(shown.figures[0].wide)) for shown in perplexities.published(material).exhibits
-        )
         page.locator("details.run summary").first.click()
         assert count("details.run td.h8") + count("details.run td.h4") > 0
     # Colours follow the scheme: what is drawn stands out from the card.

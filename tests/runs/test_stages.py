@@ -164,9 +164,8 @@ def test_stopped_anywhere(tmp_path: Path, stages: tuple[Any, ...]) -> None:
         ("llama grouped", {"blocks": 1, "heads": 0.5}),
         ("llama grouped", {"neurons": 0.25, "effort": "fast:epochs=1"}),
         ("mixtral", {"experts": 0.5, "heads": 0.5, "effort": "fast:epochs=1"}),
-        ("mixtral", {"expert_neurons": 0.25}),
     ],
-    ids=["blocks and heads", "neurons, fitted", "experts, fitted", "neurons of experts"],
+    ids=["blocks and heads", "neurons, fitted", "experts, fitted"],
 )
 @pytest.mark.slow
 def test_shrinking_resumes(tmp_path: Path, case: str, options: dict[str, Any]) -> None:
@@ -439,7 +438,6 @@ def made_by(call: Callable[[], object]) -> str:
 def test_parameters_of_stages() -> None:
     assert "nothing to remove" in made_by(lambda: Shrink())
     assert "tokens must be above 0" in made_by(lambda: Heal(tokens=0))
-    assert "in two runs" in made_by(lambda: Shrink(experts=0.5, expert_neurons=0.5))
     assert shrinking.Shrink is Shrink
     with pytest.raises(UsageError):
         Heal(own_text=2)

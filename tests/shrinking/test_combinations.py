@@ -20,7 +20,7 @@ from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
-from niwaki.shrinking import combinations as module, depth
+from niwaki.shrinking import depth, trial
 from niwaki.shrinking.bridge import DAMPING
 from niwaki.shrinking.combinations import Combination, Combinations, best_of, costs_of_combinations
 from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
@@ -90,7 +90,7 @@ def lost(
             ridge = torch.cat([Z, (DAMPING * Z.square().sum(0)).sqrt().diag()])
             R = torch.cat([(wanted - own) * root, torch.zeros(Z.shape[1], own.shape[1], dtype=torch.float64)])
             down.data[:, columns] += torch.linalg.lstsq(ridge, R, driver="gelsd").solution.T
-    p, q = (x[:, :: depth._EVERY].log_softmax(-1) for x in (before, other.run([*made.blocks])[0]))
+    p, q = (x[:, :: trial.EVERY].log_softmax(-1) for x in (before, other.run([*made.blocks])[0]))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
@@ -100,7 +100,7 @@ def test_what_they_cost(source: Path, own: Tensor | None, monkeypatch: pytest.Mo
     model = stream_of(source)
     kinds = [heads_of(model), neurons_of(model)]
     chosen: dict[tuple[str, int, str, int], Tensor] = {}
-    solve = module._Trial._solved
+    solve = trial.Trial._solved
 
     def solved(
         self: Any, units: ColumnUnits, matrix: Matrix, W: Tensor, gram: Gram, counts: list[int]
@@ -110,7 +110,7 @@ def test_what_they_cost(source: Path, own: Tensor | None, monkeypatch: pytest.Mo
                 chosen[matrix.name, matrix.block, units.kind, count] = weights.any(dim=0)
             yield count, weights
 
-    monkeypatch.setattr(module._Trial, "_solved", solved)
+    monkeypatch.setattr(trial.Trial, "_solved", solved)
     ways = [
         Combination((), {}),
         Combination((2,), {}),
@@ -124,6 +124,17 @@ def test_what_they_cost(source: Path, own: Tensor | None, monkeypatch: pytest.Mo
     for way, cost in zip(ways, costs, strict=True):
         kept = {(name, at): mask for (name, at, kind, count), mask in chosen.items() if count == way.units.get(kind)}
         assert cost == pytest.approx(lost(source, fitted, compared, way, kept), rel=2e-3, abs=1e-6), way
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma4_text"])
+def test_blocks_alone_cost_what_their_run_does(tmp_path: Path, case: str) -> None:
+    """Also where later blocks attend to keys and values of one that is gone, which then are the dense model's."""
+    random_model(case).save_pretrained(tmp_path / "model")
+    model = stream_of(tmp_path / "model")
+    runs = depth.costs_of_runs(model, CALIBRATION, 1, World(), Progress())
+    ways = [Combination((block,), {}) for block in range(len(model.blocks))]
+    costs = costs_of_combinations(model, CALIBRATION, None, ways, [neurons_of(model)], {}, World(), Progress())
+    assert costs == [runs[block, block + 1] for block in range(len(model.blocks))]
 
 
 @pytest.mark.parametrize("share", [0.55, 0.75, 0.9])

@@ -17,7 +17,7 @@ from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
-from niwaki.shrinking import depth
+from niwaki.shrinking import depth, trial
 from niwaki.shrinking.bridge import DAMPING, last_matrix
 from niwaki.shrinking.depth import cheapest
 from support.float64 import Float64
@@ -106,7 +106,7 @@ def test_what_runs_cost(source: Path) -> None:
         dense = other.run([])[0]
         if first:
             other.blocks[first - 1].mlp.down_proj.weight.data.copy_(repaired(source, fitted, first, stop))
-        p, q = (x[:, :: depth._EVERY].log_softmax(-1) for x in (dense, other.run(list(range(first, stop)))[0]))
+        p, q = (x[:, :: trial.EVERY].log_softmax(-1) for x in (dense, other.run(list(range(first, stop)))[0]))
         assert costs[first, stop] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=2e-3)
 
 

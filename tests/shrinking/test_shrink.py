@@ -27,7 +27,7 @@ from niwaki.options import Measurement
 from niwaki.records.record import MatrixRecord, Record
 from niwaki.runs.carried import MARGIN
 from niwaki.runs.workplace import Workplace
-from niwaki.shrinking import depth, plan, walk as shrinking
+from niwaki.shrinking import depth, plan, trial, walk as shrinking
 from niwaki.shrinking.changes import Changes
 from niwaki.shrinking.units import UnitParameter
 from support.arguments import arguments
@@ -301,7 +301,7 @@ def divergence(dense: PreTrainedModel, other: PreTrainedModel) -> float:
     """The KL divergence of ``other`` from ``dense`` on what blocks are compared on, or of what there is instead."""
     _, samples = depth.parts(CALIBRATION, 1)
     p, q = (
-        model(samples, use_cache=False).logits[:, :: depth._EVERY].double().log_softmax(-1) for model in (dense, other)
+        model(samples, use_cache=False).logits[:, :: trial.EVERY].double().log_softmax(-1) for model in (dense, other)
     )
     return float((p.exp() * (p - q)).sum(-1).mean())
 
@@ -562,13 +562,13 @@ def test_models_that_are_refused(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "nothing to remove; give parameters, blocks, neurons, heads, experts or expert_neurons"),
+        ({}, "nothing to remove; give parameters, blocks, neurons, heads or experts"),
         ({"blocks": 3}, "blocks 3 of 3: from 0 to 2 can be removed"),
         ({"blocks": -1}, "blocks -1 of 3"),
         ({"neurons": 1.0}, "neurons is a fraction, from 0 to below 1; got 1"),
         ({"neurons": -0.1}, "neurons is a fraction"),
         ({"neurons": "25"}, "neurons is a fraction, from 0 to below 1; got 25; did you mean 0.25 (25 %)?"),
-        ({"expert_neurons": 40}, "got 40; did you mean 0.4 (40 %)?"),
+        ({"experts": 40}, "got 40; did you mean 0.4 (40 %)?"),
         ({"heads": "half"}, "heads is a fraction, such as 0.25 or 25%; got 'half'"),
         ({"heads": float("nan")}, "heads is a fraction"),
         ({"neurons": 0.995}, "neurons 0.995 of 48 would be 48; from 1 to 47 can be removed"),
@@ -727,7 +727,6 @@ def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypat
         ("llama", {"neurons": 0.25}, ["mlp.down_proj"]),
         ("llama", {"heads": 0.5, "neurons": 0.25, "blocks": 1}, ["o_proj", "mlp.down_proj"]),
         ("mixtral", {"experts": 0.25}, ["down_proj", "w2"]),
-        ("mixtral", {"expert_neurons": 0.25}, ["down_proj", "w2"]),
         ("llama", {"neurons": 0.25, "effort": "fast:epochs=1:batch=24"}, [""]),
     ],
 )

@@ -223,7 +223,7 @@ def test_prompts(tmp_path: Path) -> None:
         ({"text": "once"}, "line 1: neither a field 'prompt' that is text nor 'messages'"),
         ({"prompt": " "}, "line 1: neither a field 'prompt' that is text nor 'messages'"),
         ({"prompt": 3}, "line 1: neither a field 'prompt' that is text nor 'messages'"),
-        ({"messages": [{"role": "user"}]}, "line 1: neither a field 'prompt' that is text nor 'messages'"),
+        ({"messages": [{"role": "user"}]}, "line 1: not a message with a role and a content that is text"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, "line 1: there is nothing to answer"),
         (["Why?"], "entry 1: neither a field 'prompt' that is text nor 'messages'"),
     ],

@@ -96,7 +96,7 @@ _CHECKS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("grid", "quantize", "embeddings"), parse_bits),
     **dict.fromkeys(("tokens", "batch"), parse_number),
     **dict.fromkeys(("calibration", "text"), check_text),
-    **{name: partial(parse_share, name) for name in ("neurons", "heads", "experts", "expert_neurons", "own_text")},
+    **{name: partial(parse_share, name) for name in ("neurons", "heads", "experts", "own_text")},
     **{name: partial(parse_positive, name) for name in ("loss", "speed")},
     "directory": _directory,
     "record": check_file,

@@ -28,9 +28,6 @@ class Removal:
             columns or precede a removed block; balanced and best fit all of each block, also on text that the model
             writes; best then heals. Parameters can be set, as in best:healing=0. [default: balanced:synthetic=0.5; fast
             with --experts]
-
-    More options:
-        expert_neurons: Fraction of the neurons of each expert to remove, rounded as for --neurons.
     """
 
     vocabulary: Annotated[str | None, "SIZE"] = None
@@ -38,7 +35,6 @@ class Removal:
     neurons: Annotated[str, "FRACTION"] = "0"
     heads: Annotated[str, "FRACTION"] = "0"
     experts: Annotated[str, "FRACTION"] = "0"
-    expert_neurons: Annotated[str, "FRACTION"] = "0"
     parameters: Annotated[str | None, "SIZE"] = None
     effort: Annotated[str | None, "NAME"] = None
 

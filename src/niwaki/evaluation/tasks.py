@@ -27,6 +27,7 @@ import torch
 
 from niwaki.arguments import checked
 from niwaki.errors import (
+    CalibrationError,
     CheckpointError,
     NiwakiError,
     NumericalError,
@@ -43,7 +44,7 @@ from niwaki.options import Compute, check_count
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.load import load
 from niwaki.records.progress import Progress
-from niwaki.texts.files import parse_json
+from niwaki.texts.files import rows
 
 #: The questions that ship with niwaki.
 SHIPPED = {"which-follows": Path(str(files("niwaki"))) / "data" / "which-follows.jsonl"}
@@ -176,27 +177,12 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
     if not os.path.isfile(path):  # not even a pipe, which could be read for ever
         raise TaskError(f"there is no file {path}")
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise TaskError(f"{path} cannot be read: {first_line(error)}") from error
-    if path.suffix == ".json":
-        entries = _json(text, str(path))
-        if not isinstance(entries, list):
-            raise TaskError(f"{path} has no list of questions")
-        questions = [_question(entry, f"{path}, entry {number}") for number, entry in enumerate(entries, 1)]
-    else:
-        lines = [(f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1)]
-        questions = [_question(_json(line, where), where) for where, line in lines if line.strip()]
+        questions = [_question(row, where) for where, row in rows(path, str(path))]
+    except CalibrationError as error:
+        raise TaskError(str(error)) from error
     if not questions:
         raise TaskError(f"{path} has no questions")
     return questions
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise TaskError(f"{where}: {error}") from error
 
 
 def _question(entry: Any, where: str) -> dict[str, Any]:

@@ -26,9 +26,6 @@ _OF_DRAFTS = frozenset({"eh_proj", "enorm", "hnorm", "shared_head"})
 #: Where the matrices of experts are (experts, in, out) in the model, and transformers does not say so itself.
 EXPERTS_TRANSPOSED = frozenset({"llama4", "llama4_text", "recurrent_gemma"})
 
-#: Where the gates and ups of experts come in turns, and not all gates first.
-EXPERTS_INTERLEAVED = frozenset({"gpt_oss"})
-
 #: Parameters of three dimensions that are not the matrices of experts: those of the heads of Zamba's Mamba.
 OF_HEADS = frozenset({"A_log", "x_proj_weight", "dt_proj_weight"})
 

@@ -188,6 +188,12 @@ class BlockArguments:
         copy._handed, copy._makers = dict(self._handed), dict(self._makers)
         return copy
 
+    def adopt(self, others: "BlockArguments", block: int) -> None:
+        """Has ``block``, which does not run here, hand on what it has handed on in ``others``."""
+        names = [name for name, maker in others._makers.items() if maker == block]
+        self._makers |= dict.fromkeys(names, block)
+        self._handed |= {name: others._handed[name] for name in names}
+
     def handed(self, block: int, i: int, rows: slice = slice(None)) -> Handed:
         """What the blocks before ``block`` have handed on for ``rows`` of batch ``i``; a copy to add to."""
         earlier = {name: values for name, values in self._handed.items() if self._makers[name] < block}

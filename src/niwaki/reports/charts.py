@@ -58,7 +58,6 @@ def frontier(
     width: int,
     points: Sequence[Row],
     methods: Sequence[str],
-    y: str,
     *,
     by_pattern: bool = False,
     dense: Row | None = None,
@@ -66,11 +65,11 @@ def frontier(
     legend: bool = True,
     others: Sequence[Row] = (),
 ) -> Any:
-    """``y`` against sparsity, a line for each method; or, ``by_pattern``, methods beside each other at each pattern.
+    """Perplexity against sparsity, a line for each method; ``by_pattern``, methods beside each other at each pattern.
 
     Rows of ``points`` have "method", "sparsity" in percent or "pattern", "value", where it has an error "low" and
-    "high", "label", and "published", whether it is not measured here; ``dense`` has a "text", and no method. A colour
-    is the place in ``methods``, ``share`` is of the width of a wide window, and the axis has room for ``others`` too.
+    "high", and "label"; ``dense`` has a "text", and no method. A colour is the place in ``methods``, ``share`` is of
+    the width of a wide window, and the axis has room for ``others`` too.
     """
     width = int(width * share) if width == _WIDE else width
     shown = {method: i for i, method in enumerate(methods) if any(point["method"] == method for point in points)}
@@ -81,23 +80,17 @@ def frontier(
     key = _legend(width - 60, names) if legend else None
     layers = _dense_layers(dense, scale, legend) if dense else []
     base = _chart(points).encode(
-        y=alt.Y("value:Q", title=y, scale=scale, axis=axis),
+        y=alt.Y("value:Q", title="perplexity", scale=scale, axis=axis),
         color=alt.Color("method:N", scale=colours, sort=names, legend=key),
         **(_by_pattern(points, names, width) if by_pattern else _by_sparsity(points)),
     )
     if not by_pattern:
-        dashes = alt.Scale(domain=[False, True], range=[[1, 0], [4, 3]])
-        path = base.mark_line(strokeWidth=1.6, opacity=0.75, aria=False)
-        layers.append(path.encode(strokeDash=alt.StrokeDash("published:N", scale=dashes, legend=None)))
+        layers.append(base.mark_line(strokeWidth=1.6, opacity=0.75, aria=False))
     bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.6, aria=False)
     layers.append(bars.encode(y=alt.Y("low:Q", scale=scale), y2="high:Q"))
     shape = alt.Shape("method:N", scale=shapes, sort=names, legend=key)
-    for hollow in (True, False):
-        if any(point["published"] == hollow for point in points):
-            marks = base.transform_filter(f"datum.published === {str(hollow).lower()}").mark_point(
-                filled=not hollow, fill="var(--card)" if hollow else alt.Undefined, size=60, opacity=1
-            )
-            layers.append(marks.encode(shape=shape, description="label:N"))
+    marks = base.mark_point(filled=True, size=60, opacity=1)
+    layers.append(marks.encode(shape=shape, description="label:N"))
     return alt.layer(*layers).properties(width=width, height=320 if len(points) > 1 else 200)
 
 

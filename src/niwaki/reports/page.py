@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from niwaki.arguments import checked
-from niwaki.errors import OutputError, UsageError
+from niwaki.errors import OutputError
 from niwaki.files import check_replaced, given_path, replace_file
 from niwaki.records.progress import Progress
 from niwaki.records.record import REPORT_NAME
@@ -30,7 +30,6 @@ def report(
     out: str | Path | None = None,
     *,
     prompts: Sequence[str] | None = None,
-    reference: str | None = None,
     figures: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -41,7 +40,6 @@ def report(
         out: The file to write; by default ``report.html`` in ``directory``.
         prompts: Prompts that the pruned and the dense model continue; by default three sentences, none for [] or a
             comparison.
-        reference: "paper" to show published results too, marked as such.
         figures: A directory that receives each chart of the page as SVG and as PDF, for papers and slides. It may have
             no other files in it.
         progress: Receives the progress of the report.
@@ -50,14 +48,14 @@ def report(
         The path of the page.
 
     Raises:
-        UsageError: the directory has no record or comparison, there is no such reference, ``out`` exists and is not
-            such a page, or ``figures`` has files that are not figures.
+        UsageError: the directory has no record or comparison, ``out`` exists and is not such a page, or ``figures`` has
+            files that are not figures.
         CheckpointError: files in the directory cannot be read.
         OutputError: the page cannot be written, or the libraries of ``niwaki[report]`` are missing.
     """
     directory = given_path(directory)
     material = load(directory)
-    check_extra(reference)
+    check_extra()
     path = given_path(directory / REPORT_NAME if out is None else out, 12)
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a directory; give a file, as in -o report.html")
@@ -74,17 +72,15 @@ def report(
         from niwaki.reports.from_model import extras as read_extras
 
         extras = read_extras(directory, material.record, prompts)
-    shown = sections.sections(material, reference is not None)
+    shown = sections.sections(material)
     replace_file(path, _render(material, extras, shown))
     if folder:
         write_figures(shown, folder)
     return path
 
 
-def check_extra(reference: str | None = None) -> None:
-    """Raises OutputError where the libraries for charts and templates are missing, UsageError for another reference."""
-    if reference not in (None, "paper"):
-        raise UsageError(f"the reference is paper or none; got {reference!r}")
+def check_extra() -> None:
+    """Raises OutputError where the libraries for charts and templates are missing."""
     try:
         import altair  # noqa: F401
         import jinja2  # noqa: F401
@@ -93,12 +89,12 @@ def check_extra(reference: str | None = None) -> None:
         raise OutputError(f"reports need {error.name}: pip install altair jinja2 vl-convert-python") from None
 
 
-def render(material: Material, extras: Extras | None = None, *, reference: str | None = None) -> str:
+def render(material: Material, extras: Extras | None = None) -> str:
     """The page as HTML; the arguments and errors are those of :func:`report`."""
-    check_extra(reference)
+    check_extra()
     from niwaki.reports import sections
 
-    return _render(material, extras, sections.sections(material, reference is not None))
+    return _render(material, extras, sections.sections(material))
 
 
 def _render(material: Material, extras: Extras | None, shown: Sequence[Section]) -> str:

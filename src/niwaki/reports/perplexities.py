@@ -1,10 +1,6 @@
-"""The sections of a report about perplexities: against sparsity, and beside published results."""
+"""The section of a report about perplexity against sparsity."""
 
-import json
-from collections import defaultdict
 from functools import partial
-from importlib.resources import files
-from typing import Any
 
 from niwaki.records.comparison import Comparison
 from niwaki.records.perplexity import Perplexity
@@ -45,7 +41,7 @@ def _frontier_of(material: Material, text: str) -> Exhibit:
     if dense := material.dense.get(text):
         line = {**_interval(dense), "text": f"dense {number(dense.value)}", "label": f"dense: {with_error(dense)}"}
     both = bool(plain and grouped)
-    draw = partial(charts.frontier, methods=material.methods, y="perplexity", dense=line)
+    draw = partial(charts.frontier, methods=material.methods, dense=line)
     figures = []
     if plain:
         figures.append(draw(plain, others=grouped, share=0.66 if both else 1.0))
@@ -86,58 +82,6 @@ def point_of(run: Run, text: str) -> charts.Row:
         "method": run.method,
         "pattern": run.pattern,
         "sparsity": 100 * run.sparsity,
-        "published": False,
         **_interval(run.perplexity[text]),
         "label": f"{run.name}: {with_error(run.perplexity[text])}, {100 * run.sparsity:.2f} % zeros",
     }
-
-
-def published(material: Material) -> Section:
-    """Published results next to these, a chart for each model and context that was published.
-
-    Perplexities of other models, texts and contexts do not compare, so all are ratios to that of the dense model.
-    """
-    results = json.loads((files("niwaki.reports") / "published.json").read_text(encoding="utf-8"))
-    own = ratios(material)
-    # The same colours in all charts.
-    methods = list(dict.fromkeys([*material.methods, *(item["method"] for item in results["series"])]))
-    by_model: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for item in results["series"]:
-        by_model[f"{item['model']} on {item['text']}, context {item['context']:,}"].append(item)
-    exhibits = []
-    for where, series in by_model.items():
-        points, rows = [], []
-        for item in series:
-            method, dense = item["method"], item["dense"]
-            for pattern, value in item["perplexity"].items():
-                ratio = value / dense
-                rows.append([method, pattern, f"{value:g}", f"{dense:g}", f"{ratio:.3g}"])
-                if pattern.endswith(" %"):
-                    times = f"{value:g}, {ratio:.3g} times the dense {dense:g}"
-                    label = f"published, not measured: {method} at {pattern}, {where}: {times}"
-                    point = {"sparsity": float(pattern.removesuffix(" %")), "value": ratio, "label": label}
-                    points.append({**point, "method": method, "published": True})
-        figure = charts.frontier([*points, *own], methods, "perplexity / dense perplexity", share=0.48)
-        table = Table.of(["method", "pattern", "perplexity", "dense", "ratio"], rows)
-        title = f"{where} ({'; '.join(dict.fromkeys(results['sources'][item['source']] for item in series))})"
-        exhibits.append(Exhibit([figure], table, title, f"published, not measured: {title}"))
-    filled = f"; filled marks are {'this model' if material.record else 'the runs above'}" if own else ""
-    why = (
-        f"Hollow marks on dashed lines are published, not measured here{filled}. All are ratios to the dense model's "
-        "own perplexity. Other models, texts and contexts lose differently, so filled and hollow marks compare only "
-        "roughly; hollow ones of one chart are on the same terms."
-    )
-    return Section("published", "Beside published results", why, exhibits, beside=True)
-
-
-def ratios(material: Material) -> list[charts.Row]:
-    """What was measured here on the first text, as a ratio to the dense model; none where no zeros were made."""
-    text = material.texts[0] if material.texts else ""
-    dense = material.dense.get(text)
-    if dense is None or (material.record and material.record.structure):
-        return []
-    points = [point_of(run, text) for run in material.runs if text in run.perplexity and not run.grouped]
-    for point in points:
-        point |= {key: point[key] / dense.value for key in ("value", "low", "high") if key in point}
-        point["label"] = f"measured: {point['label']}, {point['value']:.3g} times the dense {material.name}"
-    return points

@@ -35,10 +35,9 @@ STAGES = {
 }
 
 
-def sections(material: Material, reference: bool = False) -> list[Section]:
-    """All that there is something to show in; with published results if ``reference``."""
-    made = [perplexities.frontier(material), perplexities.published(material) if reference else None]
-    made += [make(material) for make in (stages, healing, errors, allocation, fits, time, speed)]
+def sections(material: Material) -> list[Section]:
+    """All that there is something to show in."""
+    made = [make(material) for make in (perplexities.frontier, stages, healing, errors, allocation, fits, time, speed)]
     return [section for section in made if section is not None]
 
 

@@ -35,16 +35,14 @@ class BlockTensors:
         (self._smaller if is_smaller else self._values)[matrix.key][matrix.index] = stored
 
     def keep(self, removal: Removal, kept: Tensor) -> None:
-        """Only the units in the mask ``kept`` stay, (units,) or for each expert. Experts get numbers without gaps."""
-        numbers = {expert: number for number, expert in enumerate(kept.nonzero()[:, 0].tolist())}
+        """Only the units in the mask ``kept`` (units,) stay. Experts get numbers without gaps."""
+        numbers = {expert: number for number, expert in enumerate(kept.nonzero().squeeze(1).tolist())}
         layout = self._model.layout
         self._units |= self._without(removal, kept)
         for parameter in removal.parameters[self._index]:
             for key, expert in layout.experts(self._model.places[self._index] + parameter.name).items():
                 if expert is None:
                     self._changes[key].append(self._units[parameter.name])
-                elif kept.ndim == 2:
-                    self._changes[key].append(partial(parameter.of_expert, kept=kept[expert]))
                 elif expert in numbers:
                     head, number, tail = self._names[key].rpartition(f".{expert}.")
                     self._names[key] = f"{head}{number.replace(str(expert), str(numbers[expert]))}{tail}"

@@ -8,37 +8,21 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from niwaki.errors import UsageError, named
-from niwaki.layer.problem import Gram, LayerProblem
-from niwaki.layer.ridge import Ridge
-from niwaki.layer.unit_removal import removals_of_units
-from niwaki.models.block import DecoderBlock
-from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.layout import Matrix
+from niwaki.errors import UsageError
 from niwaki.models.processes import World
-from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.runs.duration import passes
-from niwaki.shrinking.bridge import (
-    DAMPING,
-    advance_with_inputs,
-    last_matrix,
-    summed_inputs,
-    summed_residuals,
-    with_change,
-)
 from niwaki.shrinking.configuration import Tensors
 from niwaki.shrinking.depth import (
     FITTED,
     Blocks,
     cheapest,
-    copied,
-    divergences,
     operations_of_runs,
     parts,
     some_of,
 )
+from niwaki.shrinking.trial import Trial, Way
 from niwaki.shrinking.units import ColumnRemoval, ColumnUnits
 
 #: Runs of removed blocks are at most so long: what longer ones cost takes as long to measure for each block more.
@@ -206,150 +190,6 @@ def costs_of_combinations(
         texts = some_of(own, FITTED, world.size), some_of(given, _COMPARED, world.size)
     fitted, compared = map(world.share, texts)
     with model.budget.lent() as budget:
-        states = model.embed(compared)
-        ways = [_Way(each, states.branch(copied(states, budget))) for each in combinations]
-        return _Trial(model, model.embed(fitted), states, ways, kinds, importance, world, progress, budget).costs()
-
-
-@dataclass
-class _Repair:
-    """The dense model behind a block after which others are gone, for the repair of its last matrix."""
-
-    matrix: Matrix
-    weights: Tensor  # (out, in) float32
-    H: Tensor  # of its inputs
-    inputs: SpillList
-    outputs: SpillList  # of the block
-
-
-@dataclass
-class _Gap:
-    """Blocks that are gone, behind which the dense model has not come yet."""
-
-    start: int  # the block before them
-    inputs: SpillList  # of its last matrix
-    change: Tensor  # (out, in) float32, what the removal of units did to that
-
-
-@dataclass
-class _Way:
-    """The tokens that are compared, on their way through the model without a combination."""
-
-    combination: Combination
-    states: HiddenStates
-    gap: _Gap | None = None
-
-
-@dataclass
-class _Trial:
-    model: StreamedModel
-    fitted: HiddenStates
-    compared: HiddenStates
-    ways: list[_Way]
-    kinds: Sequence[ColumnUnits]
-    importance: Mapping[tuple[int, str], Tensor]
-    world: World
-    progress: Progress
-    budget: MemoryBudget
-
-    def costs(self) -> list[float]:
-        """What all combinations cost."""
-        repairs: dict[int, _Repair] = {}
-        for block in self.model.stream():
-            at = block.index
-            present = [way for way in self.ways if at not in way.combination.blocks]
-            self.progress.stage(at, "influence", 2 + len(present))
-            grams = self._grams(block)
-            self.progress.step()
-            repair = self._dense(block, any(at + 1 in way.combination.blocks for way in present))
-            if repair:
-                repairs[at] = repair
-            self.progress.step()
-            self._cut(block, self.kinds, grams, present, repair)
-            residuals: dict[int, Tensor] = {}
-            for way in self.ways:
-                if way.gap and at > way.gap.start and at + 1 not in way.combination.blocks:
-                    self._repair(way, way.gap, repairs[way.gap.start], residuals)
-                    way.gap = None
-            waiting = {way.gap.start for way in self.ways if way.gap}
-            repairs = {start: each for start, each in repairs.items() if start in waiting}
-        return divergences(self.model, self.compared, [way.states for way in self.ways], self.world)
-
-    def _grams(self, block: DecoderBlock) -> dict[str, Gram]:
-        """Of the inputs that the dense model has, by the name of each matrix that loses columns."""
-        if not self.kinds:
-            return {}
-        matrices = [kind.matrices[block.index] for kind in self.kinds]
-        found = block.input_grams(self.fitted, world=self.world, matrices=matrices)
-        return {name: each.gram(shared=False) for each in found for name in each.names}
-
-    def _cut(
-        self,
-        block: DecoderBlock,
-        kinds: Sequence[ColumnUnits],
-        grams: Mapping[str, Gram],
-        ways: Sequence[_Way],
-        repair: _Repair | None,
-    ) -> None:
-        """Runs ``block`` for ``ways``, each without its units of ``kinds``; one number of them after the other."""
-        if not kinds:
-            for way in ways:
-                self._advance(block, way, repair)
-                self.progress.step()
-            return
-        matrix, kind = kinds[0].matrices[block.index], kinds[0].kind
-        numbers = sorted({way.combination.units.get(kind, 0) for way in ways})
-        W = block.weight(matrix)
-        for number, weights in self._solved(kinds[0], matrix, W, grams[matrix.name], numbers):
-            block.put(matrix, block.stored(matrix, weights))
-            some = [way for way in ways if way.combination.units.get(kind, 0) == number]
-            self._cut(block, kinds[1:], grams, some, repair)
-
-    def _solved(
-        self, units: ColumnUnits, matrix: Matrix, W: Tensor, gram: Gram, numbers: Sequence[int]
-    ) -> Iterator[tuple[int, Tensor]]:
-        """``numbers`` in ascending order, with the weights (out, in) without so many of ``units``."""
-        counts = [number for number in numbers if number]
-        if counts != numbers:
-            yield 0, W
-        if counts:
-            with named(matrix.label):
-                rows = self.importance.get(matrix.place)
-                for count, each in zip(
-                    counts, removals_of_units(LayerProblem(W, gram), units.size, counts, rows), strict=True
-                ):
-                    yield count, each.W
-
-    def _dense(self, block: DecoderBlock, is_before_gap: bool) -> _Repair | None:
-        """Runs the dense ``block``; what a repair there needs, if others ``is_before_gap`` and it can be repaired."""
-        matrix = last_matrix(block, self.compared) if is_before_gap else None
-        block.advance(self.compared)
-        if matrix is None:
-            block.advance(self.fitted)
-            return None
-        inputs = advance_with_inputs(block, matrix, self.fitted, self.budget)
-        H = summed_inputs(matrix, inputs, self.fitted.hidden, self.world)
-        return _Repair(matrix, block.weight(matrix), H, inputs, copied(self.fitted, self.budget))
-
-    def _advance(self, block: DecoderBlock, way: _Way, repair: _Repair | None) -> None:
-        """Runs ``block``, without the units that go, and before a gap keeps what its repair needs."""
-        if repair and block.index + 1 in way.combination.blocks:
-            inputs = advance_with_inputs(block, repair.matrix, way.states, self.budget)
-            own = repair.matrix.within(block.module.get_parameter(repair.matrix.parameter))
-            way.gap = _Gap(block.index, inputs, own.float() - repair.weights)
-        else:
-            block.advance(way.states)
-
-    def _repair(self, way: _Way, gap: _Gap, repair: _Repair, residuals: dict[int, Tensor]) -> None:
-        """Adds to the outputs of the block before ``gap`` what its last matrix, repaired, would add."""
-        if gap.start not in residuals:
-            parts = repair.matrix, repair.inputs, repair.outputs, self.fitted.hidden
-            residuals[gap.start] = summed_residuals(*parts, self.world)
-        H, C = repair.H, residuals[gap.start]
-        if gap.change.any():
-            C = C - gap.change @ H  # what the units that go have left undone
-            kept = (repair.weights + gap.change != 0).any(dim=0)
-            H, C = H * kept * kept.unsqueeze(1), C * kept
-        change = Ridge(H, DAMPING).change(C)
-        for i, inputs in enumerate(gap.inputs):
-            way.states.hidden[i] = with_change(way.states.hidden[i], inputs, change)
+        states = model.embed(fitted), model.embed(compared)
+        ways = [Way(each.blocks, each.units) for each in combinations]
+        return Trial(model, *states, ways, world, progress, budget, kinds, importance).costs()

@@ -26,24 +26,17 @@ _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 
 @dataclass(frozen=True)
-class MixtureRemoval(Removal):
-    """Of units of experts, whose last matrices are fitted."""
-
-    paths: list[str | None]  # of the experts in each block; None where there are none
-
-
-@dataclass(frozen=True)
-class ExpertRemoval(MixtureRemoval):
+class ExpertRemoval(Removal):
     """Of whole experts, as many of each group that the router chooses from."""
 
+    paths: list[str | None]  # of the experts in each block; None where there are none
     groups: int
 
 
 @dataclass(frozen=True)
 class FittedExperts:
-    """The experts of a block after some units have gone."""
+    """The experts of a block after some have gone."""
 
-    mask: Tensor  # (units,) or (experts, units) bool, of those that stay
     weights: list[tuple[Matrix, Tensor]]  # the last matrix of each expert that stays, as the checkpoint would have it
     error: float  # squared, of their outputs' sum, relative to that of all experts
     tokens: int  # the fewest that one of them has had
@@ -59,23 +52,20 @@ class Mixtures:
     down: list[Matrix]  # whose outputs are the experts' own
 
 
-def find_mixtures(model: StreamedModel, kind: str) -> Mixtures:
-    """The experts of ``model``, of which ``kind`` are the units to remove.
-
-    Raises UsageError where there are none, UnsupportedModelError where they are unknown.
-    """
+def _find_mixtures(model: StreamedModel) -> Mixtures:
+    """The experts of ``model``; UsageError where there are none, UnsupportedModelError where they are unknown."""
     paths = [find_experts(block) for block in model.blocks]
     mixed = dict.fromkeys(matrix.block for matrix in model.matrices() if matrix.expert is not None)
     if not mixed:
-        raise UsageError(f"there are no {kind} to remove, because the model has no experts; give neurons or heads")
+        raise UsageError("there are no experts to remove, because the model has no experts; give neurons or heads")
     if unknown := [index for index in mixed if paths[index] is None]:
-        raise refused(model, kind, f"experts of block {unknown[0]} run in a way that niwaki does not follow")
+        raise refused(model, "experts", f"experts of block {unknown[0]} run in a way that niwaki does not follow")
     counts = {len(model.blocks[index].get_submodule(str(paths[index])).get_parameter(DOWN)) for index in mixed}
     if len(counts) != 1:
-        raise refused(model, kind, f"blocks differ: they have {', '.join(map(str, sorted(counts)))} experts")
+        raise refused(model, "experts", f"blocks differ: they have {', '.join(map(str, sorted(counts)))} experts")
     down = [matrix for matrix in model.matrices() if matrix.parameter == f"{paths[matrix.block]}.{DOWN}"]
     if {matrix.block for matrix in down} != set(mixed):
-        raise refused(model, kind, "the last matrices of experts are not known")
+        raise refused(model, "experts", "the last matrices of experts are not known")
     return Mixtures(paths, counts.pop(), down)
 
 
@@ -84,7 +74,7 @@ def expert_removal(model: StreamedModel, fraction: float) -> ExpertRemoval:
 
     Raises UsageError where there are none or this number cannot be removed, UnsupportedModelError where blocks differ.
     """
-    mixtures = find_mixtures(model, "experts")
+    mixtures = _find_mixtures(model)
     if "." not in str(next(filter(None, mixtures.paths))):
         raise refused(model, "experts", "their router runs outside of a module that has both")
     experts, config = mixtures.experts, model.config
@@ -163,7 +153,7 @@ def fit_experts(block: DecoderBlock, path: str, chosen: ChosenExperts) -> Fitted
     """
     experts, gates = Router(block.module, path).route(chosen.arguments)
     routed = Routed(chosen.routed.X, experts, gates, chosen.routed.Y)
-    return fit_last(Mixture(block, path), chosen.mask, routed)
+    return _fit_last(Mixture(block, path), routed)
 
 
 def scores(mixture: Mixture, routed: Routed, experts: int) -> list[float]:
@@ -187,12 +177,8 @@ def highest(scores: list[float], count: int, groups: int) -> list[int]:
     return sorted(kept)
 
 
-def fit_last(mixture: Mixture, mask: Tensor, routed: Routed) -> FittedExperts:
-    """Fits the last matrices of the experts of ``mixture``, to which ``routed`` goes, and puts them into the block.
-
-    With a ``mask`` (experts, units) the columns that it leaves out are 0 there already, and stay so; one of experts
-    says which these are.
-    """
+def _fit_last(mixture: Mixture, routed: Routed) -> FittedExperts:
+    """Fits the last matrices of the experts of ``mixture``, to which ``routed`` goes, and puts them into the block."""
     parameter = mixture.experts.get_parameter(DOWN)
     residual = routed.Y.to(torch.float32, copy=True)
     power = max(float(residual.square().sum(dtype=torch.float64)), 1e-30)
@@ -207,7 +193,6 @@ def fit_last(mixture: Mixture, mask: Tensor, routed: Routed) -> FittedExperts:
         rows, X = routed.to(expert)
         if len(rows):
             X = X * mixture.answer(expert, routed.X[rows])[0]
-            X = X if mask.ndim == 1 else X * mask[expert].to(X)
         return rows, X
 
     fit = fit_sum(lambda expert: mixture.down[expert].within(parameter).float(), inputs, len(mixture.down), residual)
@@ -217,4 +202,4 @@ def fit_last(mixture: Mixture, mask: Tensor, routed: Routed) -> FittedExperts:
         weights.append((matrix, mixture.block.stored(matrix, fit.W.pop(0))))  # or all would be there twice
         mixture.block.put(*weights[-1])
     stats: dict[str, float | int | str] = {"error_before_fit": fit.before / power, "sweeps": fit.sweeps}
-    return FittedExperts(mask, weights, fit.after / power, min(counts), stats)
+    return FittedExperts(weights, fit.after / power, min(counts), stats)

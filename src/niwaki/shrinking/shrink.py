@@ -26,8 +26,7 @@ from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
 from niwaki.shrinking.combinations import Combinations
 from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
 from niwaki.shrinking.depth import operations_of_runs
-from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal
-from niwaki.shrinking.experts import ExpertRemoval, expert_removal
+from niwaki.shrinking.experts import expert_removal
 from niwaki.shrinking.units import (
     Removal,
     head_removal,
@@ -43,7 +42,7 @@ from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 
 #: What is removed from each block by shares.
-SHARES = ("neurons", "heads", "experts", "expert_neurons")
+SHARES = ("neurons", "heads", "experts")
 
 
 @checked_names
@@ -55,7 +54,6 @@ class Shrink(Stage):
     neurons: float | str = 0.0
     heads: float | str = 0.0
     experts: float | str = 0.0
-    expert_neurons: float | str = 0.0
     parameters: float | str | None = None
     effort: str | Effort | None = None
     #: A note on what is not done of what was asked for.
@@ -65,16 +63,13 @@ class Shrink(Stage):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        shares = self.shares
-        gone = self.blocks or any(shares.values())
+        gone = self.blocks or any(self.shares.values())
         if self.parameters is not None:
             parse_parameters(self.parameters)
             if gone:
                 raise UsageError("parameters says how much is left, and then blocks, neurons and heads follow from it")
         elif not gone:
             raise UsageError(NOTHING_TO_REMOVE)
-        if shares["experts"] and shares["expert_neurons"]:
-            raise UsageError("experts and their neurons are removed in two runs, one after the other")
 
     @property
     def shares(self) -> dict[str, float]:
@@ -89,7 +84,7 @@ class Shrink(Stage):
     def effort_for(self, predicts: bool, writes: bool = True) -> Effort:
         """The effort for a model that ``predicts`` the tokens of its text, and ``writes`` text, or does not."""
         # What fits to more text gain where experts go was not measured.
-        usual = PLAIN_EFFORT if self.shares["experts"] or self.shares["expert_neurons"] else SHRINK_EFFORT
+        usual = PLAIN_EFFORT if self.shares["experts"] else SHRINK_EFFORT
         effort = usual if self.effort is None else self.effort
         given = make_effort(effort) if isinstance(effort, str) else effort
         settled = given.settled(shares_zeros=False, predicts=predicts, writes=writes)
@@ -118,10 +113,10 @@ def _check_pairs(model: StreamedModel, stage: Shrink) -> None:
     if model.config is not model.model.config:
         what = "parts"
     else:
-        what = next((kind for kind in ("heads", "experts", "expert_neurons") if stage.shares[kind]), "")
+        what = next((kind for kind in ("heads", "experts") if stage.shares[kind]), "")
     if what:
         raise UnsupportedModelError(
-            f"{model.checkpoint.path}: {what.replace('_', ' ')} of this kind of encoder with a decoder cannot be "
+            f"{model.checkpoint.path}: {what} of this kind of encoder with a decoder cannot be "
             "removed; prune it, or quantize it"
         )
 
@@ -154,14 +149,10 @@ class Shrinking(Task):
             for kind, make in (("heads", head_removal), ("neurons", neuron_removal))
             if shares[kind]
         ]
-        self.mixtures: list[ExpertRemoval | ExpertNeuronRemoval] = []
-        if shares["experts"]:
-            self.mixtures.append(expert_removal(model, shares["experts"]))
-        if shares["expert_neurons"]:
-            self.mixtures.append(expert_neuron_removal(model, shares["expert_neurons"]))
-        if self.mixtures and run.world.size > 1:
-            raise UsageError("experts and their neurons are removed by one process; start niwaki without torchrun")
-        removals: list[Removal] = [*self.columns, *self.mixtures]
+        self.experts = expert_removal(model, shares["experts"]) if shares["experts"] else None
+        if self.experts and run.world.size > 1:
+            raise UsageError("experts are removed by one process; start niwaki without torchrun")
+        removals: list[Removal] = [*self.columns, *([self.experts] if self.experts else [])]
         output = self.tensors.size(model, removals, depth - stage.blocks)
         self.carried = run.carried(checkpoint, output, scratch=self._scratch_size(removals))
         check_dtypes(checkpoint, (matrix.key for removal in removals for matrix in removal.matrices))
@@ -231,7 +222,7 @@ class Shrinking(Task):
         )
         record.notes += [*self._left_out, *notes_of(self.model, is_smaller=True)]
         for each in removals:
-            record.notes += notes_on(each, shares[each.kind.replace(" ", "_")])
+            record.notes += notes_on(each, shares[each.kind])
         return record
 
     def asked(self) -> dict[str, Any]:
@@ -257,7 +248,7 @@ class Shrinking(Task):
 
     def work(self, run: Run) -> Record:
         record = run.resumed(self.record, len(self.model.blocks))
-        removed = self.columns, self.mixtures, self._combinations
+        removed = self.columns, self.experts, self._combinations
         removal = Removing(self.model, *removed, self.tensors, self._effort, record, run)
         with products(tf32=False):
             removal.write(self.texts.shared(run.world), run.measured.before, self._blocks, self.carried)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from niwaki.errors import UnsupportedModelError, UsageError
@@ -35,30 +34,17 @@ class UnitParameter:
     times: int = 1  # how often all units are repeated: 2 for gate and up in one matrix
 
     def without(self, value: Tensor, kept: Tensor) -> Tensor:
-        """``value`` with the entries of the units in the mask ``kept`` (units,) only.
-
-        Each expert can have its own: then the mask is (experts, units).
-        """
-        if kept.ndim == 2:
-            return torch.stack([self.of_expert(one, mask) for one, mask in zip(value, kept, strict=True)])
-        return self._selected(value, kept, self.dimension, self.times)
-
-    def of_expert(self, value: Tensor, kept: Tensor) -> Tensor:
-        """``value``, an expert's entries or some of its rows, with the units in ``kept`` (units,) only."""
-        dimension = self.dimension - 1
-        return self._selected(value, kept, dimension, value.shape[dimension] // (len(kept) * self.size))
-
-    def _selected(self, value: Tensor, kept: Tensor, dimension: int, times: int) -> Tensor:
-        entries = kept.repeat_interleave(self.size).repeat(times).nonzero().squeeze(1)
-        return value.index_select(dimension, entries.to(value.device))
+        """``value`` with the entries of the units in the mask ``kept`` (units,) only."""
+        entries = kept.repeat_interleave(self.size).repeat(self.times).nonzero().squeeze(1)
+        return value.index_select(self.dimension, entries.to(value.device))
 
 
 @dataclass(frozen=True)
 class Removal:
     """What is removed from each block."""
 
-    kind: str  # "heads", "neurons", "experts" or "expert neurons"
-    units: int  # in a block or an expert: experts, neurons, or groups of heads that share keys and values
+    kind: str  # "heads", "neurons" or "experts"
+    units: int  # in a block: experts, neurons, or groups of heads that share keys and values
     count: int  # units to remove
     config: dict[str, Any]  # what changes in the configuration
     parameters: list[list[UnitParameter]]  # of each block
@@ -115,19 +101,19 @@ def neurons_of(model: StreamedModel) -> ColumnUnits:
 
 
 def neuron_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
-    """Removes ``fraction`` of the MLP neurons of each block, rounded as in :func:`rounded`.
+    """Removes ``fraction`` of the MLP neurons of each block, rounded as in :func:`_rounded`.
 
     Raises UsageError where these are none or all, UnsupportedModelError as :func:`neurons_of`.
     """
     neurons = neurons_of(model)
     width = neurons.units
-    count = rounded(width, fraction) or round(fraction * width)
+    count = _rounded(width, fraction) or round(fraction * width)
     if not 0 < count < width:
         raise UsageError(f"neurons {fraction:g} of {width} would be {count}; from 1 to {width - 1} can be removed")
     return neurons.without(count)
 
 
-def rounded(width: int, fraction: float) -> int | None:
+def _rounded(width: int, fraction: float) -> int | None:
     """About ``fraction`` of ``width`` neurons, such that a multiple of 32 stays; None where ``width`` is not one.
 
     The request counts for more: None also where all or none would go, and where 32 neurons are more than a quarter.
@@ -142,7 +128,7 @@ def _is_multiple(width: int) -> bool:
 
 def notes_on(removal: Removal, fraction: float | None = None) -> list[str]:
     """What a record should say of the number of neurons that stay, where ``fraction`` of them was asked for."""
-    if "neurons" not in removal.kind:
+    if removal.kind != "neurons":
         return []
     left = removal.units - removal.count
     stay = f"{left:,} of {removal.units:,} {removal.kind} stay"

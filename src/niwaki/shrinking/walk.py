@@ -33,7 +33,6 @@ from niwaki.shrinking.bridge import bridge, last_matrix
 from niwaki.shrinking.changes import Changes
 from niwaki.shrinking.combinations import Combinations
 from niwaki.shrinking.configuration import Tensors, check_outputs, configuration, numbers, smaller_blocks
-from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, fit_expert_neurons
 from niwaki.shrinking.experts import ExpertRemoval, choose_experts, fit_experts
 from niwaki.shrinking.plan import ShrinkPlan, planned
 from niwaki.shrinking.units import ColumnRemoval, Removal, notes_on, removed_of
@@ -47,7 +46,7 @@ class Removing:
 
     model: StreamedModel
     columns: list[ColumnRemoval]  # or what the plan decides, by the combinations
-    mixtures: list[ExpertRemoval | ExpertNeuronRemoval]
+    experts: ExpertRemoval | None
     combinations: Combinations | None
     tensors: Tensors
     effort: Effort
@@ -65,13 +64,13 @@ class Removing:
     @property
     def removals(self) -> list[Removal]:
         """All of them."""
-        return [*self.columns, *self.mixtures]
+        return [*self.columns, *([self.experts] if self.experts else [])]
 
     def write(self, texts: Texts, measure_before: bool, count: int, carried: CarriedFiles | None) -> None:
         """Removes ``count`` blocks and all units, writes the model, and checks it."""
         model, record, run, place = self.model, self.record, self.run, self.run.place
         windows, heldout, depth = texts.windows, texts.only, len(model.blocks)
-        mixed = sum(path is not None for mixture in self.mixtures for path in mixture.paths)
+        mixed = sum(path is not None for path in self.experts.paths) if self.experts else 0
         kinds = self.combinations.kinds if self.combinations else self.columns
         run.progress.begin(record, depth, (depth - count) * len(kinds) + mixed)
         if heldout and measure_before and "before" not in record.perplexity:
@@ -201,10 +200,9 @@ class Removing:
         for removal in self.columns:
             self._remove(block, removal, states, changes)
             self._leave_out(removal, changes, tensors)
-        for mixture in self.mixtures:
-            if mixture.paths[block.index]:
-                block = self._remove_experts(block, mixture, smaller, states, tensors, changes)
-                self._leave_out(mixture, changes, tensors)
+        if self.experts and self.experts.paths[block.index]:
+            block = self._remove_experts(block, self.experts, smaller, states, tensors, changes)
+            self._leave_out(self.experts, changes, tensors)
         if dense and is_bridge:
             self._bridge(block, states, dense, changes)
         if dense and self.effort.fit.epochs and trained_matrices(block):
@@ -294,32 +292,24 @@ class Removing:
     def _remove_experts(
         self,
         block: DecoderBlock,
-        removal: ExpertRemoval | ExpertNeuronRemoval,
+        removal: ExpertRemoval,
         smaller: nn.Module,
         states: HiddenStates,
         tensors: BlockTensors,
         changes: Changes,
     ) -> DecoderBlock:
-        """Chooses experts, or neurons of them, to remove; the block to go on with.
-
-        That is ``block`` with zeros for neurons, and for experts ``smaller``, in memory instead of it.
-        """
+        """Chooses experts to remove; the block to go on with, which is ``smaller``, in memory instead of ``block``."""
         path, run = str(removal.paths[block.index]), self.run
         run.progress.stage(block.index, "capture", len(states.hidden))
         began = time.perf_counter()
         with named(f"block {block.index}, {path}"):
-            if isinstance(removal, ExpertRemoval):
-                chosen = choose_experts(block, removal, states, run.progress)
-                block = tensors.move(block, smaller, removal, chosen.mask)
-                fit = fit_experts(block, path, chosen)
-            else:
-                fit = fit_expert_neurons(block, removal, states, run.progress)
-        fitted = changes.moved if isinstance(removal, ExpertRemoval) else changes.weights
-        fitted |= {matrix.name: stored for matrix, stored in fit.weights}
-        changes.kept[removal.kind] = fit.mask
+            chosen = choose_experts(block, removal, states, run.progress)
+            block = tensors.move(block, smaller, removal, chosen.mask)
+            fit = fit_experts(block, path, chosen)
+        changes.moved |= {matrix.name: stored for matrix, stored in fit.weights}
+        changes.kept[removal.kind] = chosen.mask
         seconds, shape = time.perf_counter() - began, removal.matrices[0].shape
-        columns = fit.mask.sum().item() if fit.mask.ndim == 2 else shape[1] * len(fit.weights)
-        size = (shape[0], int(columns))
+        size = (shape[0], shape[1] * len(fit.weights))
         self._record(MatrixRecord(block.index, path, size, 0.0, fit.error, seconds, fit.tokens, fit.stats))
         return block
 
@@ -329,8 +319,7 @@ class Removing:
         fit = Fit(block, states, dense, self.effort.fit, run.world, run.progress.step)
         run.progress.stage(block.index, "fit", fit.batches)
         self.record.fits.append(fit.run())
-        has_moved = any(isinstance(each, ExpertRemoval) and each.kind in changes.kept for each in self.mixtures)
-        fitted = changes.moved if has_moved else changes.weights
+        fitted = changes.moved if "experts" in changes.kept else changes.weights
         fitted |= {matrix.name: stored for matrix, stored in trained_weights(block)}
         run.clock.lap("fit")
 

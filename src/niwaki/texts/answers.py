@@ -26,6 +26,7 @@ from niwaki.options import OWN_ANSWERS, Calibration
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
 from niwaki.texts.chat_templates import rendered
+from niwaki.texts.rows import Messages
 from niwaki.texts.sources import read_prompts
 from niwaki.windows import Windows
 
@@ -101,9 +102,7 @@ def _answered(
     return Windows(torch.tensor(windows, dtype=torch.int64), name, origin=origin, notes=tuple(notes), bos=bos)
 
 
-def _prompts(
-    model: StreamedModel, conversations: list[list[dict[str, str]]], source: str, length: int
-) -> list[list[int]]:
+def _prompts(model: StreamedModel, conversations: list[Messages], source: str, length: int) -> list[list[int]]:
     """The tokens of each of ``conversations``, up to where the model's answer begins, in windows of ``length``."""
     tokenizer, path = model.tokenizer, model.checkpoint.path
     if not tokenizer.chat_template:

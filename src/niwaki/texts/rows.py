@@ -133,7 +133,7 @@ class Talk(Form):
         messages = row.get(column) if isinstance(row, dict) else None
         if not isinstance(messages, list) or not messages:
             raise CalibrationError(f"{where}: no messages in a field {column!r}; got {shown(row)}")
-        return [_message(each, where) for each in messages]
+        return [message_of(each, where) for each in messages]
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _task(columns: Sequence[str], row: Any, where: str) -> tuple[str, str]:
     return JOINT.join(filter(None, asked)), answer
 
 
-def _message(given: Any, where: str) -> dict[str, Any]:
+def message_of(given: Any, where: str) -> dict[str, Any]:
     """A message as chat templates take it, with all that it has."""
     message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
     role, content = message.pop("role", message.pop("from", None)), message.pop("content", message.pop("value", None))

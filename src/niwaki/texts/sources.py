@@ -18,7 +18,7 @@ from niwaki.files import given_path
 from niwaki.options import OWN_ANSWERS, USUAL_CALIBRATION, USUAL_TEXT, Calibration
 from niwaki.records.progress import Progress
 from niwaki.texts.files import EXTRA, JSON, ROWS, SUFFIXES, kind, pieces, rows
-from niwaki.texts.rows import JOINT, TEXT, ChatTemplate, Column, Form, Rows, as_texts
+from niwaki.texts.rows import JOINT, TEXT, ChatTemplate, Column, Form, Messages, Rows, as_texts, message_of
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def find_file(source: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def read_prompts(source: str) -> tuple[list[list[dict[str, str]]], int]:
+def read_prompts(source: str) -> tuple[list[Messages], int]:
     """The conversations in a file that await an answer, each a list of messages with a role and a content.
 
     A row has a field ``prompt``, or ``messages`` as chat templates take them, of which the last answers are left out;
@@ -195,7 +195,7 @@ def read_prompts(source: str) -> tuple[list[list[dict[str, str]]], int]:
             f"{source} has no prompts; give a file of rows, such as JSONL, with a field 'prompt' or 'messages', or "
             "'answers' for the prompts that ship with niwaki"
         )
-    prompts, answered = list[list[dict[str, str]]](), 0
+    prompts, answered = list[Messages](), 0
     for where, value in rows(path, source):
         conversation = _conversation(value, where)
         length = len(conversation)
@@ -210,19 +210,12 @@ def read_prompts(source: str) -> tuple[list[list[dict[str, str]]], int]:
     return prompts, answered
 
 
-def _conversation(value: Any, where: str) -> list[dict[str, str]]:
+def _conversation(value: Any, where: str) -> Messages:
     if isinstance(value, dict) and isinstance(value.get("prompt"), str) and value["prompt"].strip():
         return [{"role": "user", "content": value["prompt"]}]
-    messages = value.get("messages") if isinstance(value, dict) else None
-    what = f"{where}: neither a field 'prompt' that is text nor 'messages'"
-    with raised_as(CalibrationError, what, msgspec.ValidationError):
-        conversation = msgspec.convert(messages, list[_Message])
-    return [{"role": message["role"], "content": message["content"]} for message in conversation]
-
-
-class _Message(TypedDict):
-    role: str
-    content: str
+    if not (messages := _messages_of(value)):
+        raise CalibrationError(f"{where}: neither a field 'prompt' that is text nor 'messages'")
+    return [message_of(each, where) for each in messages]
 
 
 @dataclass(frozen=True)
