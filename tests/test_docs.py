@@ -172,10 +172,10 @@ def test_commands_for_the_embedded_model_run(niwaki_: Command, tmp_path: Path, m
 
 @pytest.mark.slow
 def test_readme_commands_run(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row of its table, of half of the embedded model and with little text."""
+    """Each row of its table, of a third of the embedded model and with little text."""
     monkeypatch.chdir(tmp_path)
     text = ["--calibration", "demo", "--samples", "2", "--length", "32"]
-    niwaki_("shrink", "demo", "MODEL", "--blocks", "3", *text)
+    niwaki_("shrink", "demo", "MODEL", "--blocks", "4", *text)
     niwaki_("prune", "MODEL", "PRUNED", "--sparsity", "0.5", *text)
     for number, do in enumerate(_table(ROOT / "README.md").values()):
         for command in re.findall(r"`niwaki ([^`]+)`", do):
