@@ -176,7 +176,7 @@ def test_readme_commands_run(niwaki_: Command, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     text = ["--calibration", "demo", "--samples", "2", "--length", "32", "--text-samples", "2"]
     niwaki_("shrink", "demo", "MODEL", "--blocks", "4", *text)
-    niwaki_("prune", "MODEL", "PRUNED", "--sparsity", "0.5", *text)
+    niwaki_("prune", "MODEL", "PRUNED", "--sparsity", "0.5", "--effort", "fast", *text)
     for number, do in enumerate(_table(ROOT / "README.md").values()):
         for command in re.findall(r"`niwaki ([^`]+)`", do):
             words = command.replace("OUT", f"out{number}").replace("2h", "5s").split()
