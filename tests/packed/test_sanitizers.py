@@ -49,7 +49,7 @@ def test_no_access_out_of_bounds(emulated: bool, tmp_path: Path) -> None:
     }
     script = Path(__file__).with_name("sanitized.py")
     # What is not emulated is the same code in both.
-    arguments = [sys.executable, script, library, *(["AVX512BW"] if emulated else [])]
+    arguments = [sys.executable, str(script), str(library), *(["AVX512BW"] if emulated else [])]
     ran = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert "runtime error" not in ran.stderr
