@@ -172,20 +172,20 @@ def test_commands_for_the_embedded_model_run(niwaki_: Command, tmp_path: Path, m
 
 @pytest.mark.slow
 def test_readme_commands_run(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row of its table, of half of the embedded model and with little text."""
+    """Each row of its table, of a third of the embedded model and with little text."""
     monkeypatch.chdir(tmp_path)
-    text = ["--calibration", "demo", "--samples", "2", "--length", "32"]
-    niwaki_("shrink", "demo", "MODEL", "--blocks", "3", *text)
-    niwaki_("prune", "MODEL", "PRUNED", "--sparsity", "0.5", *text)
+    text = ["--calibration", "demo", "--samples", "2", "--length", "32", "--text-samples", "2"]
+    niwaki_("shrink", "demo", "MODEL", "--blocks", "4", *text)
+    niwaki_("prune", "MODEL", "PRUNED", "--sparsity", "0.5", "--effort", "fast", *text)
     for number, do in enumerate(_table(ROOT / "README.md").values()):
         for command in re.findall(r"`niwaki ([^`]+)`", do):
             words = command.replace("OUT", f"out{number}").replace("2h", "5s").split()
             if words[0] == "push":
                 words = ["push", "PRUNED", *words[2:], "--dry-run", "--base-model", "none"]
             elif words[0] == "compare":
-                words += [*text, "--text", "demo-held", "--text-samples", "2", "--solvers", "wanda"]
+                words += [*text, "--text", "demo-held", "--solvers", "wanda"]
             elif words[0] == "heal":
-                words += ["--calibration", "demo", "--length", "32", "--tokens", "2k"]
+                words += ["--calibration", "demo", "--length", "32", "--tokens", "1k", "--text-samples", "2"]
             elif words[0] != "report":
                 words += text
             if "0.05" in words:

@@ -173,7 +173,7 @@ def test_going_on_and_starting_over(
 @pytest.mark.slow
 def test_a_grid_and_an_export(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     out, packed = tmp_path / "out", tmp_path / "packed"
-    ran = niwaki_("prune", model, out, "--sparsity", "0.5", "--quantize", "int4:16", *SMALL)
+    ran = niwaki_("prune", model, out, "--sparsity", "0.5", "--effort", "fast", "--quantize", "int4:16", *SMALL)
     assert (ran.code, ran.err) == (0, "")
     assert re.search(r"^grid of the weights +int4:16: error 0\.\d+ before rounding, 0\.\d+ after; ", ran.out, re.M)
     ran = niwaki_("export", out, packed)
@@ -193,7 +193,9 @@ def test_a_grid_and_an_export(model: Path, tmp_path: Path, niwaki_: Command) -> 
 
 @pytest.mark.slow
 def test_no_perplexity(model: Path, tmp_path: Path, niwaki_: Command) -> None:
-    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL, "--text-samples", "0")
+    ran = niwaki_(
+        "prune", model, tmp_path / "out", "--sparsity", "0.5", "--effort", "fast", *SMALL, "--text-samples", "0"
+    )
     assert (ran.code, ran.err) == (0, "")
     assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()).perplexity == {}
     assert not re.search("^perplexity", ran.out, re.M)

@@ -132,7 +132,7 @@ def test_no_space_left_on_a_real_disk(tmp_path: Path) -> None:
             "-",
             tmp_path,
             NIWAKI,
-            *["prune", "demo", "out", "--sparsity", "0.5"],
+            *["prune", "demo", "out", "--sparsity", "0.5", "--solver", "wanda"],
             *SMALL,
         ],
         capture_output=True,

@@ -26,6 +26,7 @@ from niwaki.options import Compute
 from niwaki.records.healing import HealingRecord
 from niwaki.records.progress import Progress
 from niwaki.records.record import FitRecord
+from support.covering import covered
 from support.healing import LENGTH, TOKENS, divergences, heal, held
 from support.models import is_pruned, message, reference, save_model
 from support.runs import files, run as run_small, tensors
@@ -73,6 +74,7 @@ def check_products(out: Path, case: str = "llama") -> None:
         assert torch.allclose(W.float(), product, rtol=torch.finfo(W.dtype).eps, atol=1e-6)
 
 
+@covered
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("method", ["full", "blocks"])
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def _placed(slot: Tensor, matrix: Any, value: Tensor) -> Tensor:
 def test_stopped(tmp_path: Path, method: str, quantize: str | None) -> None:
     """The same bytes as in one go."""
     dense, pruned = factored(tmp_path, "llama", torch.bfloat16, quantize=quantize)
-    asked = {"method": method, "rate": 0.01 if method == "full" else None, "tokens": 3000}
+    asked = {"method": method, "rate": 0.01 if method == "full" else None, "tokens": 1000}
     heal(pruned, tmp_path / "whole", dense, **asked)
     with pytest.raises(KeyboardInterrupt):
         heal(pruned, tmp_path / "out", dense, progress=Stop(2), **asked)

@@ -28,7 +28,7 @@ from support.models import message, random_tokens, save_model
 from support.runs import StopAt, files, raw, tensors
 
 CALIBRATION, HELDOUT = random_tokens(8, 24), random_tokens(6, 24, seed=1)
-BEST = "best:synthetic=0:epochs=2:batch=48:rate=0.005:healing=0"
+BEST = "best:synthetic=0:epochs=1:batch=48:rate=0.005:healing=0"
 #: Blocks that divide all matrices: with others transformers on a CPU takes the wrong scales.
 EVEN = (4, 8)
 
