@@ -16,7 +16,7 @@ from niwaki.records.comparison import Cell, Comparison, listed
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.pace import PLANNING, Pace
 from niwaki.records.record import FitRecord, MatrixRecord, Record
-from niwaki.records.wording import counted, duration, kind, short, text_in_words
+from niwaki.records.wording import counted, duration, kind, short, text_in_words, two_digits
 
 _DETAILS = {
     "sensitivity": "which outputs matter",
@@ -73,8 +73,7 @@ class Display(Screen):
         size = counted(blocks, "block") + f" with {counted(matrices, 'matrix', 'matrices')}" * bool(matrices)
         what = (name or f"embeddings, {record.embeddings}") if record.only_quantizes else f"{record.pattern}{grid}"
         self.line(f"{record.model}: {size}, {what}")
-        if not record.only_quantizes:  # what rounds is not the user's choice
-            self.line(record.solved_by)
+        self.line(record.solved_by)
         if record.effort:
             self.line(f"effort: {described(record.effort)}")
         text = f"calibration: {text_in_words(record.calibration)}" if record.calibration else "no calibration text"
@@ -102,7 +101,7 @@ class Display(Screen):
         self._draw(f"{matrix} {step}/{steps} error {error:.3g}")
 
     def solved(self, matrix: MatrixRecord) -> None:
-        self._detail = f"{matrix.name} error {matrix.error:.3g}"
+        self._detail = f"{matrix.name} error {two_digits(matrix.error)}"
         self._solved.append(matrix)
 
     def fitted(self, fit: FitRecord) -> None:
@@ -110,7 +109,7 @@ class Display(Screen):
             self._names = ["before", "after"]
             self.line("relative error of each block's outputs, before and after:")
             self.line("block  seconds  before   after")
-        self.line(f"{fit.block:5}  {fit.seconds:7.1f}  {fit.before:6.4f}  {fit.after:6.4f}")
+        self.line(f"{fit.block:5}  {fit.seconds:7.1f}  {fit.before:#6.3g}  {fit.after:#6.3g}")
 
     def healing(self, record: HealingRecord, share: float, seconds: float) -> None:
         point = record.points[-1]
@@ -160,7 +159,7 @@ class Display(Screen):
         if names != self._names:
             self.line("  ".join(["block", "seconds", *names]))
             self._names = names
-        errors = [f"{fmean(kinds[each]):>{len(name)}.4f}" for each, name in zip(kinds, names, strict=True)]
+        errors = [f"{two_digits(fmean(kinds[each])):>{len(name)}}" for each, name in zip(kinds, names, strict=True)]
         self.line("  ".join([f"{self._pace.block:5}", f"{total:7.1f}", *errors]))
 
     def describe(self) -> str:
