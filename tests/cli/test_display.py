@@ -15,6 +15,7 @@ from niwaki.cli.display import Display, TableDisplay
 from niwaki.cli.tables import summary
 from niwaki.effort import EFFORTS, describe
 from niwaki.records import pace
+from niwaki.records.comparison import Cell
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import FitRecord, MatrixRecord, Record
@@ -523,3 +524,12 @@ def test_a_comparison_that_knows_nothing_yet_takes_the_estimate_of_its_first_run
     display.run("alps", "50 %", 1, 3, [20.0, 20.0])
     display.estimate(1000)
     assert display.describe().endswith("about 40 s left")
+
+
+def test_the_estimate_of_a_comparison_has_the_time_to_measure(clock: Clock) -> None:
+    where = console(False)
+    display = TableDisplay("comparing", where)
+    display.done(Cell("dense", "", 0.0, {}, measuring=200.0))
+    display.run("wanda", "50 %", 0, 3, [0.0, 0.0, 0.0])
+    display.estimate(100)
+    assert text(where).splitlines()[1:] == ["this takes about 15 min"]

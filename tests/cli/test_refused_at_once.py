@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,9 @@ _REFUSED = {
     "prune demo out --sparsity 0.5,0.6": "is not a valid pattern",
     "prune demo out --sparsity 60": "did you mean 0.6",
     "prune ./nowhere out --sparsity 0.5": "there is no directory ./nowhere",
+    "prune ./smolm2 out --sparsity 0.5": "there is no directory ./smolm2; did you mean ./smollm2?",
+    "prune SmolM2 out --sparsity 0.5": "there is no directory SmolM2 (did you mean smollm2?), and the",
+    "prune fulll out --sparsity 0.5": "there is no directory fulll, and the Hugging Face hub is not asked",  # no model
     "prune empty out --sparsity 0.5": "empty has no config.json",
     "prune demo full --sparsity 0.5": "is not an empty directory",
     "prune demo full/x/y --sparsity 0.5": "is not a directory",
@@ -111,12 +116,15 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     (place / "full").mkdir()
     (place / "empty").mkdir()
     (place / "full" / "x").write_text("x")
+    (place / "smollm2").mkdir()
+    (place / "smollm2" / "config.json").write_text("{}")
     (place / "binary.txt").write_bytes(b"\xff\xfe\x00\x01")
     (place / "bad.jsonl").write_text("no JSON")
     given = json.dumps([shlex.split(line) for line in _REFUSED])
-    ran = subprocess.run([sys.executable, "-c", _EACH], input=given, capture_output=True, text=True, cwd=place)
+    how: dict[str, Any] = {"cwd": place, "env": {**os.environ, "HF_HUB_OFFLINE": "1"}}
+    ran = subprocess.run([sys.executable, "-c", _EACH], input=given, capture_output=True, text=True, **how)
     assert ran.returncode == 0, ran.stderr
-    assert sorted(path.name for path in place.iterdir()) == ["bad.jsonl", "binary.txt", "empty", "full"]
+    assert sorted(path.name for path in place.iterdir()) == ["bad.jsonl", "binary.txt", "empty", "full", "smollm2"]
     return dict(zip(_REFUSED, json.loads(ran.stdout), strict=True))
 
 

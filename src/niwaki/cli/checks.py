@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from niwaki.checkpoints.foreign import recognized
+from niwaki.checkpoints.hub import check_model
 from niwaki.checkpoints.local import find_local
 from niwaki.choices import MASK_NAMES, SOLVER_NAMES, WEIGHT_NAMES
 from niwaki.effort import NO_EFFORT, make_effort
@@ -81,7 +82,9 @@ def _stage(text: str) -> None:
 
 def _model(text: str) -> None:
     path = find_local(text)
-    if path and path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.safetensors*")):
+    if path is None:
+        check_model(text)
+    elif path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.safetensors*")):
         raise CheckpointError(recognized(path, False) or f"{path} has no config.json; is it a model directory?")
 
 

@@ -192,10 +192,12 @@ class TableDisplay(Screen):
         self._blocks = 0
         self._began = time.monotonic()
         self._expected: Sequence[float] = ()
+        self._measuring = 0.0  # seconds of the dense model's measurement, as long as that of a pruned one
 
     def table(self, comparison: Comparison, runs: int) -> None:
         there = f", {len(comparison.cells) - 1} there already" if comparison.cells else ""
         text = text_in_words(comparison.calibration)
+        self._measuring = comparison.cells[0].measuring if comparison.cells else 0.0
         self.line(f"{comparison.model}: {counted(runs, 'run')}{there}; calibration: {text}")
 
     def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
@@ -207,7 +209,7 @@ class TableDisplay(Screen):
     def estimate(self, seconds: float) -> None:
         """Of a run of a method, for those that are not known from earlier ones."""
         if self._expected and not self._expected[0]:
-            self._expected = [each or seconds for each in self._expected]
+            self._expected = [each or seconds + self._measuring for each in self._expected]
             super().estimate(sum(self._expected))
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
@@ -227,6 +229,8 @@ class TableDisplay(Screen):
         self.show()
 
     def done(self, cell: Cell) -> None:
+        if not cell.pattern:
+            self._measuring = cell.measuring
         self.line(f"{cell}; {cell.seconds:.1f} s" if cell.pattern else str(cell))
 
     def stopped(self, done: int, blocks: int, where: str = "") -> None:
