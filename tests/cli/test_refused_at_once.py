@@ -73,7 +73,7 @@ _REFUSED = {
     "heal demo out --teacher demo --tokens lots": "invalid number 'lots'",
     "compress demo out": "say how small",
     "compress demo out --size small": "such as 0.4 or 40%, or bytes, such as 80MB; got 'small'",
-    "compress demo out --size 40": "did you mean 0.4 (40 %)?",
+    "compress demo out --size 40": "did you mean 0.4 (40 %) or 40MB?",
     "compress demo out --size 0.4 --loss 0.1": "give only one of these",
     "compress demo out --size 0.4 --for transformers": "transformers takes parameters",
     "compress demo out --size 0.4 --for 2:4": "2:4 has one form",
