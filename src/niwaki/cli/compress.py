@@ -48,6 +48,8 @@ def compress(
         plan: Only show the plan for --size and its alternatives. Nothing is written.
     """
     check_how_small(size, parameters, loss, speed, runtime)
+    if also and loss is None:
+        raise UsageError("--also is for --loss; measure the result on other texts with 'niwaki eval'")
     asked: dict[str, Any] = {"parameters": parameters, "runtime": runtime, "max_time": max_time}
     if plan and (loss is not None or speed is not None):
         raise UsageError("--plan is for sizes: what a loss or a speed takes is found by trying")
