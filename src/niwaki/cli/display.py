@@ -153,7 +153,7 @@ class Display(Screen):
         kinds: dict[str, list[float]] = defaultdict(list)
         for matrix in solved:
             kinds[kind(matrix.name)].append(matrix.error)
-        names = [f"{short(name):>6}" for name in kinds]
+        names = [f"{short(name):>7}" for name in kinds]  # as wide as an error
         if not self._names:
             self.line("relative error of each matrix (of experts the mean):")
         if names != self._names:
