@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union
 
 from niwaki.arguments import check_fields, checked_names
 from niwaki.choices import TF32, Order
-from niwaki.errors import UsageError, shown
+from niwaki.errors import UsageError, either, shown
 from niwaki.quantities import parse_size
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def check_device(name: str) -> None:
 def check_dtype(name: str) -> None:
     """UsageError where ``name`` is no dtype to compute in."""
     if name not in ("auto", *DTYPES):
-        raise UsageError(f"dtype must be auto, {', '.join(DTYPES)}; got {name}")
+        raise UsageError(f"dtype must be {either(('auto', *DTYPES))}; got {name}")
 
 
 def check_count(name: str, given: int | None, least: int) -> None:

@@ -134,7 +134,7 @@ def parse_compressed_size(given: float | str) -> float:
         if (count := parse_size(str(given))) > 1:
             return count
     number = share is not None and share.is_finite() and not str(given).strip().endswith("%")
-    got = as_fraction(float(share or 0)) if number else shown(given)
+    got = as_fraction(float(share or 0), f" or {given}MB") if number else shown(given)
     raise UsageError(
         f"size is a share of what the weights take now, such as 0.4 or 40%, or bytes, such as 80MB; got {got}"
     )
@@ -213,9 +213,9 @@ def check_temperature(given: float) -> None:
         )
 
 
-def as_fraction(given: float) -> str:
-    """``given``, which is no fraction, for errors: with a question where it would be one in percent."""
-    return f"{given:g}; did you mean {given / 100:g} ({given:g} %)?" if 2 <= given < 100 else f"{given:g}"
+def as_fraction(given: float, also: str = "") -> str:
+    """``given``, which is no fraction, for errors: with a question where it would be one in percent, or ``also``."""
+    return f"{given:g}; did you mean {given / 100:g} ({given:g} %){also}?" if 2 <= given < 100 else f"{given:g}"
 
 
 def parse_size(text: str) -> int:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+import niwaki
 from niwaki import Record
 from niwaki.checkpoints.reading import Checkpoint
+from niwaki.errors import CheckpointError
 from niwaki.packed.pack import pack
 from support.command import Command
-from support.models import edit_json, reference, save_model_with_tokenizer, weight
+from support.models import edit_json, message, reference, save_model_with_tokenizer, weight
 from support.runs import SMALL, listing, run
 
 
@@ -379,6 +381,7 @@ def test_the_hub_cannot_be_reached(tmp_path: Path, niwaki_: Command, monkeypatch
         raise ConnectionError("no route to host\nfor many reasons")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     for command in (
         ["prune", "some/model", tmp_path / "out", "--sparsity", "0.5"],
         ["inspect", "some/model"],
@@ -386,10 +389,8 @@ def test_the_hub_cannot_be_reached(tmp_path: Path, niwaki_: Command, monkeypatch
         ran = niwaki_(*command)
         assert ran.code == 1
         assert len(ran.err.splitlines()) == 1
-        assert (
-            "there is no directory some/model, and the Hugging Face hub does not provide it: no route to host"
-            in ran.err
-        )
+        assert "there is no directory some/model, and the Hugging Face hub cannot be reached" in ran.err
+    assert message(lambda: niwaki.bench("some/model"), CheckpointError).endswith("hub cannot be reached")
     assert listing(tmp_path) == []
 
 

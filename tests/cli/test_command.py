@@ -28,8 +28,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.records.comparison import METHODS, Comparison
 from niwaki.records.record import Record
 from niwaki.records.speed import SpeedRecord
-from niwaki.reports.material import load
-from niwaki.reports.page import render
+from niwaki.reports.page import report
 from support.command import Command, Result, without_sign_of_life
 from support.covering import FULL
 from support.models import reference, save_model_with_tokenizer
@@ -503,7 +502,7 @@ def test_bench(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if directory == pruned:
             assert small.resident < dense.resident < dense.peak
         assert min(small.tokens_per_second, dense.tokens_per_second, small.first_token, small.load) > 0
-    page = render(load(packed))
+    page = report(packed, prompts=[]).read_text()
     assert "Speed and size" in page
     assert all(f"<td>{text}</td>" in page for row in found.table()[1:] for text in row[1:])
     said = niwaki_("bench", model, *short)  # of which niwaki has no record, and a report nothing to say

@@ -15,10 +15,11 @@ from niwaki.cli.display import Display, TableDisplay
 from niwaki.cli.tables import summary
 from niwaki.effort import EFFORTS, describe
 from niwaki.records import pace
+from niwaki.records.comparison import Cell
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import FitRecord, MatrixRecord, Record
-from niwaki.records.wording import duration, estimated
+from niwaki.records.wording import duration, estimated, two_digits
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 SHARES = {"capture": 3.0, "solve": 5.0, "advance": 1.0}
@@ -188,7 +189,7 @@ def test_what_the_solver_says(clock: Clock) -> None:
     details = [shown[3] for shown in display.shown]
     assert "self_attn.q_proj 1/2 error 0.5" in details
     assert "mlp.down_proj 2/2 error 0.25" in details
-    assert any(re.fullmatch(r"self_attn\.o_proj error 0\.02", detail) for detail in details)
+    assert any(re.fullmatch(r"self_attn\.o_proj error 0\.020", detail) for detail in details)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -206,15 +207,15 @@ def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
         "note: damping raised from 0.1 to 0.2",
     ):
         assert sum(line.strip() == expected for line in lines) == 1, expected
-    blocks = [line.split() for line in lines if re.fullmatch(r" +\d+ +\d+\.\d( +0\.\d{4}){3}", line.rstrip())]
+    blocks = [line.split() for line in lines if re.fullmatch(r" +\d+ +\d+\.\d( +0\.\d{3}){3}", line.rstrip())]
     assert blocks == [
-        ["0", "9.0", "0.0100", "0.0100", "0.0100"],
-        ["1", "9.0", "0.0200", "0.0200", "0.0200"],
-        ["2", "8.0", "0.0300", "0.0300", "0.0300"],
+        ["0", "9.0", "0.010", "0.010", "0.010"],
+        ["1", "9.0", "0.020", "0.020", "0.020"],
+        ["2", "8.0", "0.030", "0.030", "0.030"],
     ]
     assert any(line.split() == ["block", "seconds", "q_proj", "o_proj", "down_proj"] for line in lines)
     # The note comes with its block, not at the end.
-    order = [i for i, line in enumerate(lines) if "damping raised" in line or "0.0300" in line]
+    order = [i for i, line in enumerate(lines) if "damping raised" in line or "0.030" in line]
     assert "damping raised" in lines[order[0]]
     assert any("12.35 ± 0.68" in line for line in lines)
 
@@ -284,8 +285,8 @@ def test_healed_blocks(clock: Clock) -> None:
     lines = [re.split(" {2,}", line.strip()) for line in text(where).splitlines()]
     assert lines[lines.index(["block", "seconds", "before", "after"]) :] == [
         ["block", "seconds", "before", "after"],
-        ["0", "3.0", "0.5000", "0.2500"],
-        ["1", "4.5", "0.1250", "0.0625"],
+        ["0", "3.0", "0.500", "0.250"],
+        ["1", "4.5", "0.125", "0.0625"],
         ["KL from the dense model, in nats a token:"],
         ["tokens", "minutes", "held out"],
         ["0", "0.0", "0.5000"],
@@ -327,7 +328,7 @@ def test_blocks_without_anything_to_solve_have_no_line(clock: Clock) -> None:
     lines = [line.split() for line in text(where).splitlines()]
     start = lines.index(["block", "seconds", "q_proj"])
     assert lines[start - 1][0] == "relative"
-    assert lines[start + 1 : start + 3] == [["1", "9.0", "0.0100"], ["2", "9.0", "0.0200"]]
+    assert lines[start + 1 : start + 3] == [["1", "9.0", "0.010"], ["2", "9.0", "0.020"]]
     assert lines[start + 3][0] == "zeros"
     assert sum(line[:1] == ["block"] for line in lines) == 1
 
@@ -426,6 +427,38 @@ def test_estimates_have_few_digits(seconds: float, shown: str) -> None:
     assert estimated(seconds) == shown
 
 
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (0.0, "0"),
+        (0.1, "0.10"),
+        (0.0996, "0.10"),
+        (0.00812, "0.0081"),
+        (1.234e-5, "1.2e-05"),
+        (1.0, "1.0"),
+        (17.3, "17"),
+    ],
+)
+def test_errors_have_two_digits(error: float, shown: str) -> None:
+    assert two_digits(error) == shown
+
+
+def test_what_rounds_is_said_as_such() -> None:
+    """Also where the matrices are so well rounded that four digits after the point would all be 0."""
+    matrices = [MatrixRecord(0, "mlp.up_proj", (8, 8), 0.0, 0.0000123, 1.0, 64, {})]
+    of = {"method": "magnitude", "solver": {"name": "magnitude"}, "pattern": "unstructured:0", "quantization": "int8:4"}
+    run = record(**of, matrices=matrices)
+    where = console(False)
+    with Display("quantizing", where) as display:
+        display.begin(run, 1, 1)
+        display.stage(0, "solve", 1)
+        display.solved(run.matrices[0])
+        display.stage(1, "solve", 1)
+    assert "magnitude" not in text(where)
+    assert "weights fitted to the grid on the calibration text" in text(where)
+    assert text(where).splitlines()[-1].split()[2:] == ["1.2e-05"]
+
+
 def test_the_summary() -> None:
     run = record()
     run.sparsity = 0.6
@@ -439,7 +472,7 @@ def test_the_summary() -> None:
     rows = [re.split(" {2,}", line.strip()) for line in text(where).splitlines()]
     assert rows == [
         ["zeros", "60.00 % of 2 matrices"],
-        ["error", "0.02 of the output's square (geometric mean over matrices)"],
+        ["error", "0.020 of the output's square (geometric mean over matrices)"],
         ["perplexity before", "10.00 ± 0.25 (1,234,567 tokens of held, context 2,048)"],
         ["perplexity after", "11.50 ± 0.25 (1,234,567 tokens of held, context 2,048)"],
         ["above before", "0.1398 nats a token"],
@@ -491,3 +524,12 @@ def test_a_comparison_that_knows_nothing_yet_takes_the_estimate_of_its_first_run
     display.run("alps", "50 %", 1, 3, [20.0, 20.0])
     display.estimate(1000)
     assert display.describe().endswith("about 40 s left")
+
+
+def test_the_estimate_of_a_comparison_has_the_time_to_measure(clock: Clock) -> None:
+    where = console(False)
+    display = TableDisplay("comparing", where)
+    display.done(Cell("dense", "", 0.0, {}, measuring=200.0))
+    display.run("wanda", "50 %", 0, 3, [0.0, 0.0, 0.0])
+    display.estimate(100)
+    assert text(where).splitlines()[1:] == ["this takes about 15 min"]

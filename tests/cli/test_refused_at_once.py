@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,9 @@ _REFUSED = {
     "prune demo out --sparsity 0.5,0.6": "is not a valid pattern",
     "prune demo out --sparsity 60": "did you mean 0.6",
     "prune ./nowhere out --sparsity 0.5": "there is no directory ./nowhere",
+    "prune ./smolm2 out --sparsity 0.5": "there is no directory ./smolm2; did you mean ./smollm2?",
+    "prune SmolM2 out --sparsity 0.5": "there is no directory SmolM2 (did you mean smollm2?), and the",
+    "prune fulll out --sparsity 0.5": "there is no directory fulll, and the Hugging Face hub is not asked",  # no model
     "prune empty out --sparsity 0.5": "empty has no config.json",
     "prune demo full --sparsity 0.5": "is not an empty directory",
     "prune demo full/x/y --sparsity 0.5": "is not a directory",
@@ -54,21 +59,27 @@ _REFUSED = {
     "prune demo out --sparsity 0.5 --max-memory 8": "did you mean 8GiB",
     "prune demo out --sparsity 0.5 --device quantum": "'quantum' cannot be used",
     "prune demo out --sparsity 0.5 --dtype float8": "got float8",
+    "prune demo out 0.6": "unexpected '0.6'; a value goes after its option",
     "prune demo out --sparsity 0.5 --blocks 7": "give FROM:TO",
     "quantize demo out int77": "a grid has 2 to 8 bits",
     "quantize demo out four": "is not a valid grid",
     "quantize ./nowhere out int8": "there is no directory ./nowhere",
     "shrink demo out": "there is nothing to remove",
+    "shrink demo out --blocks=-1": "blocks must be 0 or more; got -1",
     "shrink demo out --neurons 25": "did you mean 0.25",
     "shrink demo out --parameters lots": "parameters is how much is left",
     "shrink demo out --vocabulary lots": "vocabulary is how many tokens stay",
     "heal ./nowhere out --teacher demo": "there is no directory ./nowhere",
     "heal demo out --teacher ./nowhere": "there is no directory ./nowhere",
     "heal demo out --teacher demo --max-time 5": "did you mean 5m or 5h",
+    "heal demo out --teacher demo --tokens 0": "tokens must be 1 or more; got 0",
+    "heal demo out --teacher demo --rate=-1": "the learning rate must be above 0; got -1.0",
     "heal demo out --teacher demo --tokens lots": "invalid number 'lots'",
     "compress demo out": "say how small",
+    "compress demo out --size 0.4 --also demo": "--also is for --loss",
+    "compress demo out --loss 0.1 --also nowhere.txt": "there is no file nowhere.txt",
     "compress demo out --size small": "such as 0.4 or 40%, or bytes, such as 80MB; got 'small'",
-    "compress demo out --size 40": "did you mean 0.4 (40 %)?",
+    "compress demo out --size 40": "did you mean 0.4 (40 %) or 40MB?",
     "compress demo out --size 0.4 --loss 0.1": "give only one of these",
     "compress demo out --size 0.4 --for transformers": "transformers takes parameters",
     "compress demo out --size 0.4 --for 2:4": "2:4 has one form",
@@ -82,6 +93,8 @@ _REFUSED = {
     "run demo out --recipe nowhere.toml": "nowhere.toml cannot be read",
     "compare demo -o out --solvers wanda,foo": "no solver is called 'foo'",
     "compare demo -o out --solvers wanda@foo": "no effort is called 'foo'",
+    "compare demo -o out --solvers ,": "say which solvers and which patterns",
+    "compare demo -o out --sparsity ''": "say which solvers and which patterns",
     "compare demo -o out --sparsity 0.5,foo": "'foo' is not a valid pattern",
     "compare demo -o full": "has no comparison to resume",
     "eval ./nowhere": "there is no directory ./nowhere",
@@ -94,6 +107,8 @@ _REFUSED = {
     "pack demo full": "is not an empty directory",
     "unpack ./nowhere out": "there is no directory ./nowhere",
     "push nowhere owner/name": "there is no directory nowhere",
+    "push full small": "OWNER/NAME, such as me/small-model; got 'small'",
+    "generate demo ''": "the prompt is empty",
     "generate ./nowhere hello": "there is no directory ./nowhere",
     "generate demo hello --tokens 0": "tokens must be 1 or more",
     "generate demo hello --temperature=-1": "the temperature must be 0",
@@ -111,12 +126,15 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     (place / "full").mkdir()
     (place / "empty").mkdir()
     (place / "full" / "x").write_text("x")
+    (place / "smollm2").mkdir()
+    (place / "smollm2" / "config.json").write_text("{}")
     (place / "binary.txt").write_bytes(b"\xff\xfe\x00\x01")
     (place / "bad.jsonl").write_text("no JSON")
     given = json.dumps([shlex.split(line) for line in _REFUSED])
-    ran = subprocess.run([sys.executable, "-c", _EACH], input=given, capture_output=True, text=True, cwd=place)
+    how: dict[str, Any] = {"cwd": place, "env": {**os.environ, "HF_HUB_OFFLINE": "1"}}
+    ran = subprocess.run([sys.executable, "-c", _EACH], input=given, capture_output=True, text=True, **how)
     assert ran.returncode == 0, ran.stderr
-    assert sorted(path.name for path in place.iterdir()) == ["bad.jsonl", "binary.txt", "empty", "full"]
+    assert sorted(path.name for path in place.iterdir()) == ["bad.jsonl", "binary.txt", "empty", "full", "smollm2"]
     return dict(zip(_REFUSED, json.loads(ran.stdout), strict=True))
 
 

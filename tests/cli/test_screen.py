@@ -35,7 +35,7 @@ main()
     [
         (["prune", "demo", "out", "--sparsity", "0.5"], "pruning demo"),
         (["shrink", "demo", "out", "--blocks", "1"], "shrinking demo"),
-        (["heal", "pruned", "out", "--teacher", "demo"], "healing pruned"),
+        (["heal", "demo", "out", "--teacher", "demo"], "healing demo"),
         (["eval", "demo"], "evaluating demo"),
         (["generate", "demo", "The"], "loading demo"),
         (["compare", "demo", "-o", "out"], "comparing methods on demo"),

@@ -666,6 +666,7 @@ def test_a_table_with_holes() -> None:
     assert best == {("wanda", "80 %"), ("wanda", "2:4"), ("admm1", "5 %"), ("x", "80 %")}
     assert "| wanda |  | **9.00 ±0.09** | **5.00 ±0.05** | 3.0 |" in found.to_markdown()
     assert r"wanda &  & \textbf{9.00 $\pm$0.09} & \textbf{5.00 $\pm$0.05} & 3.0 \\" in found.to_latex()
+    assert found.to_latex().startswith("% needs \\usepackage{booktabs}\n")
     assert Comparison.from_json(found.to_json()) == found
     assert [list(one.tables("t")) for one in (found, table())] == [
         [

@@ -641,7 +641,7 @@ def test_devices_and_dtypes(tmp_path: Path) -> None:
     for device in ("quantum", "cuda:99"):
         with pytest.raises(UsageError, match=rf"the device '{device}' cannot be used"):
             StreamedModel(checkpoint, device)
-    with pytest.raises(UsageError, match="dtype must be auto, float32, bfloat16, float16; got int8"):
+    with pytest.raises(UsageError, match="dtype must be auto, float32, bfloat16 or float16; got int8"):
         StreamedModel(checkpoint, "cpu", "int8")
 
 

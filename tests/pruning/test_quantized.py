@@ -243,7 +243,7 @@ def test_what_is_told(tmp_path: Path) -> None:
 
     before = mean([float(matrix.stats["error_before_rounding"]) for matrix in record.matrices])
     after = mean([matrix.error for matrix in record.matrices])
-    said = f"int4:16: error {before:.4g} before rounding, {after:.4g} after; "
+    said = f"int4:16: error {before:#.2g} before rounding, {after:#.2g} after; "
     assert record.rounding.startswith(said)
     sizes = [math.prod(matrix.shape) for matrix in record.matrices]
     zero = sum(int(matrix.stats["rounded_to_zero"]) for matrix in record.matrices)

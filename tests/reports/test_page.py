@@ -95,6 +95,10 @@ def record(model: str = "some/model", method: str = "wanda", pattern: str = "uns
     return dataclasses.replace(found, **more)
 
 
+def html_of(material: Material, more: Extras | None = None) -> str:
+    return render(material, more, sections.sections(material))
+
+
 def perplexity(value: float, text: str = "wikitext2") -> dict[str, Any]:
     return dataclasses.asdict(Perplexity(value, value / 50, 1023 * 7, 1024, 7, text))
 
@@ -227,7 +231,7 @@ def test_a_smaller_model(tmp_path: Path) -> None:
     assert "pattern" not in facts
     assert sections.allocation(material) is None
     only(sections.errors(material))
-    text = Page(render(material)).text().split("To make it again")[0]
+    text = Page(html_of(material)).text().split("To make it again")[0]
     assert "sparse" not in text
     assert "zeros in" not in text.lower()
     blocks_only = load(smaller(tmp_path / "n", matrices=[]))
@@ -299,7 +303,7 @@ def test_errors_and_zeros_of_matrices(tmp_path: Path) -> None:
     assert allocation.table is not None
     assert errors.table.head == ["block", "q_proj", "up_proj", "down_proj"]
     for table, what, form in (
-        (errors.table, "error", "{:.4f}"),
+        (errors.table, "error", "{:#.2g}"),
         (allocation.table, "sparsity", "{:.1%}"),
     ):
         for block, row in enumerate(table.rows):
@@ -335,7 +339,7 @@ def test_extreme_numbers(tmp_path: Path, errors: tuple[float, float]) -> None:
         "perplexity": {k: vars(v) for k, v in measured.items()},
     }
     (path / "niwaki.json").write_text(json.dumps(written))
-    page = Page(render(load(path)))
+    page = Page(html_of(load(path)))
     assert not [name for _, names in page.elements for name in ("d", "transform") if "NaN" in (names.get(name) or "")]
 
 
@@ -413,7 +417,7 @@ def test_speed(tmp_path: Path) -> None:
     assert rows["first token"] == ["2.0 ms"] * 3
     assert rows["tokens/s"] == ["40.00", "30.50", "45.25"]
     assert len(rows) == 7
-    page = render(load(path))
+    page = html_of(load(path))
     assert (
         "a prompt of 8 tokens, 4 written, the median of 2, tokens/s up to 25 % apart; 1 thread; packed weights: native"
         in page
@@ -534,7 +538,7 @@ def test_nothing_in_a_page_runs_or_loads(tmp_path: Path) -> None:
         tmp_path / "m", model=EVIL, notes=[EVIL, codes], mask_from=EVIL, seconds=seconds, method=method
     )
     for material in (load(model), load(comparison(tmp_path / "c"))):
-        html = render(material, more)
+        html = html_of(material, more)
         page = Page(html)
         assert EVIL not in html
         assert printable(html) == html
@@ -558,12 +562,12 @@ def test_nothing_in_a_page_runs_or_loads(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_record_is_in_the_page(tmp_path: Path) -> None:
     material = load(model_directory(tmp_path / "m"))
-    page = Page(render(material))
+    page = Page(html_of(material))
     text = (tmp_path / "m" / "niwaki.json").read_text()
     assert text in page.text()
     (link,) = (a for t, a in page.elements if t == "a" and a.get("download") == "niwaki.json")
     assert base64.b64decode((link["href"] or "").partition(",")[2]).decode() == text
-    compared = Page(render(load(comparison(tmp_path / "c"))))
+    compared = Page(html_of(load(comparison(tmp_path / "c"))))
     links = [a["href"] or "" for t, a in compared.elements if t == "a" and a.get("download") != "compare.json"]
     records = [json.loads(base64.b64decode(link.partition(",")[2])) for link in links]
     kept = [json.loads(path.read_text()) for path in sorted((tmp_path / "c" / "records").iterdir())]
@@ -578,7 +582,7 @@ def test_where_lines_break(tmp_path: Path) -> None:
     values = json.loads(file.read_text().replace("admm-grad", "continuation@balanced"))
     values["command"] = "niwaki compare m --solvers wanda,<b> --out 'a b'"
     file.write_text(json.dumps(values))
-    html = render(load(path))
+    html = html_of(load(path))
     assert '<th scope="row">continuation\u200b@balanced</th>' in html
     (command,) = re.findall(r'<pre class="command">(.*?)</pre>', html)
     assert "<span>--solvers</span> <span>wanda,<wbr>&lt;b&gt;</span> <span>--out</span> " in command
@@ -619,7 +623,7 @@ def test_where_a_page_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert report(path) == path / "report.html"
     page = (path / "report.html").read_text()
     assert report(path, tmp_path / "new" / "x.html").read_text() == page
-    monkeypatch.setattr("niwaki.reports.page._render", lambda *_, **__: pytest.fail("drawn"))
+    monkeypatch.setattr("niwaki.reports.page.render", lambda *_, **__: pytest.fail("drawn"))
     assert "it is a directory" in message(lambda: report(path, tmp_path), OutputError)
     assert "a list of text" in message(lambda: report(path, prompts="One"))
 
@@ -674,7 +678,7 @@ def test_directories_that_cannot_be_read(
 @pytest.mark.parametrize("missing", ["altair", "jinja2", "vl_convert"])
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    text = message(lambda: render(load(model_directory(tmp_path / "m"))), OutputError)
+    text = message(lambda: report(model_directory(tmp_path / "m")), OutputError)
     assert text == f"reports need {missing}: pip install altair jinja2 vl-convert-python"
 
 
@@ -831,7 +835,7 @@ def pages(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     compared = comparison(path / "c")
     kinds = {"model": (load(pruned), found), "comparison": (load(compared), None)}
     for name, (material, more) in kinds.items():
-        (path / f"{name}.html").write_text(render(material, more), encoding="utf-8")
+        (path / f"{name}.html").write_text(html_of(material, more), encoding="utf-8")
     return {name: path / f"{name}.html" for name in kinds}
 
 

@@ -442,6 +442,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return ({field: f"document {n} of the data set"} for n in range(10**9))
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("niwaki.texts.sources.refusal", lambda *_: None)
     return calls
 
 
@@ -518,7 +519,7 @@ def test_a_directory_is_a_data_set(
 def test_without_the_extra(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     for source, said in (
-        ("c4", "the data set c4 (which is read without --calibration text.txt) needs an extra"),
+        ("c4", "the data set c4 (the default of --calibration) needs an extra"),
         ("ptb", "the data set ptb needs an extra"),
         ("me/mine", "me/mine is not a file, and data sets need an extra"),
     ):
@@ -539,14 +540,38 @@ def test_a_hub_that_cannot_be_reached(
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr("niwaki.texts.sources.refusal", lambda *_: None)
     said = message(lambda: read_windows("ptb", tokenizer, 16, 8))
     assert "the data set ptb is not available" in said
     assert (str(error).splitlines() or [type(error).__name__])[0] in said
-    assert "'demo' (to calibrate) or 'demo-held' (to measure)" in said  # what to do instead
-    assert "--" not in said  # commands differ in their options
+    assert "--calibration demo, --text demo-held" in said  # what to do instead
     # Nobody has to have named these.
-    for source, option in (("c4", "without --calibration text.txt"), ("wikitext2", "without --text text.txt")):
+    for source, option in (("c4", "the default of --calibration"), ("wikitext2", "the default of --text")):
         assert option in message(lambda source=source: read_windows(source, tokenizer, 16, 8))  # type: ignore[misc]
+
+
+READ_TIMEOUT = type("ReadTimeout", (Exception,), {})()  # as httpx has one, for a hub that is slow
+
+
+@pytest.mark.parametrize(("answer", "waits"), [(ConnectionError(), False), (READ_TIMEOUT, True), (None, True)])
+def test_nobody_waits_for_a_hub_that_is_not_there(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, answer: Exception | None, waits: bool
+) -> None:
+    """The library would ask again for half a minute; what is in its cache is found all the same."""
+    import datasets
+
+    asks: list[bool] = []
+
+    def load(*_: object, **__: object) -> Iterable[dict[str, str]]:
+        asks.append(not datasets.config.HF_HUB_OFFLINE)
+        return ({"text": f"document {n}"} for n in range(100))
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("niwaki.texts.sources.refusal", lambda *_: answer)
+    read_windows("c4", tokenizer, 16, 2)
+    assert asks == [waits]
+    assert not datasets.config.HF_HUB_OFFLINE
 
 
 def test_the_texts_of_the_papers(tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]) -> None:

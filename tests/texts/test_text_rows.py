@@ -323,6 +323,7 @@ def test_named_data_sets_have_their_column(monkeypatch: pytest.MonkeyPatch) -> N
     """Whatever is asked for, which is for other texts of the same run."""
     rows = [{"text": "yes", "sentence": "of ptb", "body": "no"}]
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: iter(rows))
+    monkeypatch.setattr("niwaki.texts.sources.refusal", lambda *_: None)
     for source, expected in (("c4", "yes"), ("ptb", "of ptb"), ("me/mine", "no")):
         assert text_of(source, field="body") == expected
 

@@ -1,5 +1,7 @@
 """Where a model is on this machine; imports no torch."""
 
+import contextlib
+import difflib
 from importlib.resources import files
 from pathlib import Path
 
@@ -24,8 +26,26 @@ def find_local(model: str) -> Path | None:
     if path.exists():
         raise UsageError(of_file(path))
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
-        raise UsageError(f"there is no directory {model}")
+        near = nearest(model)
+        raise UsageError(f"there is no directory {model}{f'; did you mean {near}?' if near else ''}")
     return None
+
+
+def nearest(model: str) -> str:
+    """The directory or GGUF file of a model that is beside ``model`` and has nearly its name, "" if there is none."""
+    path = given_path(model)
+    with contextlib.suppress(OSError):
+        names = {each.name.lower(): each for each in path.parent.iterdir()}
+        for name in difflib.get_close_matches(path.name.lower(), names, n=5):
+            if _may_be_model(names[name]):
+                return f"{model[: -len(path.name)]}{names[name].name}"
+    return ""
+
+
+def _may_be_model(path: Path) -> bool:
+    if not path.is_dir():
+        return path.suffix == ".gguf"
+    return (path / "config.json").exists() or any(path.glob("*.gguf"))
 
 
 def _check_directory(path: Path) -> None:

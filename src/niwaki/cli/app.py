@@ -24,7 +24,7 @@ from niwaki.cli.shrink import shrink
 from niwaki.cli.solvers import solvers
 
 app = typer.Typer(
-    help="Makes large language models smaller and faster after training.",
+    help="Make large language models smaller and faster after training.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

@@ -20,16 +20,16 @@ def bench(
     compute: Compute = Compute(),
     record: RecordFile = None,
 ) -> None:
-    """Measure how fast MODEL generates text and how much memory and disk it takes, dense and packed.
+    """Measure how fast MODEL generates text and how much memory and disk space it takes, dense and packed.
 
-    The form that does not exist is made in the temporary directory (TMPDIR) and removed afterwards.
+    Whichever form is missing is made in the temporary directory (TMPDIR) and removed afterwards.
 
     Example: niwaki bench MODEL
 
     Options:
         prompt_tokens: Tokens in the prompt.
-        tokens: Tokens to generate after it.
-        repeats: Repetitions; the median is shown.
+        tokens: Tokens to generate.
+        repeats: Number of runs; the median is shown.
 
     More options:
         record: JSON file for the results. [default: niwaki-bench.json in MODEL, if niwaki wrote it]

@@ -1,13 +1,16 @@
 """What can be seen to be wrong with what is given before torch is imported, which takes seconds."""
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from niwaki.checkpoints.foreign import recognized
+from niwaki.checkpoints.hub import check_model
 from niwaki.checkpoints.local import find_local
 from niwaki.choices import MASK_NAMES, SOLVER_NAMES, WEIGHT_NAMES
+from niwaki.cli.common import names
 from niwaki.effort import NO_EFFORT, make_effort
 from niwaki.errors import CheckpointError, UnknownNameError, UsageError
 from niwaki.files import given_path, is_gguf_file, is_model
@@ -45,7 +48,7 @@ def _solver(text: str) -> None:
 
 
 def _compared(text: str) -> None:
-    for each in filter(None, map(str.strip, text.split(","))):
+    for each in _listed(text):
         name, at, effort = each.partition("@")
         _solver(name)
         if at:
@@ -70,8 +73,24 @@ def _pattern(text: str) -> None:
 
 
 def _patterns(text: str) -> None:
-    for each in filter(None, map(str.strip, text.split(","))):
+    for each in _listed(text):
         _pattern(each)
+
+
+def _listed(text: str) -> list[str]:
+    if not (found := names(text)):
+        raise UsageError("say which solvers and which patterns to compare, such as wanda and 0.5")
+    return found
+
+
+def _prompt(text: str) -> None:
+    if not text:
+        raise UsageError("the prompt is empty; give some text")
+
+
+def _published(text: str) -> None:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        raise UsageError(f"the name on the hub is OWNER/NAME, such as me/small-model; got {text!r}")
 
 
 def _stage(text: str) -> None:
@@ -81,8 +100,14 @@ def _stage(text: str) -> None:
 
 def _model(text: str) -> None:
     path = find_local(text)
-    if path and path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.safetensors*")):
+    if path is None:
+        check_model(text)
+    elif path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.safetensors*")):
         raise CheckpointError(recognized(path, False) or f"{path} has no config.json; is it a model directory?")
+
+
+def _number(name: str, text: str) -> None:
+    check_count(name, parse_number(text), 1)
 
 
 def _directory(text: str) -> None:
@@ -94,11 +119,13 @@ def _directory(text: str) -> None:
 _CHECKS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("model", "pruned", "teacher"), _model),
     **dict.fromkeys(("grid", "quantize", "embeddings"), parse_bits),
-    **dict.fromkeys(("tokens", "batch"), parse_number),
-    **dict.fromkeys(("calibration", "text"), check_text),
+    **{name: partial(_number, name) for name in ("tokens", "batch")},
+    **dict.fromkeys(("calibration", "text", "also"), check_text),
     **{name: partial(parse_share, name) for name in ("neurons", "heads", "experts", "own_text")},
     **{name: partial(parse_positive, name) for name in ("loss", "speed")},
     "directory": _directory,
+    "name": _published,
+    "prompt": _prompt,
     "record": check_file,
     "sparsity": _pattern,
     "pattern": _pattern,
@@ -117,7 +144,7 @@ _CHECKS: Mapping[str, Callable[[str], Any]] = {
     "dtype": check_dtype,
 }
 #: The least of whole numbers.
-_LEAST = {"prompt_tokens": 1, "tokens": 1, "repeats": 1, "limit": 1}
+_LEAST = {"prompt_tokens": 1, "tokens": 1, "repeats": 1, "limit": 1, "blocks": 0}
 #: Parameters of stages that are something else than the option of that name.
 _OTHERS = {("vocabulary", "size"), ("shrink", "blocks")}
 
@@ -136,6 +163,8 @@ def check(given: Mapping[str, Any]) -> None:
             check_count(name, value, _LEAST[name])
     if isinstance(temperature := given.get("temperature"), float):
         check_temperature(temperature)
+    if isinstance(rate := given.get("rate"), float) and not rate > 0:
+        raise UsageError(f"the learning rate must be above 0; got {rate}")
     if isinstance(results := given.get("results"), str):
         model = given["model"]
         check_comparison(given_path(results).resolve(), given_path(model), find_local(model))

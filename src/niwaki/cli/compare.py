@@ -19,12 +19,12 @@ class Comparing:
     """How all methods are compared: arguments of :func:`niwaki.compare`.
 
     Options:
-        effort: Effort for solvers that are given without one: {efforts}.
+        effort: Effort for methods that do not name one: {efforts}.
         text: Text to measure perplexity on; may be repeated. {text} [default: {usual_text}]
-        max_time: Time limit, such as 90m or 2h; no run starts that would end later.
+        max_time: Time limit, such as 90m or 2h; runs that would not finish in time are not started.
 
     More options:
-        text_samples: Windows of each text. [default: all, or 256 of the calibration text]
+        text_samples: Windows of each text to measure on. [default: all, or 256 of the calibration text]
         keep: Keep the pruned models, in DIR/models.
     """
 
@@ -44,16 +44,16 @@ def compare(
     patterns: Annotated[str, "PATTERNS", "--sparsity"] = "0.5,0.6,0.7,0.8,2:4",
     comparing: Comparing = Comparing(),
 ) -> None:
-    """Compare pruning methods on MODEL: tables (also for LaTeX), JSON and all records go to DIR.
+    """Compare pruning methods on MODEL; write tables (also for LaTeX), JSON and all records to DIR.
 
-    Interrupted runs resume when the command is repeated; more solvers or sparsities are added to the table.
+    If a run is interrupted, repeat the command to resume it. More solvers or sparsities extend the same table.
 
     Example: niwaki compare MODEL -o DIR --solvers wanda,continuation --sparsity 0.5,2:4
 
     Options:
-        results: Output directory; existing results are reused.
-        solvers: Names as for 'prune --solver', each optionally with an effort after an @.
-        patterns: Fractions of zeros, and patterns such as 2:4 or per-row:0.6.
+        results: Output directory; results that are already there are reused.
+        solvers: Methods as for 'prune --solver', separated by commas; method@effort sets an effort.
+        patterns: Fractions of zeros and patterns, such as 2:4 or per-row:0.6, separated by commas.
     """
     with TableDisplay(f"comparing methods on {model}") as display, in_session():
         from niwaki.evaluation.compare import compare as run
@@ -65,7 +65,7 @@ def compare(
 
 @options()
 def demo(samples: Annotated[int, "N"] = 64, text_samples: Annotated[int, "N"] = 64, record: RecordFile = None) -> None:
-    """Compare the methods of table 1 of Boza 2024 and the default method on the embedded model.
+    """Compare the methods of table 1 in Boza 2024, and the default, on the small model that ships with niwaki.
 
     Example: niwaki demo
 

@@ -27,26 +27,29 @@ def compress(
 ) -> None:
     """Compress MODEL to a given size, loss or speed and write it to OUT; niwaki chooses how.
 
-    Interrupted runs resume when the command is repeated.
+    If a run is interrupted, repeat the command to resume it.
 
     Example: niwaki compress MODEL OUT --size 0.4
 
     Options:
-        size: Size of the weight files: a fraction of the current size, such as 0.4, or 80MB. Never exceeded.
-        loss: Largest allowed increase in loss, in nats per token; 0.05 is a perplexity 5 % higher. It is measured on
-            --text. Some sizes are tried; the smallest whose 95 % upper bound is within the limit is written.
-        also: With --loss, another text on which the limit must also hold. May be given several times.
-        speed: Tokens per second, as a multiple of the dense model's, such as 2.0. Measured on this machine; the largest
-            model that reaches it is written.
-        parameters: For transformers: parameters to keep, such as 0.75 or 110M.
-        runtime: Program that will run the result: niwaki, llama.cpp, transformers or 2:4. The result is a packed model,
-            a GGUF file, a smaller dense model, or a dense model with two zeros in every four weights. [default: niwaki;
-            transformers with --parameters]
-        max_time: Time limit, such as 1h; any remaining time is spent on healing. With --loss or --speed it is for each
-            trial. [default: no healing]
-        plan: Show the plan for --size and its alternatives; write nothing.
+        size: Size of the weight files: a fraction of the current size, such as 0.4, or an absolute size, such as 80MB.
+            Never exceeded.
+        loss: Largest allowed increase in loss, in nats per token: 0.05 means a perplexity 5 % higher. It is measured on
+            --text. niwaki tries several sizes and writes the smallest whose 95 % upper bound is within the limit.
+        also: With --loss, another text to keep the limit on. May be repeated.
+        speed: Speed as a multiple of the dense model's, such as 2.0. It is measured on this machine, in tokens per
+            second; the largest model that reaches it is written.
+        parameters: Parameters to keep, such as 0.75 or 110M; for transformers.
+        runtime: What will run the result: niwaki, llama.cpp, transformers or 2:4. niwaki gets a packed model, llama.cpp
+            a GGUF file, transformers a smaller dense model; 2:4, for hardware with that sparsity, is a dense model with
+            two zeros in every four weights. [default: niwaki; transformers with --parameters]
+        max_time: Heal the result until this much time has passed, such as 1h. Healing trains it to match the original
+            model. With --loss or --speed the time is for each trial. [default: no healing]
+        plan: Only show the plan for --size and its alternatives. Nothing is written.
     """
     check_how_small(size, parameters, loss, speed, runtime)
+    if also and loss is None:
+        raise UsageError("--also is for --loss; measure the result on other texts with 'niwaki eval'")
     asked: dict[str, Any] = {"parameters": parameters, "runtime": runtime, "max_time": max_time}
     if plan and (loss is not None or speed is not None):
         raise UsageError("--plan is for sizes: what a loss or a speed takes is found by trying")

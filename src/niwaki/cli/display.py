@@ -16,7 +16,7 @@ from niwaki.records.comparison import Cell, Comparison, listed
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.pace import PLANNING, Pace
 from niwaki.records.record import FitRecord, MatrixRecord, Record
-from niwaki.records.wording import counted, duration, kind, short, text_in_words
+from niwaki.records.wording import counted, duration, kind, short, text_in_words, two_digits
 
 _DETAILS = {
     "sensitivity": "which outputs matter",
@@ -73,8 +73,7 @@ class Display(Screen):
         size = counted(blocks, "block") + f" with {counted(matrices, 'matrix', 'matrices')}" * bool(matrices)
         what = (name or f"embeddings, {record.embeddings}") if record.only_quantizes else f"{record.pattern}{grid}"
         self.line(f"{record.model}: {size}, {what}")
-        if not record.only_quantizes:  # what rounds is not the user's choice
-            self.line(record.solved_by)
+        self.line(record.solved_by)
         if record.effort:
             self.line(f"effort: {described(record.effort)}")
         text = f"calibration: {text_in_words(record.calibration)}" if record.calibration else "no calibration text"
@@ -102,7 +101,7 @@ class Display(Screen):
         self._draw(f"{matrix} {step}/{steps} error {error:.3g}")
 
     def solved(self, matrix: MatrixRecord) -> None:
-        self._detail = f"{matrix.name} error {matrix.error:.3g}"
+        self._detail = f"{matrix.name} error {two_digits(matrix.error)}"
         self._solved.append(matrix)
 
     def fitted(self, fit: FitRecord) -> None:
@@ -110,7 +109,7 @@ class Display(Screen):
             self._names = ["before", "after"]
             self.line("relative error of each block's outputs, before and after:")
             self.line("block  seconds  before   after")
-        self.line(f"{fit.block:5}  {fit.seconds:7.1f}  {fit.before:6.4f}  {fit.after:6.4f}")
+        self.line(f"{fit.block:5}  {fit.seconds:7.1f}  {fit.before:#6.3g}  {fit.after:#6.3g}")
 
     def healing(self, record: HealingRecord, share: float, seconds: float) -> None:
         point = record.points[-1]
@@ -154,13 +153,13 @@ class Display(Screen):
         kinds: dict[str, list[float]] = defaultdict(list)
         for matrix in solved:
             kinds[kind(matrix.name)].append(matrix.error)
-        names = [f"{short(name):>6}" for name in kinds]
+        names = [f"{short(name):>7}" for name in kinds]  # as wide as an error
         if not self._names:
             self.line("relative error of each matrix (of experts the mean):")
         if names != self._names:
             self.line("  ".join(["block", "seconds", *names]))
             self._names = names
-        errors = [f"{fmean(kinds[each]):>{len(name)}.4f}" for each, name in zip(kinds, names, strict=True)]
+        errors = [f"{two_digits(fmean(kinds[each])):>{len(name)}}" for each, name in zip(kinds, names, strict=True)]
         self.line("  ".join([f"{self._pace.block:5}", f"{total:7.1f}", *errors]))
 
     def describe(self) -> str:
@@ -193,10 +192,12 @@ class TableDisplay(Screen):
         self._blocks = 0
         self._began = time.monotonic()
         self._expected: Sequence[float] = ()
+        self._measuring = 0.0  # seconds of the dense model's measurement, as long as that of a pruned one
 
     def table(self, comparison: Comparison, runs: int) -> None:
         there = f", {len(comparison.cells) - 1} there already" if comparison.cells else ""
         text = text_in_words(comparison.calibration)
+        self._measuring = comparison.cells[0].measuring if comparison.cells else 0.0
         self.line(f"{comparison.model}: {counted(runs, 'run')}{there}; calibration: {text}")
 
     def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
@@ -208,7 +209,7 @@ class TableDisplay(Screen):
     def estimate(self, seconds: float) -> None:
         """Of a run of a method, for those that are not known from earlier ones."""
         if self._expected and not self._expected[0]:
-            self._expected = [each or seconds for each in self._expected]
+            self._expected = [each or seconds + self._measuring for each in self._expected]
             super().estimate(sum(self._expected))
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
@@ -228,6 +229,8 @@ class TableDisplay(Screen):
         self.show()
 
     def done(self, cell: Cell) -> None:
+        if not cell.pattern:
+            self._measuring = cell.measuring
         self.line(f"{cell}; {cell.seconds:.1f} s" if cell.pattern else str(cell))
 
     def stopped(self, done: int, blocks: int, where: str = "") -> None:

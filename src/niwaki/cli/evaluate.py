@@ -34,7 +34,8 @@ def evaluate(
     Options:
         text: Text to measure perplexity on. {text} [default: {usual_text}; none with --tasks]
         samples: Use the first N windows of the text. [default: all]
-        tasks: Tasks of lm-evaluation-harness, such as boolq,arc_easy; files of questions (.jsonl); which-follows.
+        tasks: Tasks, separated by commas: those of lm-evaluation-harness, such as boolq,arc_easy; files of questions
+            (.jsonl); which-follows.
         limit: Ask the first N questions of each task. [default: all]
     """
     if tasks is None:

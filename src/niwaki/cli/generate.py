@@ -21,16 +21,16 @@ def generate(
     raw: bool = False,
     compute: Compute = Compute(),
 ) -> None:
-    """Generate text with MODEL, dense or packed: its answer to PROMPT, or a continuation if it has no chat template.
+    """Generate text with MODEL, dense or packed. It answers PROMPT, or continues it if it has no chat template.
 
     Example: niwaki generate MODEL "What is a bonsai?"
 
     Options:
-        prompt: Prompt; truncated from the left if it exceeds the context.
+        prompt: The prompt; if it exceeds the context, its beginning is cut off.
         tokens: Generate at most N tokens.
-        temperature: 0 takes the most likely token each time, 1 samples by the model's probabilities.
+        temperature: 0 always takes the most likely token, 1 samples from the model's probabilities.
         seed: Random seed for sampling.
-        raw: Continue PROMPT as it is, without the chat template.
+        raw: Continue PROMPT as it stands, without the chat template.
     """
     with Screen(f"loading {model}", stopped="stopped") as screen, in_session():
         from niwaki.evaluation.generate import write

@@ -8,7 +8,7 @@ from niwaki.cli.tables import inspection_tables
 
 @options()
 def inspect(model: Model) -> None:
-    """Show which matrices of MODEL would be pruned, and how sparse MODEL is.
+    """Show which matrices of MODEL would be pruned and how sparse they are now.
 
     Example: niwaki inspect MODEL
     """

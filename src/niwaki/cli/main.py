@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import time
@@ -140,7 +141,9 @@ def _ending(error: BaseException, number: int) -> tuple[int, str]:
 
 
 def _reword(error: Any) -> None:
-    """Says which value is no number, and which may be meant, where the library for command lines says a type alone."""
+    """Says what the library for command lines does not: which value is no number, and what a value too many may be."""
+    if extra := re.fullmatch(r"Got unexpected extra argument\S* \((.*)\)", str(getattr(error, "message", ""))):
+        error.message = f"unexpected {shown(extra[1])}; a value goes after its option, in quotes if it has blanks"
     if not hasattr(error.__cause__, "errors"):  # of pydantic
         return
     details = error.__cause__.errors()[0]

@@ -48,8 +48,8 @@ _NAMES = {
     "weights": ", ".join(WEIGHT_NAMES),
     "patterns": ", ".join(PATTERN_NAMES),
     "efforts": either(EFFORTS),
-    "text": "A text is a file (text, JSONL, JSON, CSV, Parquet), a data set (c4, c4-validation, ptb, wikitext2, "
-    "REPO:CONFIG:SPLIT), demo or demo-held.",
+    "text": "A text is a file (text, JSONL, JSON, CSV or Parquet), a data set (c4, c4-validation, ptb, wikitext2 or "
+    "REPO:CONFIG:SPLIT), or one that ships with niwaki (demo or demo-held).",
     "usual_text": USUAL_TEXT,
     "healing_length": HEALING_LENGTH,
     "healing_rate": HEALING_RATE,
@@ -68,16 +68,16 @@ class _Shared:
     """Options that several commands have, unless their own docstrings describe them.
 
     Options:
-        model: Directory, GGUF file or hub id of a model, or 'demo'. 'demo' is a small model that ships with niwaki.
+        model: Directory, GGUF file or hub id of the model, or 'demo'. 'demo' is a small model that ships with niwaki.
         output: Output directory, new or empty.
         restart: Start over instead of resuming an interrupted run.
-        length: Tokens in a window. [default: 2048, or the model's positions if fewer]
+        length: Tokens per window. [default: 2048, or the model's positions if fewer]
 
     More options:
         record: Also write the record to this JSON file.
-        field: Column with the texts or conversations, for files and data sets with rows. [default: text, or messages,
-            or columns such as instruction and output]
-        bos: Begin each window with the token that the model's tokenizer puts before a text, if it has one.
+        field: Column that holds the texts or conversations, in files and data sets with rows. [default: text, or
+            messages, or columns such as instruction and output]
+        bos: Begin each window with the tokenizer's beginning-of-text token, if it has one.
     """
 
 
@@ -85,16 +85,16 @@ class _Calibration:
     """Options for :class:`niwaki.Calibration`.
 
     Options:
-        calibration: Text to calibrate on: a file, a data set or 'answers'. {text} 'answers' stands for the model's own
-            answers to prompts that ship with niwaki. May be repeated, for equal shares. 'prune' also accepts JSONL with
-            images.
-        samples: Windows of calibration text.
+        calibration: Calibration text: a file, a data set such as wikitext2, or 'answers'. {text} 'answers' are the
+            model's own answers to prompts that ship with niwaki. May be repeated; each text then gets an equal share.
+            'prune' also accepts JSONL with images.
+        samples: Windows of calibration text to use.
 
     More options:
         order: Use the first windows of the text, or random ones from all of it. [default: first]
-        seed: Random seed, for random windows and for the text that the model writes.
-        answers: Let the model answer the (first) text, a file of prompts ('prompt' or 'messages'). Answers in the file
-            are replaced.
+        seed: Random seed for choosing windows and for text that the model generates.
+        answers: Calibrate on the model's own answers to the prompts in the first text, a file with 'prompt' or
+            'messages'. Answers already in the file are replaced.
     """
 
     calibration: Annotated[list[str], "TEXT"]
@@ -111,10 +111,10 @@ class _Measurement:
     """Options for :class:`niwaki.Measurement`.
 
     Options:
-        text: Text to measure perplexity on. {text} [default: the calibration text after its windows]
+        text: Text to measure perplexity on. {text} [default: the rest of the calibration text]
 
     More options:
-        text_samples: Windows to measure on; 0 measures nothing.
+        text_samples: Windows to measure on; 0 skips measuring.
     """
 
     text: Annotated[str | None, "TEXT"]
@@ -132,8 +132,8 @@ class _Compute:
 
     More options:
         dtype: Compute dtype: float32, bfloat16, float16 or auto.
-        tf32: When to use TF32 on a GPU. auto: for Gram matrices of half-precision activations, which it leaves exact;
-            always: for all products in float32; never.
+        tf32: When to use TF32 on a GPU. auto: only for Gram matrices of half-precision activations, where it loses
+            nothing; always: for all products in float32; never.
     """
 
     device: Annotated[str, "DEVICE"]

@@ -15,16 +15,16 @@ Format = Annotated[
     Option(
         "--format",
         case_sensitive=False,
-        help="Packed integers of 4 or 8 bits (compressed-tensors), the format of 'pack', or GGUF.",
+        help="compressed-tensors: integers of 4 or 8 bits; packed: as 'niwaki pack' writes; gguf-...: for llama.cpp.",
     ),
 ]
 
 
 @options()
 def pack(model: Model, output: Output) -> None:
-    """Store MODEL compactly in OUT: zeros left out, weights at their actual bit width.
+    """Store MODEL compactly in OUT, without its zeros and with weights in only as many bits as they have.
 
-    For a pruned or quantized model. 'niwaki generate' runs the result, and 'niwaki unpack' undoes it.
+    MODEL is pruned or quantized. 'niwaki generate' runs the result, and 'niwaki unpack' restores MODEL.
 
     Example: niwaki pack MODEL OUT
     """
@@ -39,14 +39,14 @@ def pack(model: Model, output: Output) -> None:
 
 @options()
 def unpack(model: Model, output: Output) -> None:
-    """Write the dense model that MODEL was packed from to OUT, with the same weight files, byte for byte.
+    """Turn a packed MODEL back into the dense one it was made from, byte for byte, and write that to OUT.
 
-    Products of two factors are computed again, which may change their last digits.
+    Only products of two factors are computed again, which may change their last digits.
 
     Example: niwaki unpack PACKED OUT
 
     Options:
-        model: A directory that 'pack' wrote.
+        model: A directory that 'niwaki pack' wrote.
     """
     with Screen(f"unpacking {model}", output=output) as screen, in_session():
         from niwaki.packed.unpack import unpack as run
@@ -62,7 +62,7 @@ def export(model: Model, output: Output, form: Format = "compressed-tensors") ->
     Example: niwaki export MODEL model.gguf --format gguf-q8_0
 
     Options:
-        output: Output directory, new or empty; or a file for llama.cpp that ends in .gguf.
+        output: Output directory, new or empty; or for llama.cpp a file that ends in .gguf.
     """
     with Screen(f"exporting {model}", output=output) as screen, in_session():
         from niwaki.exports.export import export as run

@@ -16,14 +16,14 @@ class Pruning:
     """How to prune, apart from the method: arguments of :func:`niwaki.prune`.
 
     Options:
-        quantize: Also put the remaining weights on a grid. int4:128 has 4 bits and a scale for each row and 128 inputs,
-            int8 a scale for each row. To quantize without pruning, use 'niwaki quantize'.
+        quantize: Also quantize the remaining weights, to a grid such as int4:128. int4:128 has 4 bits and a scale for
+            each row and 128 inputs, int8 a scale for each row. To quantize without pruning, use 'niwaki quantize'.
 
     More options:
-        mask_from: Take the mask of this solver or pruned model and update the weights for it. With --pattern a model's
-            mask gets the zeros that it lacks, and swaps and dsnot refine it within the pattern.
-        keep_format: Write pruned matrices of an FP8 or MXFP4 model in that format again, instead of bfloat16.
-        revive: Let weights that are 0 in MODEL become nonzero. Without it they stay 0.
+        mask_from: Take the mask from this solver or pruned model and only update the weights. With --pattern, zeros
+            that a model's mask lacks are added, and swaps and dsnot refine it within the pattern.
+        keep_format: Write the pruned matrices of an FP8 or MXFP4 model in that format again instead of bfloat16.
+        revive: Allow weights that are 0 in MODEL to become nonzero; otherwise they stay 0.
         blocks: Prune only these decoder blocks, such as 0:2 for the first two.
     """
 
@@ -46,19 +46,21 @@ def prune(
     work: Work = Work(),
     record: RecordFile = None,
 ) -> None:
-    """Prune MODEL and write the result to OUT. Interrupted runs resume when the command is repeated.
+    """Prune MODEL and write the result to OUT.
+
+    If a run is interrupted, repeat the command to resume it.
 
     Example: niwaki prune MODEL OUT --sparsity 0.6 --calibration text.txt
 
     Options:
-        sparsity: Fraction of zeros in the matrices, such as 0.6 or 60%.
-        pattern: Pattern instead of a fraction, such as 2:4. Available: {patterns}.
-        solver: Method for each matrix, such as {solver} or wanda; see 'niwaki solvers'. Available: {solver} (the
-            default), {solvers}; for masks {masks}; for weights {weights}; or several, as in wanda+swaps+exact.
+        sparsity: Fraction of the weights to set to zero, such as 0.6 or 60%.
+        pattern: Pattern of zeros instead of --sparsity, such as 2:4. Available: {patterns}.
+        solver: Pruning method, such as {solver} or wanda; 'niwaki solvers' lists them. Available: {solver} (the
+            default), {solvers}; for masks {masks}; for weights {weights}; or several combined, as in wanda+swaps+exact.
             Parameters can be set, as in admm1:rho=0.5.
-        effort: {efforts}: what is done for the model as a whole, beyond each matrix. Efforts share out zeros, fit
-            blocks and heal; heal is like best with three times the training. Parameters can be set, as in
-            best:healing=0. [default: balanced; fast with --solver or --mask-from]
+        effort: How much to do for the model as a whole, beyond pruning each matrix: {efforts}. Efforts distribute zeros
+            over matrices, fit blocks and heal; heal is best with three times as much training. Parameters can be set,
+            as in best:healing=0. [default: balanced; fast with --solver or --mask-from]
     """
     if sparsity is not None and pattern is not None:
         raise UsageError("give --sparsity or --pattern, not both")

@@ -15,10 +15,9 @@ def push(
     base_model: Annotated[str | None, "OWNER/NAME"] = None,
     dry_run: bool = False,
 ) -> None:
-    """Publish DIR, which niwaki wrote, as the model OWNER/NAME on the Hugging Face hub, with your login.
+    """Publish DIR on the Hugging Face hub as the model OWNER/NAME, with your login.
 
-    All files are listed first and then uploaded in one commit: the weights, the model card, the record niwaki.json and
-    recipe.toml, with which others can make the same model again.
+    All files are listed first and then uploaded in one commit: weights, model card, record and recipe.
 
     Example: niwaki push OUT OWNER/NAME --dry-run
 
@@ -26,8 +25,8 @@ def push(
         directory: A directory that niwaki wrote, in any format.
         name: Name of the new model on the hub.
         private: Make the model private.
-        base_model: Hub id of the original model, if it was a local directory; 'none' if it is not on the hub.
-        dry_run: Only list what would be uploaded.
+        base_model: Hub id of the original model, if you gave it as a local directory; 'none' if it is not on the hub.
+        dry_run: List what would be uploaded, and upload nothing.
     """
     with Screen(f"reading {directory}", stopped="stopped: nothing was published") as screen, in_session():
         from niwaki.cli.tables import files_table

@@ -17,18 +17,20 @@ def quantize(
     work: Work = Work(),
     record: RecordFile = None,
 ) -> None:
-    """Quantize the weights of MODEL and write the result to OUT. Run 'niwaki pack' afterwards to reduce its size.
+    """Quantize the weights of MODEL and write the result to OUT.
+
+    Files only become smaller when you then run 'niwaki pack' on OUT.
 
     Example: niwaki quantize MODEL OUT int8:64
 
     Options:
-        grid: Bits and group size, such as int8 or int4:64. Each group of inputs shares a scale; int8 has a scale for
-            each row.
+        grid: Bits and group size, such as int8 or int4:64. Each group of inputs shares a scale; int8 has one scale per
+            row.
         embeddings: Also quantize token embeddings and the head, to a grid such as int8:64. In small models they are a
-            large part of the size, and when packed they are read for each token.
-        effort: none, fast, balanced or best: how hard to compensate for rounding. none rounds to the nearest, in
-            seconds and without text; the others use --calibration. [default: none for int8, where more gains next to
-            nothing; balanced below]
+            large part of the size, and a packed model reads them for each token.
+        effort: How hard to compensate for rounding: none, fast, balanced or best. none rounds to the nearest, in
+            seconds and without text; the others use --calibration. [default: none for 8 bits, where compensation gains
+            almost nothing; balanced for fewer]
     """
     with work.begun(f"quantizing {model}", output) as common:
         from niwaki.recipes import quantize as run

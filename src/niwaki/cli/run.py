@@ -19,18 +19,18 @@ def run(
     recipe: Annotated[str | None, "FILE"] = None,
     work: Work = Work(),
 ) -> None:
-    """Apply several stages to MODEL: shrink, prune, quantize, heal, export. Write the result to OUT.
+    """Run stages such as shrink, prune, quantize, heal and export on MODEL and write the result to OUT.
 
-    Perplexity is measured after each stage. Interrupted runs resume when the command is repeated.
+    Perplexity is measured after each stage. If a run is interrupted, repeat the command to resume it.
 
     Example: niwaki run MODEL OUT -s 'shrink neurons=0.25' -s 'prune 2:4' -s 'heal max_time=30m'
 
     Options:
-        stages: Stage with its parameters, in quotes. Examples: 'shrink neurons=0.25', 'prune 2:4', 'quantize int4:128',
-            'heal max_time=30m', 'embeddings int8:64', 'pack' or 'export gguf-q8_0'. May be repeated; stages run in the
-            order given.
-        recipe: TOML file with the stages instead, such as the recipe.toml of another result. It has tables called
-            [[stages]] and may have options; those on the command line override them.
+        stages: A stage with its parameters, in quotes, such as 'prune 2:4'; may be repeated. Stages run in the order
+            given. More examples: 'shrink neurons=0.25', 'quantize int4:128', 'heal max_time=30m', 'embeddings int8:64',
+            'pack' and 'export gguf-q8_0'.
+        recipe: TOML file with the stages instead, such as the recipe.toml of an earlier result. It has tables called
+            [[stages]] and may set options; options on the command line override them.
     """
     if bool(stages) == (recipe is not None):
         raise UsageError("say what to do, by --stage or by --recipe FILE; such as --stage 'prune 0.5' --stage heal")

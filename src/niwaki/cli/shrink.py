@@ -14,20 +14,20 @@ class Removal:
     """What is removed: arguments of :func:`niwaki.shrink`.
 
     Options:
-        parameters: Size of the result: a fraction such as 0.75, or a number such as 110M. The blocks, heads and neurons
-            that together cost least are removed. With --vocabulary, 0.75 refers to what that leaves.
-        vocabulary: Tokens to keep, such as 24576, or a fraction to remove, such as 0.5. 'used' keeps the tokens of the
-            calibration text, and 'used:0.9995' the most common ones that make up this share of it. All of the text is
-            counted. Any text can still be encoded.
-        blocks: Number of decoder blocks to remove. They are those without which the predictions change least.
-        neurons: Fraction of the MLP neurons of each block to remove. Rounded so that a multiple of 32 stays, if there
-            was one before: formats with groups of 32, such as Q8_0, need it.
+        parameters: Parameters to keep, such as 0.75 or 110M. The blocks, heads and neurons that together cost least are
+            removed. With --vocabulary, a fraction refers to what that leaves.
+        vocabulary: Number of tokens to keep, such as 24576, or fraction to remove, such as 0.5. 'used' keeps the tokens
+            that occur in the calibration text, and 'used:0.9995' the most common ones that make up this share of it.
+            The whole text is counted. Any text can still be encoded.
+        blocks: Number of decoder blocks to remove. Those that change the predictions least are chosen.
+        neurons: Fraction of the MLP neurons of each block to remove. Rounded so that the number left is a multiple of
+            32 if it was one before: formats with groups of 32, such as Q8_0, need that.
         heads: Fraction of the attention heads of each block to remove.
-        experts: Fraction of the experts of each block to remove, in a mixture of experts.
-        effort: fast, balanced or best: how well the remaining weights are fitted. fast fits the matrices that lose
-            columns or precede a removed block; balanced and best fit all of each block, also on text that the model
-            writes; best then heals. Parameters can be set, as in best:healing=0. [default: balanced:synthetic=0.5; fast
-            with --experts]
+        experts: Fraction of the experts of each block to remove.
+        effort: How well to fit the remaining weights: fast, balanced or best. fast fits the matrices that lose columns
+            or precede a removed block; balanced and best fit all of each block, also on text that the model writes;
+            best then heals. Parameters can be set, as in best:healing=0. [default: balanced:synthetic=0.5; fast with
+            --experts]
     """
 
     vocabulary: Annotated[str | None, "SIZE"] = None
@@ -41,9 +41,9 @@ class Removal:
 
 @options(without=("tf32", "max_memory"))
 def shrink(model: Model, output: Output, removal: Removal = Removal(), work: Work = Work()) -> None:
-    """Remove tokens, blocks, attention heads, neurons or experts of MODEL; write a smaller dense model to OUT.
+    """Remove tokens, blocks, attention heads, neurons or experts from MODEL; write a smaller dense model to OUT.
 
-    Interrupted runs resume when the command is repeated.
+    If a run is interrupted, repeat the command to resume it.
 
     Example: niwaki shrink MODEL OUT --parameters 0.75
     """

@@ -19,7 +19,7 @@ _BY_PARAMETERS = {
 
 @options()
 def solvers() -> None:
-    """List the solvers and their parameters, for --solver.
+    """List the pruning methods for --solver, with their parameters.
 
     Example: niwaki solvers
     """

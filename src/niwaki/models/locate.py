@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from niwaki.checkpoints.hub import missing
 from niwaki.checkpoints.local import find_local
 from niwaki.checkpoints.tensors import read_json
-from niwaki.errors import CheckpointError, UnsupportedModelError, raised_as
+from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.gguf_source import as_directory
 
 
@@ -20,10 +21,10 @@ def locate_model(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.md", "LICENSE*"]
-    # The hub's client raises errors of its own, of httpx and of the system.
-    missing = f"there is no directory {model}, and the Hugging Face hub does not provide it"
-    with raised_as(CheckpointError, missing):
+    try:
         return Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # the hub's client raises errors of its own, of httpx and of the system
+        raise CheckpointError(missing(model, error)) from error
 
 
 def check_continues(path: Path, command: str) -> None:

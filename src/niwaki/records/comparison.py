@@ -216,7 +216,8 @@ class Comparison(JsonFile):
 
     def to_latex(self) -> str:
         """The tables of all texts in LaTeX: each a ``tabular`` with the rules of the package booktabs."""
-        lines = [f"% {latex(self.model)}, calibrated on {latex(text_in_words(self.calibration))}"]
+        lines = [r"% needs \usepackage{booktabs}"]
+        lines += [f"% {latex(self.model)}, calibrated on {latex(text_in_words(self.calibration))}"]
         for text in self.texts:
             for title, (header, entries) in self.tables(text).items():
                 rows = [

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from niwaki.records.record import Record
-from niwaki.records.wording import counted, other_samples, short_text
+from niwaki.records.wording import counted, other_samples, short_text, two_digits
 
 
 def facts(record: Record) -> dict[str, str]:
@@ -25,7 +25,7 @@ def facts(record: Record) -> dict[str, str]:
         zeros: f"{100 * record.sparsity:.2f} % of {number}{between}" if has_zeros else "",
         "left dense": "" if structure else record.stays,
         "healed": record.healing,
-        "error": f"{record.mean_error:.4g} of the {record.error_of} square ({mean})" if record.matrices else "",
+        "error": f"{two_digits(record.mean_error)} of the {record.error_of} square ({mean})" if record.matrices else "",
         "format of the weights" if record.kept_format else "grid of the weights": record.rounding,
         "embeddings and head": record.embeddings,
         "own text": record.own_text,

@@ -33,7 +33,7 @@ from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Difference, Perplexity
 from niwaki.records.structure import StructureRecord
 from niwaki.records.vectors import Similarity
-from niwaki.records.wording import counted, in_words, kind, several
+from niwaki.records.wording import counted, in_words, kind, several, two_digits
 
 #: Of ``niwaki.json``.
 FORMAT = 2
@@ -287,8 +287,12 @@ class Record(JsonFile):
 
     @property
     def solved_by(self) -> str:
-        """The solver in words."""
-        return "rounding to the nearest" if self.method == NEAREST else in_words(self.solver)
+        """The solver in words; where weights were only rounded, how: what the solver is called says nothing then."""
+        if self.method == NEAREST:
+            return "rounding to the nearest"
+        if self.only_quantizes and self.quantization:
+            return "weights fitted to the grid on the calibration text"
+        return in_words(self.solver)
 
     @property
     def error_of(self) -> str:
@@ -360,11 +364,14 @@ class Record(JsonFile):
             return name
         kept = sum(round((1 - matrix.sparsity) * math.prod(matrix.shape)) for matrix in matrices)
         kept += changed - raised if self.quantization else 0
-        zeros = f"{100 * changed / max(1, kept):.2g} % of the remaining weights became {became}"
-        if self._only_rounded:
+        weights = "weights" if self.only_quantizes else "remaining weights"
+        zeros = f"{100 * changed / max(1, kept):.2g} % of the {weights} became {became}"
+        if self._only_rounded or self.only_quantizes:  # whose error is all of rounding, and told apart
             return f"{name}: {zeros}"
         after = _geometric_mean([matrix.error for matrix in matrices])
-        return f"{name}: error {_geometric_mean(before):.4g} before rounding, {after:.4g} after; {zeros}"
+        return (
+            f"{name}: error {two_digits(_geometric_mean(before))} before rounding, {two_digits(after)} after; {zeros}"
+        )
 
     @property
     def stays(self) -> str:

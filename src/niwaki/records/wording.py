@@ -113,6 +113,11 @@ def size(count: float) -> str:
     return f"{count:.{digits}f} {unit}"
 
 
+def two_digits(error: float) -> str:
+    """A relative error with two significant digits: ``"0.10"``, ``"0.0031"``, ``"1.2e-05"``."""
+    return f"{error:#.2g}".removesuffix(".") if error else "0"
+
+
 def is_cut(perplexity: float) -> bool:
     """Whether it only says that there is no float for what was measured."""
     return perplexity >= _CUT

@@ -73,7 +73,7 @@ def report(
 
         extras = read_extras(directory, material.record, prompts)
     shown = sections.sections(material)
-    replace_file(path, _render(material, extras, shown))
+    replace_file(path, render(material, extras, shown))
     if folder:
         write_figures(shown, folder)
     return path
@@ -89,15 +89,8 @@ def check_extra() -> None:
         raise OutputError(f"reports need {error.name}: pip install altair jinja2 vl-convert-python") from None
 
 
-def render(material: Material, extras: Extras | None = None) -> str:
-    """The page as HTML; the arguments and errors are those of :func:`report`."""
-    check_extra()
-    from niwaki.reports import sections
-
-    return _render(material, extras, sections.sections(material))
-
-
-def _render(material: Material, extras: Extras | None, shown: Sequence[Section]) -> str:
+def render(material: Material, extras: Extras | None, shown: Sequence[Section]) -> str:
+    """The page as HTML: the sections ``shown``, and what was read from the model."""
     import jinja2
 
     from niwaki.reports import charts, head, sections

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from niwaki.records.record import Record
-from niwaki.records.wording import counted, duration, kind, short_text
+from niwaki.records.wording import counted, duration, kind, short_text, two_digits
 from niwaki.reports import charts, perplexities
 from niwaki.reports.charts import STEPS
 from niwaki.reports.head import facts_of, notes_of
@@ -76,11 +76,11 @@ def errors(material: Material) -> Section | None:
     for run in material.runs:
         if run.full is None or not run.full.matrices or run.pattern != pattern:
             continue
-        cells = errors_of(material, run.full, "error {:.4g}")
+        cells = errors_of(material, run.full)
         drawn = [{**cell, "label": f"{run.method}, {cell['label']}"} for cell in cells]
         figure = charts.heat_map(drawn, 0.5 if compared else 1.0)
         # The tables of a comparison are below, with each run.
-        table, heading = (None, run.method) if compared else (heat_table(cells), "")
+        table, heading = (None, run.method) if compared else (heat_table(cells, two_digits), "")
         exhibits.append(Exhibit([figure], table, heading, f"error by block and matrix, {run.method}"))
     if not exhibits:
         return None
@@ -89,7 +89,8 @@ def errors(material: Material) -> Section | None:
         f"Squared error of its outputs on the calibration text, relative to the squared outputs{at}. Colours are on a "
         f"logarithmic scale{same}."
     )
-    key = (f"{material.errors[0]:.3g}", f"{material.errors[1]:.3g}") if material.errors else None
+    low, high = material.errors or (0.0, 0.0)
+    key = (two_digits(low), two_digits(high)) if material.errors else None
     after = "The numbers are below, with each run." if compared else ""
     return Section("errors", "Error of each matrix", why, exhibits, key, beside=True, after=after)
 
@@ -101,7 +102,7 @@ def heat_pattern(material: Material) -> str:
     return most[(len(most) - 1) // 2] if most else ""
 
 
-def errors_of(material: Material, record: Record, form: str = "{:.4g}") -> list[charts.Row]:
+def errors_of(material: Material, record: Record) -> list[charts.Row]:
     """The errors of each block's matrices; colours are equal steps on a logarithmic scale, the same over the page."""
 
     def step(error: float) -> int:
@@ -110,12 +111,13 @@ def errors_of(material: Material, record: Record, form: str = "{:.4g}") -> list[
             return 0
         return min(STEPS - 1, int(STEPS * (math.log(error) - low) / (high - low)))
 
-    return heat_of(record, lambda matrix: matrix.error, form, step)
+    return heat_of(record, lambda matrix: matrix.error, lambda error: f"error {two_digits(error)}", step)
 
 
-def zeros_of(record: Record, form: str = "{:.2%}") -> list[charts.Row]:
+def zeros_of(record: Record) -> list[charts.Row]:
     """The sparsity of each block's matrices."""
-    return heat_of(record, lambda matrix: matrix.sparsity, form, lambda zeros: min(STEPS - 1, int(STEPS * zeros)))
+    form, step = "{:.2%} zeros".format, lambda zeros: min(STEPS - 1, int(STEPS * zeros))
+    return heat_of(record, lambda matrix: matrix.sparsity, form, step)
 
 
 def allocation(material: Material) -> Section | None:
@@ -130,13 +132,13 @@ def allocation(material: Material) -> Section | None:
         weights[matrix.block] += math.prod(matrix.shape)
     percent = {block: 100 * count / weights[block] for block, count in zeros.items()}
     bars = [{"block": key, "value": value, "label": f"block {key}: {value:.2f} %"} for key, value in percent.items()]
-    cells = zeros_of(record, "{:.2%} zeros")
+    cells = zeros_of(record)
     ticks = [{**cell, "value": 100 * cell["value"]} for cell in cells]
     sparsities = [matrix.sparsity for matrix in record.matrices]
     why = "Bars are blocks, ticks the matrices in them: zeros are where the model misses them least."
     if max(sparsities) - min(sparsities) < 0.001:
         why = "All matrices have the same sparsity."
-    exhibit = Exhibit([charts.shares(bars, ticks)], heat_table(cells, "{:.1%}"), label="zeros by block")
+    exhibit = Exhibit([charts.shares(bars, ticks)], heat_table(cells, "{:.1%}".format), label="zeros by block")
     return Section("sparsity", "Zeros in each block", why, [exhibit])
 
 
@@ -260,13 +262,13 @@ def details(material: Material) -> list[dict[str, Any]]:
 
 def _detail(material: Material, run: Run, record: Record) -> dict[str, Any]:
     facts = [(f"perplexity, {short_text(text)}", with_error(value)) for text, value in run.perplexity.items()]
-    facts.append(("error of the matrices, geometric mean", f"{run.error:.4g}"))
+    facts.append(("error of the matrices, geometric mean", two_digits(run.error)))
     return {
         "name": run.name,
         "facts": [*facts, ("time", f"{run.seconds:.1f} s"), *facts_of(record)],
         "notes": notes_of(record),
-        "error": heat_table(errors_of(material, record)),
-        "sparsity": heat_table(zeros_of(record), "{:.1%}"),
+        "error": heat_table(errors_of(material, record), two_digits),
+        "sparsity": heat_table(zeros_of(record), "{:.1%}".format),
         "record": json.dumps(json.loads(record.to_json()), separators=(",", ":")),
         "file": f"{re.sub(r'[^a-z0-9]+', '-', run.name.lower()).strip('-')}.json",
     }

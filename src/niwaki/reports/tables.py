@@ -9,6 +9,9 @@ from niwaki.records.record import MatrixRecord, Record
 from niwaki.records.wording import is_cut, kind, number, short, short_text
 from niwaki.reports import charts
 
+#: How a number is written.
+Form = Callable[[float], str]
+
 
 class Cell(NamedTuple):
     """A cell of a table: its text, its colour if it is in a heat map, and whether it is the best of its column."""
@@ -72,7 +75,7 @@ def labels_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def heat_of(
-    record: Record, value: Callable[[MatrixRecord], float], form: str, step: Callable[[float], int]
+    record: Record, value: Callable[[MatrixRecord], float], form: Form, step: Callable[[float], int]
 ) -> list[charts.Row]:
     """The ``value`` of each block and kind of matrix, of experts the mean, as ``form`` writes it, in a colour."""
     groups: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -82,17 +85,17 @@ def heat_of(
     cells = []
     for (block, name), values in groups.items():
         mean = sum(values) / len(values)
-        label = f"block {block} {name}: {form.format(mean)}"
+        label = f"block {block} {name}: {form(mean)}"
         if len(values) > 1:
-            low, high = form.format(min(values)), form.format(max(values))
+            low, high = form(min(values)), form(max(values))
             label = f"{label}, the mean of {len(values)} ({low} to {high})"
         cells.append({"block": block, "row": labels[name], "value": mean, "step": step(mean), "label": label})
     return cells
 
 
-def heat_table(cells: Sequence[charts.Row], form: str = "{:.4f}") -> Table:
+def heat_table(cells: Sequence[charts.Row], form: Form) -> Table:
     """The numbers of a heat map, a row for each block."""
     kinds, blocks = charts.rows_and_blocks(cells)
-    shown = {(cell["block"], cell["row"]): Cell(form.format(cell["value"]), cell["step"]) for cell in cells}
+    shown = {(cell["block"], cell["row"]): Cell(form(cell["value"]), cell["step"]) for cell in cells}
     rows = [[Cell(str(block)), *(shown.get((block, kind), Cell("")) for kind in kinds)] for block in blocks]
     return Table(["block", *kinds], rows)

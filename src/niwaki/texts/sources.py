@@ -1,5 +1,6 @@
 """Sources of text: files, data sets, excerpts that ship with niwaki; see :mod:`niwaki.texts.reading`."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -13,6 +14,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from niwaki.checkpoints.hub import is_unreachable, refusal
 from niwaki.errors import CalibrationError, UnknownNameError, UsageError, first_line, raised_as
 from niwaki.files import given_path
 from niwaki.options import OWN_ANSWERS, USUAL_CALIBRATION, USUAL_TEXT, Calibration
@@ -73,8 +75,8 @@ DATASETS = {
 
 #: What errors say of the texts that nobody has to have named.
 _USUAL = {
-    USUAL_CALIBRATION: "c4 (which is read without --calibration text.txt)",
-    USUAL_TEXT: "wikitext2 (which eval and compare read without --text text.txt)",
+    USUAL_CALIBRATION: "c4 (the default of --calibration)",
+    USUAL_TEXT: "wikitext2 (the default of --text in eval and compare)",
 }
 
 #: Excerpts that ship with niwaki: of the embedded model's training text, and of books that it never saw.
@@ -83,8 +85,8 @@ EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
 SHIPPED = "demo"
 #: Windows of the excerpt where it takes the place of the usual text: half of it, so that some is left to measure on.
 _FEW_SAMPLES = 24
-#: Seconds that the hub may take to say that it is there.
-_TIMEOUT = 10.0
+#: What else there is for those who have no data sets.
+_OFFLINE = "a text that ships with niwaki (--calibration demo, --text demo-held)"
 #: Prompts of many kinds that ship with niwaki, for a model to answer.
 PROMPTS = {OWN_ANSWERS: "prompts.jsonl"}
 
@@ -146,13 +148,7 @@ def _not_available(wanted: DataSet) -> str:
     """Why a data set cannot be read, "" if it can."""
     if importlib.util.find_spec("datasets") is None:
         return f"needs an extra ({EXTRA})"
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().dataset_info(wanted.repository, timeout=_TIMEOUT)
-    except Exception:  # the library raises errors of its own, of httpx and of the OS
-        return "is on the Hugging Face hub, which cannot be reached"
-    return ""
+    return "is on the Hugging Face hub, which cannot be reached" if refusal("dataset", wanted.repository) else ""
 
 
 def check_field(field: str | None, sources: Iterable[object]) -> None:
@@ -326,17 +322,29 @@ def _dataset_rows(wanted: DataSet, source: str) -> Rows:
         import datasets
     except ImportError as error:
         raise _extra(source) from error
+    is_offline = not given_path(wanted.repository).is_dir() and is_unreachable(refusal("dataset", wanted.repository))
     try:
         files = wanted.files and {wanted.split: wanted.files}
         which = {"split": wanted.split, "data_files": files, "revision": wanted.revision}
-        found = datasets.load_dataset(wanted.repository, wanted.configuration, **which, streaming=True)
+        with _only_cached() if is_offline else contextlib.nullcontext():
+            found = datasets.load_dataset(wanted.repository, wanted.configuration, **which, streaming=True)
         for number, row in enumerate(itertools.islice(found, wanted.rows), 1):
             yield f"{source}, row {number}", row
     except Exception as error:  # the library raises errors of its own, of the hub, of httpx and of the OS
-        raise CalibrationError(
-            f"{named} is not available ({first_line(error)}); give a text file instead, or "
-            "'demo' (to calibrate) or 'demo-held' (to measure) for the excerpts that ship with niwaki"
-        ) from error
+        why = "the Hugging Face hub cannot be reached" if is_offline else first_line(error)
+        raise CalibrationError(f"{named} is not available ({why}); give a text file, or {_OFFLINE}") from error
+
+
+@contextlib.contextmanager
+def _only_cached() -> Iterator[None]:
+    """Lets the library look for data sets in its cache alone; it asks a hub that is not there for half a minute."""
+    import datasets
+
+    before, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 def _check_data_set(wanted: DataSet, source: str) -> None:
@@ -356,7 +364,7 @@ def _check_data_set(wanted: DataSet, source: str) -> None:
 
 def _extra(source: str) -> CalibrationError:
     """Says that the package that reads data sets is missing."""
-    hint = f"give a file, 'demo' or 'demo-held', or install the extra: {EXTRA}"
+    hint = f"install it ({EXTRA}), or give a text file, or {_OFFLINE}"
     named = f"the data set {_USUAL.get(source, source)} needs"
     what = named if source in DATASETS else f"{source} is not a file, and data sets need"
     return CalibrationError(f"{what} an extra; {hint}")
