@@ -42,7 +42,7 @@ from niwaki.records.structure import StructureRecord
 from niwaki.records.wording import printable
 from niwaki.reports import charts, head, perplexities, sections
 from niwaki.reports.from_model import extras, generate, mask_pictures, png
-from niwaki.reports.material import Extras, MaskPicture, Sample, load
+from niwaki.reports.material import Extras, MaskPicture, Material, Sample, load
 from niwaki.reports.page import render, report
 from niwaki.reports.tables import Exhibit, Section
 from support.covering import FULL, covered

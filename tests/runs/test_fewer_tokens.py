@@ -96,8 +96,8 @@ def test_what_a_removed_token_costs(model: Path, tmp_path: Path) -> None:
     # What it costs counts as much as how many are gone of all windows that were not counted, of which these are some.
     (*_, (_, own, other)) = found.sizes
     assert other >= own > 0
-    each = max(3, (lost + 6 * 8) / (gone + 8))
-    assert own == pytest.approx(each * gone / before.tokens.numel(), rel=0.2)
+    cost = max(3, (lost + 6 * 8) / (gone + 8))
+    assert own == pytest.approx(cost * gone / before.tokens.numel(), rel=0.2)
     assert looking._lost == pytest.approx(lost, rel=1e-4)
 
 
