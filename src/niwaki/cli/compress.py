@@ -45,7 +45,7 @@ def compress(
             two zeros in every four weights. [default: niwaki; transformers with --parameters]
         max_time: Heal the result until this much time has passed, such as 1h. Healing trains it to match the original
             model. With --loss or --speed the time is for each trial. [default: no healing]
-        plan: Only show the plan for --size and its alternatives. Nothing is written.
+        plan: Only show the plan for --size or --parameters, and its alternatives. Nothing is written.
     """
     check_how_small(size, parameters, loss, speed, runtime)
     if also and loss is None:

@@ -108,8 +108,8 @@ def compress(
         runtime: The program that will run the result: "niwaki" (a packed model), "llama.cpp" (a GGUF file),
             "transformers" (a smaller dense model) or "2:4" (a dense model with two zeros in every four weights, which
             has no sizes). By default transformers if ``parameters`` are given, and niwaki otherwise.
-        max_time: Time limit up to the end of healing, such as "1h": what the other stages leave of it is spent on
-            healing. None for no healing.
+        max_time: Heal the result until this much time has passed since the beginning, such as "1h". None for no
+            healing.
         calibration: As in :func:`niwaki.run`.
         measurement: As in :func:`niwaki.run`.
         compute: As in :func:`niwaki.run`.
@@ -180,9 +180,10 @@ def plan_compression(
     It looks at the model on a little of the calibration text, which takes seconds to minutes, and takes the way that
     is foreseen to lose least. For "niwaki": matrices of 2 to 8 bits, with more bits where they matter most, and
     embeddings and head of 4 to 8; or zeros with 4 or 8 bits. For "llama.cpp": 4 to 8 bits in groups of 32, with
-    embeddings and head in Q8_0; or the same for a model with parts removed. It does not look at the model if there is
-    only one way: for "transformers" a smaller dense model in the same dtype, for "2:4" two zeros in every four
-    weights, and for sizes of 8 bits a weight or more.
+    embeddings and head in Q8_0; or the same for a model with parts removed. For "transformers": a smaller dense model
+    in the same dtype. All of them may have fewer tokens, if their tokenizer is of a known kind and the calibration text
+    is long enough to choose them by: four tokens of it for each of the model's. It does not look at the model if there
+    is only one way: for "2:4", and for sizes of 8 bits a weight or more.
     """
     calibration, compute = Calibration.of(calibration), Compute.of(compute)
     check_how_small(size, parameters, None, None, runtime)

@@ -37,6 +37,9 @@ class PartOf(Progress):
     def status(self, what: str, done: int = 0, count: int = 0) -> None:
         self._outer.status(f"{self._stage}{self._about}: {what}", done, count)
 
+    def note(self, text: str) -> None:
+        self._outer.note(text)
+
     def estimate(self, seconds: float) -> None:
         if seconds >= SOON:
             self._about = f" (about {estimated(seconds)})"

@@ -321,7 +321,7 @@ class Ways:
         words = f"{bits:g} bits a weight, embeddings and head of {ends}"
         stages: tuple[Stage, ...] = (Quantize(self._grid(bits)), *self.heal, *self._ends(ends, bits == 8))
         sight = self.foresight
-        nats = None if sight is None else sight.of_bits(bits) + sight.of_ends(ends)
+        nats = None if sight is None else sight.of_matrices(bits) + sight.of_ends(ends)
         return self._way(words, self._bytes(bits, ends, self.parts.matrices), stages, nats)
 
     def _ends(self, bits: int, eight: bool = False) -> tuple[Stage, ...]:
@@ -339,7 +339,7 @@ class Ways:
         words = f"{100 * share:.3g} % zeros, {bits} bits for each other weight, embeddings and head of {ends}"
         nats = None
         if sight := self.foresight:
-            nats = sight.of_zeros(share) + (1 - share) * sight.of_bits(bits, alike=True) + sight.of_ends(ends)
+            nats = sight.of_matrices(bits, share) + sight.of_ends(ends)
         return self._way(words, self._zeros_size(share, bits, ends), stages, nats)
 
     def _smaller(self, left: float, bits: float, ends: int) -> Way:
@@ -349,6 +349,6 @@ class Ways:
         sight, removed = self.foresight, None
         if sight and self.parts.of_neurons:
             removed = sight.of_neurons((1 - left) * everything / self.parts.of_neurons)
-        nats = None if sight is None or removed is None else removed + sight.of_bits(bits) + sight.of_ends(ends)
+        nats = None if sight is None or removed is None else removed + sight.of_matrices(bits) + sight.of_ends(ends)
         size = self._bytes(bits, ends, self._matrices(left))
         return self._way(words, size, (*stages, *self._ends(ends, bits == 8)), nats)
