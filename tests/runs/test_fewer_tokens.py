@@ -220,3 +220,24 @@ def test_tokens_that_cannot_be_removed(model: Path, text: Calibration, tmp_path:
     streamed = StreamedModel(Checkpoint(other), "cpu", "float32")
     windows = Texts.read(streamed, text, Measurement(samples=0)).windows
     assert LookingAtTokens.of(streamed, text, windows) is None
+
+
+@pytest.mark.slow
+def test_a_loss_with_fewer_tokens(
+    model: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is in nats for each token that there was, on all texts; other text loses more."""
+    _with(monkeypatch, (1024, 1e-9, 1e-9))
+    same, other = tmp_path / "same.txt", tmp_path / "other.txt"
+    same.write_text(f"{WORDS} " * 40)
+    other.write_text("Philosophers disagreed vehemently about metaphysical consequences. " * 40)
+    given: dict[str, Any] = {"calibration": text, "compute": CPU}
+    record = niwaki.compress(model, tmp_path / "out", loss=0.2, also=[str(same)], **given)
+    assert record.structure
+    assert record.structure.vocabulary == {"before": ROWS, "after": 1024}
+    assert record.notes[-1].startswith("the smallest within the bound is 1,024 of 4,096 tokens, ")
+    assert f"nats a token on {same}" in record.notes[-1]
+    assert "bits a byte" not in record.notes[-1]
+    measurement = Measurement(str(other), samples=4, length=32)
+    after, before = evaluate_both(tmp_path / "out", model, measurement, CPU, {})
+    assert after.lost_from(before).nats > 0.5
