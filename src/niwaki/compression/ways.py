@@ -259,6 +259,8 @@ class Ways:
         for kind, way in self._to(asked):
             if way.size <= asked and (kind not in best or way.loss < best[kind].loss):
                 best[kind] = way
+        if not best:  # bits are tried in hundredths
+            return min((each.smallest for each in (self, *self._with_fewer_tokens())), key=lambda way: way.size), []
         first, *others = sorted(best.values(), key=lambda way: way.loss)
         return first, others
 
@@ -277,7 +279,6 @@ class Ways:
             for left in reversed(self._lefts) if self.runtime == "llama.cpp" else ():
                 if (bits := self._average(asked, ends, left)) >= 4:
                     yield "parameters", self._smaller(left, bits, ends)
-        yield "the smallest", self.smallest
         for each in self._with_fewer_tokens():
             yield from (("fewer tokens", way) for _, way in each._to(asked))
 
