@@ -19,6 +19,7 @@ from niwaki import Calibration, Compute, Measurement, NiwakiError
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.compression.compress import Compression, plan_compression
 from niwaki.compression.foresight import foresee
+from niwaki.compression.part import PartOf
 from niwaki.compression.trials import last_that_holds
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.layer.grid import Grid
@@ -111,7 +112,7 @@ def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch,
 def test_what_rounding_the_head_and_embeddings_costs(model: Path) -> None:
     """Of 8 bits, which are not fitted: the divergence with one of the two rounded, and with the other, as a whole."""
     tokens = random_tokens(1, 24, seed=3)
-    given = (Calibration(tokens.repeat(4, 1)), CPU, Progress())
+    given = (Calibration(tokens.repeat(4, 1)), CPU, PartOf(Progress(), "looking"))
     found = foresee(Checkpoint(model), Grid(8, 64, 8.0), (8, 4), *given)
     expected = []
     for rounded in ("", "model.embed_tokens.weight", "lm_head.weight"):

@@ -16,6 +16,7 @@ from niwaki.cache import cached_directory, read_cached, write_cached
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.compression.fewer_tokens import LookingAtTokens, TokenCosts
+from niwaki.compression.part import PartOf
 from niwaki.errors import NiwakiError, UnsupportedModelError
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.linalg import STRIP
@@ -42,7 +43,6 @@ from niwaki.pruning.mixed_bits import (
     remembered_costs,
 )
 from niwaki.pruning.request import rounds_to_nearest
-from niwaki.records.progress import Progress
 from niwaki.records.record import versions
 from niwaki.runs import duration
 from niwaki.runs.recipe import digests_of_texts
@@ -127,7 +127,7 @@ def foresee(
     ends: Sequence[int],
     calibration: Calibration,
     compute: Compute,
-    progress: Progress,
+    progress: PartOf,
 ) -> Foresight:
     """Looks at the model in two and a half passes forward and one backward over a little of the calibration text.
 
@@ -145,6 +145,7 @@ def foresee(
     world = current_session().world
     with contextlib.closing(MemoryBudget(compute.budget)) as budget:
         model = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
+        progress.blocks = len(model.blocks)
         text = with_answers(model, calibration, compute.budget, world, progress)
         texts = Texts.read(model, text, Measurement(samples=0))
         for note in texts.notes:

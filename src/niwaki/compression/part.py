@@ -31,7 +31,9 @@ class PartOf(Progress):
     """Tells ``outer`` in a line with a ``name`` what a part of it does, such as one trial of several."""
 
     def __init__(self, outer: Progress, name: str) -> None:
-        self._outer, self._name, self._stage, self._blocks = outer, name, name, 0
+        self._outer, self._name, self._stage = outer, name, name
+        #: How many blocks the part goes through, as far as that is known.
+        self.blocks = 0
         self._about = ""
 
     def status(self, what: str, done: int = 0, count: int = 0) -> None:
@@ -50,10 +52,10 @@ class PartOf(Progress):
         self._outer.status(f"{self._stage}{self._about}")
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
-        self._blocks = blocks
+        self.blocks = blocks
 
     def stage(self, block: int, name: str, steps: int) -> None:
-        self._outer.status(f"{self._stage}{self._about}: {name}", block, self._blocks)
+        self._outer.status(f"{self._stage}{self._about}: {name}", block, self.blocks)
 
     def stopped(self, done: int, blocks: int, where: str = "") -> None:
         self._outer.stopped(done, blocks, ", ".join(filter(None, (self._name, where))))
