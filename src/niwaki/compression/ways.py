@@ -78,7 +78,7 @@ class Way:
         own, other = costs.of(tokens) or (math.inf, math.inf)
         return replace(
             self,
-            words=f"{tokens:,} of {costs.rows:,} tokens, {self.words}" if self.words else f"{tokens:,} tokens",
+            words=", ".join(filter(None, (f"{tokens:,} of {costs.rows:,} tokens", self.words))),
             stages=(ShrinkVocabulary(tokens), *self.stages),
             nats=None if self.nats is None else self.nats + own,
             elsewhere=self.elsewhere + other - own,
