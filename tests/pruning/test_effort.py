@@ -29,7 +29,15 @@ from niwaki.recipes import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
 from support.arguments import arguments
-from support.models import decoder_blocks, each_family, is_pruned, message, random_tokens, reference, save_model
+from support.models import (
+    decoder_blocks,
+    half_of_the_families,
+    is_pruned,
+    message,
+    random_tokens,
+    reference,
+    save_model,
+)
 from support.runs import StopAt, files, raw, tensors, zeros
 from support.streams import save_starved
 
@@ -121,7 +129,7 @@ def test_methods_that_are_named_are_plain(tmp_path: Path) -> None:
 # What comes of it
 
 
-@each_family(0)
+@pytest.mark.parametrize("case", half_of_the_families(0))
 @pytest.mark.slow
 def test_every_family(tmp_path: Path, case: str) -> None:
     """The right weights are pruned, and nothing besides is changed."""

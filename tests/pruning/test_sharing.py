@@ -90,7 +90,12 @@ def check(model: Path, out: Path, record: Record, case: str) -> None:
         assert any(f"blocks {', '.join(map(str, blocks))} share" in note for note in record.notes)
 
 
-@pytest.mark.parametrize("effort", ["fast", "balanced", "fast:epochs=1", "balanced:allocation=owl"])
+EFFORTS = ("fast", "balanced", "fast:epochs=1", "balanced:allocation=owl")
+ALL_EFFORTS = [(case, effort) for case in CASES for effort in EFFORTS]
+SOME_EFFORTS = [("zamba", "balanced"), ("zamba", "fast:epochs=1"), *(("zamba2", EFFORTS[i]) for i in (0, 1, 3))]
+
+
+@pytest.mark.parametrize(("case", "effort"), ALL_EFFORTS if FULL else SOME_EFFORTS)
 @pytest.mark.slow
 def test_every_effort(tmp_path: Path, model: Path, case: str, effort: str) -> None:
     record = run(model, tmp_path / "out", solver="sparsegpt", effort=effort)

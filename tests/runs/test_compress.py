@@ -27,6 +27,7 @@ from niwaki.layer.rounding import to_nearest
 from niwaki.pruning.mixed_bits import examined
 from niwaki.records.progress import Progress
 from support.command import Command
+from support.covering import FULL
 from support.models import FEW_TOKENS, add_small_tokenizer, random_model, random_tokens
 from support.pairs import save_pair_model
 from support.runs import StopAt, files
@@ -131,8 +132,15 @@ def test_what_rounding_the_head_and_embeddings_costs(model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["niwaki", "llama.cpp"])
-@pytest.mark.parametrize("size", [0.6, 0.5, 0.42, 0.36, 0.31, 0.27])
+@pytest.mark.parametrize(
+    ("runtime", "size"),
+    [
+        (runtime, size)
+        for i, size in enumerate((0.6, 0.5, 0.42, 0.36, 0.31, 0.27))
+        for runtime in ("niwaki", "llama.cpp")
+        if FULL or runtime == ("niwaki" if size < 0.35 else ("niwaki", "llama.cpp")[i % 2])
+    ],
+)
 def test_a_size_is_never_exceeded(model: Path, runtime: Any, size: float, tmp_path: Path) -> None:
     if runtime == "llama.cpp" and size < 0.35:
         pytest.skip("with embeddings of 8 bits this is a smaller model, which is tried below")

@@ -138,7 +138,7 @@ def test_stopped_anywhere(tmp_path: Path, stages: tuple[Any, ...]) -> None:
     model, whole = save_model(tmp_path / "model", "llama grouped"), StopAfter()
     work(model, tmp_path / "whole", *stages, progress=whole)
     expected = files(tmp_path / "whole")
-    for turn, number in enumerate(range(1, whole.count, max(1, whole.count // (9 if FULL else 4)))):
+    for turn, number in enumerate(range(1, whole.count, max(1, whole.count // (9 if FULL else 3)))):
         if turn % 2:
             (tmp_path / "out").mkdir()
         for at in (number, number // 2 + 1):

@@ -225,6 +225,13 @@ def some_of_each_family(turn: int) -> list[Any]:
     return [param for param in EACH_CASE if FULL or param.values[0] in chosen]
 
 
+def half_of_the_families(turn: int) -> list[Any]:
+    """Cases of half of the families, at the next turn of the others, and those like no other."""
+    params = some_of_each_family(turn)
+    kept = {*COMMON, *HANDED_ON}
+    return [each for i, each in enumerate(params) if FULL or i % 2 == turn % 2 or each.values[0] in kept]
+
+
 def each_family(turn: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", some_of_each_family(turn))
 

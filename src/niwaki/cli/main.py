@@ -1,6 +1,7 @@
 """How the command line begins and ends: at any moment with an exit code, and with one line for what went wrong."""
 
 import errno
+import functools
 import io
 import os
 import re
@@ -94,17 +95,24 @@ def _run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # such as for "±" where the output is ASCII
-    from typer.main import get_command
-
-    from niwaki.cli.app import app
     from niwaki.cli.common import writing
 
-    command, (first, *others) = get_command(app), sys.argv[1:] or [""]
+    command, (first, *others) = _commands(), sys.argv[1:] or [""]
     arguments = [*others, _AS_COMMANDS[first]] if first in _AS_COMMANDS else sys.argv[1:]
     with command.make_context("niwaki", arguments) as context:
         command.invoke(context)
     with writing(sys.stdout):
         sys.stdout.flush()  # what libraries printed
+
+
+@functools.cache
+def _commands() -> Any:
+    """All of them, which take long to make of their functions where one after the other runs in a process."""
+    from typer.main import get_command
+
+    from niwaki.cli.app import app
+
+    return get_command(app)
 
 
 def _ending(error: BaseException, number: int) -> tuple[int, str]:

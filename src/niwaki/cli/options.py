@@ -7,6 +7,7 @@ the docstring says of it under "Options" or "More options"; ``{solvers}`` and th
 :data:`_NAMES`. ``--help`` shows the first sentence of what is under "Options", ``--help-all`` all of both.
 """
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -270,11 +271,20 @@ class Command(TyperCommand):
     """A command whose ``--help`` fits on a screen: common options, a sentence each; ``--help-all`` has all of both."""
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
-        for each in () if ctx.meta.get(_ALL) else self.params:
-            option: Any = each
-            option.hidden = _is_more(option)
-            option.help = first_sentence(option.help or "")
-        super().format_help(ctx, formatter)
+        whole = self.params
+        if not ctx.meta.get(_ALL):
+            self.params = [_in_short(option) for option in whole]
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.params = whole
+
+
+def _in_short(option: Any) -> Any:
+    short = copy.copy(option)
+    short.hidden = _is_more(option)
+    short.help = first_sentence(option.help or "")
+    return short
 
 
 def first_sentence(text: str) -> str:

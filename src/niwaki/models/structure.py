@@ -1,6 +1,7 @@
 """The structure of a model, as transformers builds it from ``config.json``, without its weights."""
 
 import contextlib
+import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,11 @@ from niwaki.models.families import is_in_tower
 _MOST_PARTS = 10_000
 #: What transformers itself has for attention and experts, everywhere.
 _OWN_CODE = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
+#: The last models of this process by config.json and dtype, since to build one takes several times as long as to copy
+#: it; none so large (hundreds of blocks) that to build it again is the least of a run.
+_KEPT: dict[tuple[bytes, torch.dtype], bytes] = {}
+_MOST_KEPT = 64
+_LARGEST_KEPT = 1 << 20
 
 
 def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -41,8 +47,30 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """
     file = directory / "config.json"
     with refusals(file):
-        check_sizes(read_json(file), file)
+        values = read_json(file)
+        check_sizes(values, file)
+        key = (pickle.dumps(values), dtype)
+    if key in _KEPT:
+        kept: PreTrainedModel = pickle.loads(_KEPT[key])  # noqa: S301  (what this process has written)
+        return kept
+    model = _built(directory, dtype)
+    try:
+        content = pickle.dumps(model)
+    except (AttributeError, TypeError, RecursionError, pickle.PicklingError):  # of functions that have no name
+        return model
+    # Where other files are named there, transformers takes one of them instead.
+    if len(content) <= _LARGEST_KEPT and "configuration_files" not in values:
+        _KEPT[key] = content
+        if len(_KEPT) > _MOST_KEPT:
+            del _KEPT[next(iter(_KEPT))]
+    return model
+
+
+def _built(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The same, by transformers."""
+    with refusals(directory / "config.json"):
         config = read_config(directory)
+        config.name_or_path = ""  # nothing hangs on where it is
         if config.is_encoder_decoder and type(config) not in auto_class(config)._model_mapping:
             raise UnsupportedModelError(
                 f"{directory} is an encoder with a decoder ({config.model_type}), and transformers has no model of "
