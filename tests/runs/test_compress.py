@@ -103,9 +103,11 @@ def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch,
     first, second = (plan_compression(model, 0.3, calibration=text, compute=CPU) for _ in range(2))
     assert first == second
     assert len(looked) == 1
+    plan_compression(model, 0.3, calibration=text.view(9, 16), compute=CPU)  # other windows of the same tokens
+    assert len(looked) == 2
     monkeypatch.setattr("niwaki.pruning.mixed_bits.examined", look)  # by which the run itself would look again
     niwaki.compress(model, tmp_path / "out", 0.36, calibration=text[1:], compute=CPU, measurement=None)
-    assert len(looked) == 2
+    assert len(looked) == 3
 
 
 def test_what_rounding_the_head_and_embeddings_costs(model: Path) -> None:
