@@ -110,6 +110,18 @@ def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch,
     assert len(looked) == 3
 
 
+def test_one_of_several_processes_says_what_is_planned(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {**LOOKED, "measurement": None}
+    for number, first in enumerate((True, False)):
+        session = SimpleNamespace(world=SimpleNamespace(first=first))
+        monkeypatch.setattr("niwaki.compression.compress.current_session", lambda session=session: session)
+        progress = StopAt(0)
+        niwaki.compress(model, tmp_path / str(number), 0.8, **given, progress=progress)
+        assert any("plan for" in note for note in progress.notes) == first
+
+
 def test_what_rounding_the_head_and_embeddings_costs(model: Path) -> None:
     """Of 8 bits, which are not fitted: the divergence with one of the two rounded, and with the other, as a whole."""
     tokens = random_tokens(1, 24, seed=3)
