@@ -105,9 +105,23 @@ def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch,
     first, second = (plan_compression(model, 0.3, calibration=text, compute=CPU) for _ in range(2))
     assert first == second
     assert len(looked) == 1
+    plan_compression(model, 0.3, calibration=text.view(9, 16), compute=CPU)  # other windows of the same tokens
+    assert len(looked) == 2
     monkeypatch.setattr("niwaki.pruning.mixed_bits.examined", look)  # by which the run itself would look again
     niwaki.compress(model, tmp_path / "out", 0.36, calibration=text[1:], compute=CPU, measurement=None)
-    assert len(looked) == 2
+    assert len(looked) == 3
+
+
+def test_one_of_several_processes_says_what_is_planned(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {**LOOKED, "measurement": None}
+    for number, first in enumerate((True, False)):
+        session = SimpleNamespace(world=SimpleNamespace(first=first))
+        monkeypatch.setattr("niwaki.compression.compress.current_session", lambda session=session: session)
+        progress = StopAt(0)
+        niwaki.compress(model, tmp_path / str(number), 0.8, **given, progress=progress)
+        assert any("plan for" in note for note in progress.notes) == first
 
 
 def test_what_rounding_the_head_and_embeddings_costs(model: Path) -> None:

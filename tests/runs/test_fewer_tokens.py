@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,18 @@ from niwaki import Calibration, Compute, Measurement
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.compression.compress import plan_compression
 from niwaki.compression.fewer_tokens import LookingAtTokens, TokenCosts
-from niwaki.compression.foresight import foresee
-from niwaki.compression.ways import SmallerWays
+from niwaki.compression.foresight import Foresight, foresee
+from niwaki.compression.ways import Parts, SmallerWays, Ways
 from niwaki.evaluation.evaluate import evaluate_both
+from niwaki.layer.grid import Grid
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.perplexity import Perplexity
+from niwaki.records.progress import Progress
+from niwaki.shrinking.model_tokens import ModelTokens
+from niwaki.shrinking.token_choice import Size
 from niwaki.texts.texts import Texts
-from support.models import add_tokenizer, random_model, random_tokens
+from support.models import add_tokenizer, edit_json, random_model, random_tokens
 
 CPU = Compute("cpu", "float32")
 ROWS = 4096
@@ -91,8 +96,13 @@ def test_what_a_removed_token_costs(model: Path, tmp_path: Path) -> None:
     whole.model.embed_tokens.weight.data = weight[looking._kept]
     whole.save_pretrained(small)
     lost = _nats(small, after.tokens, after.spans) - _nats(model, before.tokens, before.spans)
-    gone = sum(number not in looking._new for number in before.tokens.flatten().tolist())
-    assert gone > 20
+    predicted = (
+        token
+        for window, (first, end) in zip(before.tokens, before.spans.tolist(), strict=True)
+        for token in window[first:end].tolist()
+    )
+    gone = sum(token not in looking._new for token in predicted)
+    assert looking._removed == gone > 20
     # What it costs counts as much as how many are gone of all windows that were not counted, of which these are some.
     (*_, (_, own, other)) = found.sizes
     assert other >= own > 0
@@ -175,6 +185,35 @@ def test_a_ladder_of_smaller_models_without_foresight() -> None:
     assert all(way.nats is None and way.tokens is None for way in ways)
 
 
+def test_rows_that_the_tokenizer_does_not_have(tmp_path: Path) -> None:
+    """They cost nothing, and a number of tokens between these two is none to ask for."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 3 * ROWS // 2}
+    random_model("llama", tie_word_embeddings=True, **sizes).save_pretrained(tmp_path)
+    streamed = StreamedModel(Checkpoint(add_tokenizer(tmp_path)), "cpu", "float32")
+    windows = Texts.read(streamed, Calibration("demo", samples=16, length=32), Measurement(samples=0)).windows
+    looking = LookingAtTokens.of(streamed, Calibration("demo"), windows)
+    assert looking
+    costs = looking.found()
+    assert costs.unused == ROWS // 2
+    assert costs.sizes[0][0] == 3840
+    assert costs.of(ROWS) == (0.0, 0.0)
+    assert costs.of(ROWS + 1) is None
+    sight = Foresight({}, [], {}, (), costs)
+    way, _ = SmallerWays(10**6, 2 * 10**6, 0, (), sight).to(0.99)
+    assert way.tokens == ROWS - 64
+
+
+def test_a_ladder_goes_on_with_fewer_tokens(model: Path, text: Calibration) -> None:
+    checkpoint = Checkpoint(model)
+    sight = foresee(checkpoint, Grid(8, 64, 8.0), (8, 6, 5, 4), text, CPU, Progress())
+    parts = Parts.of(StreamedModel(checkpoint, "cpu"), checkpoint.size, "niwaki")
+    ways = Ways(parts, "niwaki", (), replace(sight, tokens=TokenCosts(ROWS, 128, ((1024, 0.1, 0.1),))))
+    ladder = ways.ladder()
+    assert ladder[-1].tokens == 1024
+    assert ladder[-1].size < 0.9 * ways.smallest.size
+    assert [way.size for way in ladder] == sorted((way.size for way in ladder), reverse=True)
+
+
 def test_losses_of_models_with_other_tokens() -> None:
     """In nats for each token of the first: those of the text, by its windows."""
     common: dict[str, Any] = {"standard_error": None, "windows": 2, "text": "t", "bytes": (40, 60)}
@@ -205,8 +244,8 @@ def test_both_models_on_the_same_text(model: Path, text: Calibration, tmp_path: 
     assert same == whole == known["demo"] == niwaki.evaluate(model, measurement, compute=CPU)
 
 
-def test_tokens_that_cannot_be_removed(model: Path, text: Calibration, tmp_path: Path) -> None:
-    """No way has fewer then: of a tokenizer that is not known, and of a text that is too short to choose by."""
+def test_tokens_that_cannot_be_removed(model: Path, tmp_path: Path) -> None:
+    """No way has fewer then: of a text that is too short to choose by, and of files that are not known or wrong."""
     streamed = StreamedModel(Checkpoint(model), "cpu", "float32")
     few = random_tokens(1, 32)
     assert LookingAtTokens.of(streamed, Calibration(few), niwaki.Windows(few, "tokens")) is None
@@ -214,12 +253,34 @@ def test_tokens_that_cannot_be_removed(model: Path, text: Calibration, tmp_path:
     other.mkdir()
     for file in model.iterdir():
         (other / file.name).write_bytes(file.read_bytes())
+    text = Calibration("demo", samples=16, length=32)
+    streamed = StreamedModel(Checkpoint(other), "cpu", "float32")
+    windows = Texts.read(streamed, text, Measurement(samples=0)).windows
+    assert LookingAtTokens.of(streamed, text, windows)
+    named = other / "generation_config.json"
+    before = named.read_bytes()
+    edit_json(named, pad_token_id=ROWS)
+    assert LookingAtTokens.of(StreamedModel(Checkpoint(other), "cpu", "float32"), text, windows) is None
+    named.write_bytes(before)
     content = json.loads((other / "tokenizer.json").read_text())
     content["model"]["dropout"] = 0.5
     (other / "tokenizer.json").write_text(json.dumps(content))
+    assert LookingAtTokens.of(StreamedModel(Checkpoint(other), "cpu", "float32"), text, windows) is None
+    (other / "tokenizer.json").write_text("{}")
+    tokens = random_tokens(700, 32, vocabulary=ROWS)
     streamed = StreamedModel(Checkpoint(other), "cpu", "float32")
-    windows = Texts.read(streamed, text, Measurement(samples=0)).windows
-    assert LookingAtTokens.of(streamed, text, windows) is None
+    assert LookingAtTokens.of(streamed, Calibration(tokens), niwaki.Windows(tokens, "tokens")) is None
+
+
+def test_tokens_that_a_file_beside_the_tokenizer_names(model: Path, tmp_path: Path) -> None:
+    """They stay, also such as tokenizer.json has as text or not at all."""
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    added = {"4000": {"content": "<new>", "special": True}}
+    edit_json(tmp_path / "tokenizer_config.json", added_tokens_decoder=added)
+    tokens = ModelTokens(StreamedModel(Checkpoint(tmp_path), "cpu", "float32"))
+    new = tokens.choose(torch.full((ROWS,), 1 / ROWS), Size(1024))
+    assert 4000 in new
+    assert tokens.tokenizer(new)
 
 
 @pytest.mark.slow

@@ -257,8 +257,10 @@ def test_after_it_others(tmp_path: Path) -> None:
     assert record.structure.parameters["before"] == sum(
         math.prod(entry.shape) for entry in Checkpoint(model).entries.values()
     )
-    costs = [cost.unit if cost else "" for _, cost in record.costs()]
-    assert costs == ["bits a byte", "nats a token", "nats a token"]
+    costs = [cost for _, cost in record.costs() if cost]
+    assert [cost.unit for cost in costs] == 3 * ["bits a byte"]
+    total = record.perplexity["after"].above(record.perplexity["before"])
+    assert sum(cost.nats for cost in costs) == pytest.approx(total.nats)
     assert record.perplexity["after"].bytes == record.perplexity["before"].bytes
 
 

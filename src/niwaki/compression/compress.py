@@ -24,7 +24,7 @@ from niwaki.recipes import run
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
-from niwaki.runs.session import remembering
+from niwaki.runs.session import current_session, remembering
 from niwaki.runs.stage import USUAL_WINDOWS, Stage
 from niwaki.texts.sources import usual_calibration
 
@@ -128,6 +128,8 @@ def compress(
     check_how_small(size, parameters, loss, speed, runtime)
     if also and loss is None:
         raise UsageError("more texts to measure on are for a loss; give one too, or measure the result with eval")
+    if not current_session().world.first:
+        progress = None  # of several processes the first says how it goes
     if loss is None and speed is None:
         where = Compute.of(compute)
         wanted = model, size, parameters, runtime, max_time

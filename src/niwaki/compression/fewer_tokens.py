@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
+from niwaki.errors import CalibrationError, CheckpointError, UnsupportedModelError, UsageError
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
@@ -41,15 +41,22 @@ class TokenCosts:
         weights: How many weights go with each.
         sizes: Numbers of tokens that could stay, in descending order, each with what that costs on text like the one
             that they are chosen by, and on text of other kinds.
+        unused: How many of them the tokenizer does not have.
     """
 
     rows: int
     weights: int
     sizes: tuple[tuple[int, float, float], ...]
+    unused: int = 0
+
+    @property
+    def most(self) -> int:
+        """The most that can stay where some are removed."""
+        return self.rows - self.unused - 1
 
     def of(self, tokens: int) -> tuple[float, float] | None:
         """The two costs of any number of tokens; None for fewer than are known."""
-        for (more, *first), (fewer, *second) in pairwise([(self.rows, 0.0, 0.0), *self.sizes]):
+        for (more, *first), (fewer, *second) in pairwise([(self.rows - self.unused, 0.0, 0.0), *self.sizes]):
             if fewer <= tokens <= more:
                 part = (more - tokens) / (more - fewer)
                 own, other = (one + part * (two - one) for one, two in zip(first, second, strict=True))
@@ -79,14 +86,18 @@ class LookingAtTokens:
             size = int(share * tokens.rows) // _MULTIPLE * _MULTIPLE
             try:
                 new = tokens.choose(shares, Size(size))
-            except UsageError:  # fewer than have to stay, from here on
-                break
+            except UsageError:  # fewer than have to stay, or as many as the tokenizer has
+                continue
             kept = torch.tensor([number for number in new if number < tokens.rows])
             own = 1 - float(torch.isin(held.tokens, kept).double().mean())
             self._gone[size] = own, sum(value for number, value in ranks.items() if number not in new)
             self._kept, self._new = kept, new
-        self._held = held.of(torch.arange(max(1, min(len(held.tokens), _RUN // held.tokens.shape[1]))))
         self._removed, self._lost = 0, 0.0
+        if self._gone:
+            run = held.of(torch.arange(max(1, min(len(held.tokens), _RUN // held.tokens.shape[1]))))
+            bos = None if run.bos is None else self._new[run.bos]
+            #: Some windows, and the same text with the fewest tokens.
+            self._pair = same_text(run, model.tokenizer, tokens.tokenizer(self._new), bos, model.positions)
 
     @classmethod
     def of(cls, model: StreamedModel, calibration: Calibration, windows: Windows) -> LookingAtTokens | None:
@@ -97,23 +108,15 @@ class LookingAtTokens:
         held = windows.of(torch.linspace(0, len(windows.tokens) - 1, count).long())
         try:
             tokens, counts = ModelTokens(model), count_tokens(model, calibration, held.tokens)
-        except (UnsupportedModelError, CalibrationError):
+            if counts.tokens - held.tokens.numel() < _COUNTED * tokens.rows:
+                return None
+            looking = cls(model, tokens, held, counts.shares)
+        except (UnsupportedModelError, CheckpointError, CalibrationError):
             return None
-        if counts.tokens - held.tokens.numel() < _COUNTED * tokens.rows:
-            return None
-        looking = cls(model, tokens, held, counts.shares)
         return looking if looking._gone else None
 
     def changed(self, budget: MemoryBudget) -> list[HiddenStates]:
         """The first block's inputs for some windows, and for the same text with the fewest tokens."""
-        tokenizer, bos = self._model.tokenizer, self._held.bos
-        self._pair = same_text(
-            self._held,
-            tokenizer,
-            self._tokens.tokenizer(self._new),
-            None if bos is None else self._new[bos],
-            self._model.positions,
-        )
         before, after = self._pair
         # As numbers of the whole model, whose embeddings and head have these rows too.
         old = torch.tensor([*self._new])[after.tokens]
@@ -127,10 +130,13 @@ class LookingAtTokens:
         ]
         first, second = (each.nats * each.tokens for each in measured)
         self._lost = second - first
-        self._removed = int((~torch.isin(self._pair[0].tokens, self._kept)).sum())
+        tokens, spans = self._pair[0].tokens, self._pair[0].spans
+        assert spans is not None
+        predicted = (place := torch.arange(tokens.shape[1])) >= spans[:, :1]
+        self._removed = int((predicted & (place < spans[:, 1:]) & ~torch.isin(tokens, self._kept)).sum())
 
     def found(self) -> TokenCosts:
         """What was found out."""
         each = max(_LEAST, (self._lost + _USUAL * _COUNTS_AS) / (self._removed + _COUNTS_AS))
         sizes = tuple((size, own * each, max(own, other) * each) for size, (own, other) in self._gone.items())
-        return TokenCosts(self._tokens.rows, self._tokens.weights, sizes)
+        return TokenCosts(self._tokens.rows, self._tokens.weights, sizes, self._tokens.unused)

@@ -18,6 +18,7 @@ from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.compression.fewer_tokens import LookingAtTokens, TokenCosts
 from niwaki.compression.part import PartOf
 from niwaki.errors import NiwakiError, UnsupportedModelError
+from niwaki.files import digest
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.linalg import STRIP
 from niwaki.layer.patterns import Unstructured
@@ -52,7 +53,7 @@ from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 
 #: Goes up when anything else is foreseen of the same model: what earlier ones kept is not read then.
-_VERSION = 3
+_VERSION = 4
 #: On about how many tokens predictions are compared.
 _COMPARED = 512
 #: On about how many the model runs with rounded embeddings, at least one window.
@@ -206,12 +207,13 @@ def _place_of(
     model: StreamedModel, grid: Grid | None, ends: Sequence[int], tokens: Tensor, tf32: str, calibration: Calibration
 ) -> Path | None:
     """The file that has what is foreseen, so that a command that is repeated does not look again; None for nowhere."""
-    # Which tokens stay depends on the whole of the texts.
-    text = hashlib.sha256(raw_bytes(tokens)).hexdigest(), digests_of_texts(calibration)
+    # Which tokens stay depends on the whole of the texts, and on the tokenizer.
+    text = hashlib.sha256(raw_bytes(tokens)).hexdigest(), tuple(tokens.shape), digests_of_texts(calibration)
     how = str(model.dtype), model.device.type, tf32, torch.get_num_threads(), versions()
     of_grid = grid and (grid.choices, grid.group)
-    asked = _VERSION, model.checkpoint.fingerprint(), text, of_grid, tuple(ends), how
     with contextlib.suppress(OSError, ValueError):
+        names = {file.name: digest(file) for file in sorted(model.checkpoint.path.glob("*.json"))}
+        asked = _VERSION, model.checkpoint.fingerprint(), names, text, of_grid, tuple(ends), how
         return cached_directory("foresight", asked) / "costs.json"
     return None
 

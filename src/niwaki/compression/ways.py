@@ -177,7 +177,7 @@ class SmallerWays:
     def _with_fewer_tokens(self, left: float) -> Iterator[Way]:
         if self.foresight is None or (costs := self.foresight.tokens) is None:
             return
-        enough = costs.rows - math.ceil((self.count - left) / costs.weights)
+        enough = min(costs.most, costs.rows - math.ceil((self.count - left) / costs.weights))
         if costs.of(alone := enough // _TOKENS * _TOKENS):
             size = self._bytes(self.count - costs.removed(alone))
             yield Way("", size, self.heal, 0.0).with_tokens(alone, costs)
@@ -234,9 +234,9 @@ class Ways:
         return [each / 100 for each in _LEFT if self._matrices(each / 100) >= _LAST_LEFT * self.parts.matrices]
 
     def ladder(self) -> list[Way]:
-        """Ways in descending order of size, from 8 bits on."""
-        found = [self.largest]
-        while (asked := int(found[-1].size * (1 - _STEP))) >= self.smallest.size:
+        """Ways in descending order of size, from 8 bits to the smallest, with whatever tokens."""
+        found, least = [self.largest], min(each.smallest.size for each in (self, *self._with_fewer_tokens()))
+        while (asked := int(found[-1].size * (1 - _STEP))) >= least:
             found.append(self.to(asked)[0])
         return found
 

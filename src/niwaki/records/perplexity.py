@@ -121,12 +121,12 @@ class Perplexity:
         each = zip(self.losses, counts, self.bytes, strict=True)
         return [loss * count / math.log(2) / length for loss, count, length in each]
 
-    def above(self, other: Perplexity) -> Difference:
+    def above(self, other: Perplexity, by_bytes: bool = False) -> Difference:
         """How much greater the mean loss per token is than that of ``other``, measured on the same text.
 
-        If the two have different tokens for it, the result is in bits a byte.
+        If the two have different tokens for it, or if it is to be ``by_bytes``, the result is in bits a byte.
         """
-        if self.counts != other.counts and self.bits is not None and other.bits is not None:
+        if (by_bytes or self.counts != other.counts) and self.bits is not None and other.bits is not None:
             pairs = zip(self.bits_of_windows(), other.bits_of_windows(), strict=True)
             bits = [mine - theirs for mine, theirs in pairs]
             error = statistics.stdev(bits) / math.sqrt(len(bits)) if len(bits) > 1 else None

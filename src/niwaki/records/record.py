@@ -328,11 +328,16 @@ class Record(JsonFile):
         return zeros <= FEW_ZEROS * sum(math.prod(matrix.shape) for matrix in self.matrices)
 
     def costs(self) -> list[tuple[StageRecord, Difference | None]]:
-        """The stages, each with its cost: how many nats a token the loss after it is above the loss before it."""
+        """The stages, each with its cost: how many nats a token the loss after it is above the loss before it.
+
+        Where one of them changes the tokens, all are in bits a byte, so that they add up.
+        """
         found, before = list[tuple[StageRecord, Difference | None]](), self.perplexity.get("before")
+        measured = [each for each in (before, *(stage.perplexity for stage in self.stages)) if each]
+        by_bytes = any(each.counts != measured[0].counts for each in measured)
         for stage in self.stages:
             after = stage.perplexity
-            found.append((stage, after.above(before) if after and before else None))
+            found.append((stage, after.above(before, by_bytes) if after and before else None))
             before = after or before
         return found
 

@@ -61,7 +61,7 @@ def tiles(material: Material) -> list[Tile]:
                 gain = "of other tokens, which does not compare with the dense model's"
                 change = f"{100 * (after.bits / before.bits - 1):+.2f} % against dense, {before.bits:.4f}"
                 shown.append(("bits a byte", f"{after.bits:.4f}", change))
-            shown.append(("perplexity dense", with_error(before), where))
+            shown.append(("perplexity dense", with_error(before), measured_on(text, before)))
             if pruned := record.perplexity.get("pruned"):
                 shown.append(("perplexity pruned", with_error(pruned), "before healing"))
             shown.append((f"perplexity {'healed' if record.healing else 'pruned'}", with_error(after), gain))

@@ -16,7 +16,7 @@ from niwaki.models.tokens import encode, find_bos
 from niwaki.shrinking.token_choice import Size, choose, renumbered
 from niwaki.shrinking.token_ids import FILES, named
 from niwaki.shrinking.tokenizer_file import TokenizerFile
-from niwaki.shrinking.tokenizer_files import load_smaller
+from niwaki.shrinking.tokenizer_files import added_in, load_smaller
 from niwaki.texts.chat_templates import TemplateError, rendered
 from niwaki.texts.rows import ChatTemplate
 
@@ -60,6 +60,12 @@ class ModelTokens:
         entries = self._model.checkpoint.stored.entries
         return sum(prod(entries[key].shape[1:]) for key in self.keys)
 
+    @property
+    def unused(self) -> int:
+        """How many of them the tokenizer does not have, and nothing names."""
+        known = {*self.file.tokens.values(), *self.file.added.values(), *self._always}
+        return self.rows - sum(number < self.rows for number in known)
+
     def choose(self, shares: Tensor, size: Size) -> Mapping[int, int]:
         """By the number of each token that stays its new one; ``shares`` (tokens,) are those of a text.
 
@@ -82,7 +88,7 @@ class ModelTokens:
                     f"{where} names the token {number:,}, and the model has {self.rows:,}; correct or remove that"
                 )
         special = {number for number in tokenizer.all_special_ids if number in tokens}
-        return {*self._named, *special, *_of_template(tokenizer)}
+        return {*self._named, *special, *added_in(self._directory), *_of_template(tokenizer)}
 
 
 def _named_tokens(directory: Path) -> dict[int, Path]:

@@ -45,6 +45,15 @@ def load_smaller(directory: Path, file: TokenizerFile, new: Mapping[int, int]) -
         return load_tokenizer(path)
 
 
+def added_in(directory: Path) -> set[int]:
+    """The numbers of tokens that files beside tokenizer.json add to it, whether or not it has them."""
+    added, config = (
+        read_json(file) if (file := directory / name).is_file() else dict[str, Any]() for name in (_ADDED, _CONFIG)
+    )
+    decoder = config.get("added_tokens_decoder")
+    return {*added.values(), *(map(int, decoder) if isinstance(decoder, dict) else ())}
+
+
 def write_tokenizer(directory: Path, file: TokenizerFile, new: Mapping[int, int]) -> None:
     """Writes tokenizer.json, and again the other files there of the tokenizer, with the tokens ``new`` alone."""
     content = file.without(new)
