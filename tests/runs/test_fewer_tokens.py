@@ -20,6 +20,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.compression.compress import plan_compression
 from niwaki.compression.fewer_tokens import LookingAtTokens, TokenCosts
 from niwaki.compression.foresight import Foresight, foresee
+from niwaki.compression.part import PartOf
 from niwaki.compression.ways import Parts, SmallerWays, Ways
 from niwaki.evaluation.evaluate import evaluate_both
 from niwaki.layer.grid import Grid
@@ -73,7 +74,7 @@ def test_what_a_removed_token_costs(model: Path, tmp_path: Path) -> None:
     text = Calibration("demo", samples=64, length=64)
     windows = Texts.read(streamed, text, Measurement(samples=0)).windows
     looking = LookingAtTokens.of(streamed, text, windows)
-    assert looking
+    assert isinstance(looking, LookingAtTokens)
     states = looking.changed(MemoryBudget())
     for block in streamed.stream():
         for each in states:
@@ -192,22 +193,23 @@ def test_rows_that_the_tokenizer_does_not_have(tmp_path: Path) -> None:
     streamed = StreamedModel(Checkpoint(add_tokenizer(tmp_path)), "cpu", "float32")
     windows = Texts.read(streamed, Calibration("demo", samples=16, length=32), Measurement(samples=0)).windows
     looking = LookingAtTokens.of(streamed, Calibration("demo"), windows)
-    assert looking
+    assert isinstance(looking, LookingAtTokens)
     costs = looking.found()
     assert costs.unused == ROWS // 2
     assert costs.sizes[0][0] == 3840
     assert costs.of(ROWS) == (0.0, 0.0)
     assert costs.of(ROWS + 1) is None
     sight = Foresight({}, [], {}, (), costs)
-    way, _ = SmallerWays(10**6, 2 * 10**6, 0, (), sight).to(0.99)
+    way, _ = SmallerWays(10**6, 2 * 10**6, 0, (), foresight=sight).to(0.99)
     assert way.tokens == ROWS - 64
 
 
 def test_a_ladder_goes_on_with_fewer_tokens(model: Path, text: Calibration) -> None:
     checkpoint = Checkpoint(model)
-    sight = foresee(checkpoint, Grid(8, 64, 8.0), (8, 6, 5, 4), text, CPU, Progress())
+    sight = foresee(checkpoint, Grid(8, 64, 8.0), (8, 6, 5, 4), text, CPU, PartOf(Progress(), "looking"))
     parts = Parts.of(StreamedModel(checkpoint, "cpu"), checkpoint.size, "niwaki")
-    ways = Ways(parts, "niwaki", (), replace(sight, tokens=TokenCosts(ROWS, 128, ((1024, 0.1, 0.1),))))
+    costs = TokenCosts(ROWS, 128, ((1024, 0.1, 0.1),))
+    ways = Ways(parts, "niwaki", (), foresight=replace(sight, tokens=costs))
     ladder = ways.ladder()
     assert ladder[-1].tokens == 1024
     assert ladder[-1].size < 0.9 * ways.smallest.size
@@ -248,7 +250,10 @@ def test_tokens_that_cannot_be_removed(model: Path, tmp_path: Path) -> None:
     """No way has fewer then: of a text that is too short to choose by, and of files that are not known or wrong."""
     streamed = StreamedModel(Checkpoint(model), "cpu", "float32")
     few = random_tokens(1, 32)
-    assert LookingAtTokens.of(streamed, Calibration(few), niwaki.Windows(few, "tokens")) is None
+    assert LookingAtTokens.of(streamed, Calibration(few), niwaki.Windows(few, "tokens")) == "the text has one window"
+    tokens = few.repeat(40, 1)
+    why = LookingAtTokens.of(streamed, Calibration(tokens), niwaki.Windows(tokens, "tokens"))
+    assert why == "choosing them takes 16,384 tokens of text, and there are 1,280"
     other = tmp_path / "other"
     other.mkdir()
     for file in model.iterdir():
@@ -256,20 +261,23 @@ def test_tokens_that_cannot_be_removed(model: Path, tmp_path: Path) -> None:
     text = Calibration("demo", samples=16, length=32)
     streamed = StreamedModel(Checkpoint(other), "cpu", "float32")
     windows = Texts.read(streamed, text, Measurement(samples=0)).windows
-    assert LookingAtTokens.of(streamed, text, windows)
+    assert isinstance(LookingAtTokens.of(streamed, text, windows), LookingAtTokens)
     named = other / "generation_config.json"
     before = named.read_bytes()
     edit_json(named, pad_token_id=ROWS)
-    assert LookingAtTokens.of(StreamedModel(Checkpoint(other), "cpu", "float32"), text, windows) is None
+    why = LookingAtTokens.of(StreamedModel(Checkpoint(other), "cpu", "float32"), text, windows)
+    assert "names the token 4,096" in str(why)
     named.write_bytes(before)
     content = json.loads((other / "tokenizer.json").read_text())
     content["model"]["dropout"] = 0.5
     (other / "tokenizer.json").write_text(json.dumps(content))
-    assert LookingAtTokens.of(StreamedModel(Checkpoint(other), "cpu", "float32"), text, windows) is None
+    why = LookingAtTokens.of(StreamedModel(Checkpoint(other), "cpu", "float32"), text, windows)
+    assert "dropout" in str(why)
     (other / "tokenizer.json").write_text("{}")
     tokens = random_tokens(700, 32, vocabulary=ROWS)
     streamed = StreamedModel(Checkpoint(other), "cpu", "float32")
-    assert LookingAtTokens.of(streamed, Calibration(tokens), niwaki.Windows(tokens, "tokens")) is None
+    why = LookingAtTokens.of(streamed, Calibration(tokens), niwaki.Windows(tokens, "tokens"))
+    assert "not a tokenizer that can be read" in str(why)
 
 
 def test_tokens_that_a_file_beside_the_tokenizer_names(model: Path, tmp_path: Path) -> None:

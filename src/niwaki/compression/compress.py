@@ -41,6 +41,7 @@ class Compression:
         way: What will be done.
         others: The best way of each other kind to this size, in ascending order of the foreseen loss.
         reach: The largest and the smallest form for this program; empty if it has no sizes.
+        all_tokens: Why ways with fewer tokens were not considered; "" if they were, or if the model was not looked at.
     """
 
     model: str
@@ -50,6 +51,7 @@ class Compression:
     way: Way
     others: tuple[Way, ...] = ()
     reach: tuple[Way, ...] = ()
+    all_tokens: str = ""
 
     def __str__(self) -> str:
         lines = [f"{in_bytes(self.before)} now; plan for {self.runtime}: {self.way.words}", f"  {self._told(self.way)}"]
@@ -57,6 +59,8 @@ class Compression:
         for title, ways in (("foreseen to lose more:", self.others), ("other sizes:", self.reach)):
             if ways:
                 lines += [title, *(f"  {self._told(way)}: {way.words}" for way in ways)]
+        if self.all_tokens:
+            lines.append(f"fewer tokens were not considered: {self.all_tokens}")
         return "\n".join(lines)
 
     def _told(self, way: Way) -> str:
@@ -216,8 +220,10 @@ def _planned(
             raise UsageError(f"the model has {there:,} parameters, which is not more than the {left:,.0f} asked for")
         calibration = usual_calibration(calibration, progress or Progress())
         smaller = SmallerWays(there, before, weights_of_neurons(StreamedModel(checkpoint, "cpu")), heal)
-        way, others = _with_foresight(smaller, checkpoint, calibration, compute, progress).to(left)
-        return Compression(str(model), runtime, before, way.size, way, tuple(others)), calibration
+        smaller = _with_foresight(smaller, checkpoint, calibration, compute, progress)
+        way, others = smaller.to(left)
+        why = smaller.all_tokens
+        return Compression(str(model), runtime, before, way.size, way, tuple(others), all_tokens=why), calibration
     assert size is not None
     left = parse_compressed_size(size)
     asked = int(left * before) if left <= 1 else int(left)
@@ -230,7 +236,7 @@ def _planned(
         ways = _with_foresight(ways, checkpoint, calibration, compute, progress)
     way, others = ways.to(asked)
     reach = tuple(each for each in (ways.largest, ways.smallest) if each.words != way.words)
-    return Compression(str(model), runtime, before, asked, way, tuple(others), reach), calibration
+    return Compression(str(model), runtime, before, asked, way, tuple(others), reach, ways.all_tokens), calibration
 
 
 def _compared(way: Way, record: Record) -> Iterator[str]:

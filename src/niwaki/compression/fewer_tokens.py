@@ -100,20 +100,20 @@ class LookingAtTokens:
             self._pair = same_text(run, model.tokenizer, tokens.tokenizer(self._new), bos, model.positions)
 
     @classmethod
-    def of(cls, model: StreamedModel, calibration: Calibration, windows: Windows) -> LookingAtTokens | None:
-        """None where tokens of the model cannot be removed, or the text is too short to choose them by."""
+    def of(cls, model: StreamedModel, calibration: Calibration, windows: Windows) -> LookingAtTokens | str:
+        """Why not, where tokens of the model cannot be removed, or the text is too short to choose them by."""
         count = min(len(windows.tokens) // 2, max(1, EXAMINED // windows.tokens.shape[1]))
         if not count:
-            return None
+            return "the text has one window"
         held = windows.of(torch.linspace(0, len(windows.tokens) - 1, count).long())
         try:
             tokens, counts = ModelTokens(model), count_tokens(model, calibration, held.tokens)
-            if counts.tokens - held.tokens.numel() < _COUNTED * tokens.rows:
-                return None
+            if counts.tokens - held.tokens.numel() < (needed := _COUNTED * tokens.rows):
+                return f"choosing them takes {needed:,} tokens of text, and there are {counts.tokens:,}"
             looking = cls(model, tokens, held, counts.shares)
-        except (UnsupportedModelError, CheckpointError, CalibrationError):
-            return None
-        return looking if looking._gone else None
+        except (UnsupportedModelError, CheckpointError, CalibrationError) as error:
+            return str(error)
+        return looking if looking._gone else "hardly any token can be removed"
 
     def changed(self, budget: MemoryBudget) -> list[HiddenStates]:
         """The first block's inputs for some windows, and for the same text with the fewest tokens."""

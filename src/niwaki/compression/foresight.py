@@ -42,6 +42,7 @@ from niwaki.pruning.mixed_bits import (
     examined,
     foreseen,
     remembered_costs,
+    together,
 )
 from niwaki.pruning.request import rounds_to_nearest
 from niwaki.records.record import versions
@@ -53,7 +54,7 @@ from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 
 #: Goes up when anything else is foreseen of the same model: what earlier ones kept is not read then.
-_VERSION = 4
+_VERSION = 5
 #: On about how many tokens predictions are compared.
 _COMPARED = 512
 #: On about how many the model runs with rounded embeddings, at least one window.
@@ -65,9 +66,6 @@ _SOLVER = Wanda()
 #: What each cost becomes in a run: beside zeros the rest is fitted, which costs of bits have in them already. Removed
 #: neurons add to each other's errors: of two models a tenth and a quarter of the parameters, 1.2 to 3.6 times the sum.
 _IN_A_RUN = {"zeros": 0.65, "neurons": 1.9}
-#: How much more matrices cost together than each alone, by what the sum is: on two models 1.05 times where it is 0.01
-#: nats, 1.4 to 1.6 where it is 0.06 to 0.08, twice from 0.12 on.
-_TOGETHER, _AT_MOST = 8.0, 2.0
 #: Rows of the head that stand for all.
 _ROWS = 256
 
@@ -85,14 +83,14 @@ class Foresight:
         ends: By bits what rounding the embeddings and the head costs.
         neurons: For shares of the neurons, in ascending order, what it costs to remove these from each block; empty for
             models that have none of a known kind.
-        tokens: What fewer tokens cost; None where none can be removed, or the text is too short to choose them by.
+        tokens: What fewer tokens cost; or in words why that is not known.
     """
 
     bits: dict[Place, BitCosts]
     zeros: list[Curve]
     ends: dict[int, float]
     neurons: tuple[tuple[float, float], ...]
-    tokens: TokenCosts | None = None
+    tokens: TokenCosts | str = ""
 
     def of_matrices(self, average: float, zeros: float = 0.0) -> float:
         """Matrices of so many bits in the mean, each of as many as suit it, or all alike with a share of ``zeros``."""
@@ -100,7 +98,7 @@ class Foresight:
             cost = self._of_zeros(zeros) + (1 - zeros) * foreseen(self.bits, dict.fromkeys(self.bits, int(average)))
         else:
             cost = foreseen(self.bits, choose_bits(self.bits, average))
-        return cost * min(_AT_MOST, 1 + _TOGETHER * cost)
+        return together(cost)
 
     def _of_zeros(self, share: float) -> float:
         """That share of zeros, where they cost least."""
@@ -156,7 +154,7 @@ def foresee(
         place = _place_of(model, grid, ends, tokens, tf32, calibration) if world.first else None
         found = world.received(_kept(place))
         if found is None:
-            looking = _Looking(model, grid, ends, LookingAtTokens.of(model, text, windows) if world.first else None)
+            looking = _Looking(model, grid, ends, LookingAtTokens.of(model, text, windows) if world.first else "")
             operations = duration.looking(model, min(EXAMINED, tokens.numel()))
             progress.estimate(operations / (world.size * duration.products_per_second(model.device)))
             with products(tf32=False):
@@ -180,7 +178,7 @@ class _Costs:
     neurons: tuple[float, ...]  # for each of the _NEURONS, where the matrix is what neurons go into
 
 
-def _sum_of(costs: dict[Place, _Costs], ends: dict[int, float], tokens: TokenCosts | None) -> Foresight:
+def _sum_of(costs: dict[Place, _Costs], ends: dict[int, float], tokens: TokenCosts | str) -> Foresight:
     """What is foreseen for the model."""
     removed = [each.neurons for each in costs.values() if each.neurons]
     shares = zip(_NEURONS, *removed, strict=True) if removed else ()
@@ -199,7 +197,7 @@ _Kept = tuple[
     list[Curve],
     dict[int, float],
     tuple[tuple[float, float], ...],
-    TokenCosts | None,
+    TokenCosts | str,
 ]
 
 
@@ -228,7 +226,7 @@ class _Looking:
     """Looks at all parts of a model once."""
 
     def __init__(
-        self, model: StreamedModel, grid: Grid | None, ends: Sequence[int], tokens: LookingAtTokens | None
+        self, model: StreamedModel, grid: Grid | None, ends: Sequence[int], tokens: LookingAtTokens | str
     ) -> None:
         self._model, self._grid, self._group = model, grid, grid.group if grid else None
         self._neurons = _neuron_matrices(model)
@@ -264,7 +262,7 @@ class _Looking:
                 found.append(self._model.embed(tokens, budget=budget))
             finally:
                 hook.remove()
-        return found + (self.tokens.changed(budget) if self.tokens else [])
+        return found + (self.tokens.changed(budget) if isinstance(self.tokens, LookingAtTokens) else [])
 
     def see(self, halves: list[HiddenStates], changed: list[HiddenStates]) -> None:
         """What rounding embeddings and head costs, by the divergence of predictions for some tokens.
@@ -272,7 +270,7 @@ class _Looking:
         It is measured for numbers that are rounded to the nearest, in the head and before the first block, and each of
         the two counts as much as what is fitted leaves of its squared errors.
         """
-        if self.tokens:
+        if isinstance(self.tokens, LookingAtTokens):
             self.tokens.see(*changed[len(self.ends) :])
         if not self.ends:
             return
@@ -288,9 +286,9 @@ class _Looking:
             self.ends[bits] += of_head * _divergence(expected, self._predictions(dense, tokens, bits))
             self.ends[bits] += before * _divergence(expected, self._predictions(x, tokens))
 
-    def found_of_tokens(self) -> TokenCosts | None:
+    def found_of_tokens(self) -> TokenCosts | str:
         """What fewer tokens are foreseen to cost."""
-        return self.tokens.found() if self.tokens else None
+        return self.tokens.found() if isinstance(self.tokens, LookingAtTokens) else self.tokens
 
     def _head(self) -> Tensor:
         """(tokens, width) of the head, which is the table of embeddings where these are tied."""

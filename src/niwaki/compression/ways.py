@@ -8,7 +8,7 @@ alone. For all of them a model can have fewer tokens too.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from niwaki.choices import Runtime
@@ -141,7 +141,19 @@ def weights_of_neurons(model: StreamedModel) -> int:
 
 
 @dataclass(frozen=True)
-class SmallerWays:
+class _Foreseen:
+    """With what is foreseen of the model, if it was looked at."""
+
+    foresight: Foresight | None = field(default=None, kw_only=True)
+
+    @property
+    def all_tokens(self) -> str:
+        """Why there are no ways with fewer tokens; "" where there are, or where that was not looked at."""
+        return self.foresight.tokens if self.foresight and isinstance(self.foresight.tokens, str) else ""
+
+
+@dataclass(frozen=True)
+class SmallerWays(_Foreseen):
     """Those for transformers: dense models with fewer parameters than the ``count`` that takes ``before`` bytes now.
 
     ``heal`` is done at the end of each.
@@ -151,7 +163,6 @@ class SmallerWays:
     before: int
     of_neurons: int
     heal: tuple[Stage, ...]
-    foresight: Foresight | None = None
 
     def to(self, parameters: float) -> tuple[Way, list[Way]]:
         """The way to a share or a number of the parameters that is foreseen to lose least, and the other kinds."""
@@ -175,7 +186,7 @@ class SmallerWays:
         return _way(words, self._bytes(left), (Shrink(parameters=parameters), *self.heal), nats)
 
     def _with_fewer_tokens(self, left: float) -> Iterator[Way]:
-        if self.foresight is None or (costs := self.foresight.tokens) is None:
+        if self.foresight is None or isinstance(costs := self.foresight.tokens, str):
             return
         enough = min(costs.most, costs.rows - math.ceil((self.count - left) / costs.weights))
         if costs.of(alone := enough // _TOKENS * _TOKENS):
@@ -192,7 +203,7 @@ class SmallerWays:
 
 
 @dataclass(frozen=True)
-class Ways:
+class Ways(_Foreseen):
     """Those for "niwaki" and "llama.cpp".
 
     ``heal`` is done in all of them before embeddings and head are put on their grid. Without ``foresight`` there are
@@ -202,7 +213,6 @@ class Ways:
     parts: Parts
     runtime: Runtime
     heal: tuple[Stage, ...]
-    foresight: Foresight | None = None
     #: How many tokens it has left, where some are removed first.
     tokens: int | None = None
 
@@ -284,7 +294,7 @@ class Ways:
 
     def _with_fewer_tokens(self) -> Iterator["Ways"]:
         """Those of the same model with fewer tokens."""
-        if self.tokens is None and self.foresight and (costs := self.foresight.tokens):
+        if self.tokens is None and self.foresight and not isinstance(costs := self.foresight.tokens, str):
             for tokens, *_ in costs.sizes:
                 embeddings = self.parts.embeddings - costs.removed(tokens)
                 tokenizer = int(self.parts.tokenizer * tokens / costs.rows)  # of shorter tokens, the more common ones
@@ -294,7 +304,7 @@ class Ways:
     def _way(self, words: str, size: int, stages: tuple[Stage, ...], nats: float | None) -> Way:
         """A way of the model with all tokens or those that are left."""
         way = _way(words, size, stages, nats)
-        if self.tokens is None or self.foresight is None or self.foresight.tokens is None:
+        if self.tokens is None or self.foresight is None or isinstance(self.foresight.tokens, str):
             return way
         return way.with_tokens(self.tokens, self.foresight.tokens)
 
