@@ -67,7 +67,8 @@ def small(made: Any, measured: Any, others: Any) -> Lines:
         *markdown(["SmolLM2-135M", "size", "perplexity, WikiText-2", "perplexity, books", "tokens a second"], rows),
         "",
         f"Calibrated on {made['samples']} x {made['length']} tokens of other books, measured on "
-        f"{made['text_samples']} x {made['length']} of each text (lower is better; where tokens were removed, for each token that there was); "
+        f"{made['text_samples']} x {made['length']} of each text (lower is better; where tokens were removed, "
+        "for each token that there was); "
         f"{measured['machine']}. "
         "`python benchmarks/compress.py recipes`, `programs` and `speeds` measure it again ([beside other recipes of "
         "these sizes](docs/compress.md#beside-other-recipes)).",
@@ -310,8 +311,8 @@ def programs(made: Any) -> Lines:
         *markdown(["`--for`", "asked", "what is done", "MiB", "foreseen", *whole["losses"], "mean"], rows),
         "",
         f"SmolLM2-135M ({whole['bytes'] / 2**20:.0f} MiB), calibrated on {made['samples']} x {made['length']} tokens "
-        f"of books, nats above the dense model, for each of its tokens, on {made['text_samples']} x {made['length']} of "
-        "each text.",
+        "of books, nats above the dense model, for each of its tokens, on "
+        f"{made['text_samples']} x {made['length']} of each text.",
     ]
 
 
