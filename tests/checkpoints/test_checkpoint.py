@@ -403,7 +403,7 @@ def test_where_models_are(single: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert "is a file" in message(lambda: locate_model(str(single / "config.json")), UsageError)
     text = message(lambda: locate_model("someone/something"))
     assert "someone/something" in text
-    assert "no route to host" in text
+    assert "the Hugging Face hub cannot be reached" in text
     monkeypatch.chdir(tmp_path)
     shutil.copytree(single, tmp_path / "demo")
     assert locate_model("demo").resolve() == tmp_path / "demo"

@@ -249,7 +249,7 @@ def test_control_codes_of_a_model_are_shown_on_a_terminal(
         ((PROMPT, "--seed", str(2**63)), "the seed must be less than 2^63"),
         (("bad \udcff",), "the prompt 'bad \\udcff' is not valid Unicode text"),
         ((PROMPT, "--tokens", "256"), "256 tokens are more than the 256 positions"),
-        (("",), "the prompt '' has no tokens"),
+        (("",), "the prompt is empty; give some text"),
     ],
 )
 @pytest.mark.slow

@@ -501,7 +501,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     record = Record.from_json((tmp_path / "out/niwaki.json").read_text())
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
     for block in kept_blocks(record):
-        errors = [f"{item.error:.4f}" for item in record.matrices if item.block == block]
+        errors = [f"{item.error:.2g}" for item in record.matrices if item.block == block]
         assert len(errors) == 2
         assert rows[str(block)][1:] == errors
     (gone,) = set(range(3)) - set(kept_blocks(record))
