@@ -63,9 +63,11 @@ _CHANGED = 1024
 _ZEROS, _NEURONS = (0.2, 0.35, 0.5, 0.65, 0.8), (0.05, 0.1, 0.2, 0.35, 0.5)
 #: What makes the zeros.
 _SOLVER = Wanda()
-#: What each cost becomes in a run: beside zeros the rest is fitted, which costs of bits have in them already. Removed
-#: neurons add to each other's errors: of two models a tenth and a quarter of the parameters, 1.2 to 3.6 times the sum.
-_IN_A_RUN = {"zeros": 0.65, "neurons": 1.9}
+#: What is left of the cost of zeros by what the stages fit afterwards; of bits that is in the cost already.
+_OF_ZEROS = 0.65
+#: What removing neurons costs in a run, as a multiple of a power of the sum of what each block does: of two models, a
+#: tenth and a quarter of the parameters, within a quarter.
+_OF_NEURONS, _POWER = 1.1, 0.72
 #: Rows of the head that stand for all.
 _ROWS = 256
 
@@ -105,7 +107,7 @@ class Foresight:
         total = sum(curve.weights for curve in self.zeros)
         counts = allocate(self.zeros, round(share * total))
         costs = (curve.at(count / curve.weights) for curve, count in zip(self.zeros, counts, strict=True))
-        return _IN_A_RUN["zeros"] * math.fsum(costs)
+        return _OF_ZEROS * math.fsum(costs)
 
     def of_ends(self, bits: int) -> float:
         """Embeddings and head of so many bits."""
@@ -116,7 +118,7 @@ class Foresight:
         if not self.neurons or share > self.neurons[-1][0]:
             return None
         curve = Curve(1, ((0.0, 0.0), *self.neurons))
-        return _IN_A_RUN["neurons"] * curve.at(share)
+        return float(_OF_NEURONS * curve.at(share) ** _POWER)
 
 
 @torch.no_grad()
