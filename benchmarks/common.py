@@ -306,16 +306,12 @@ def add_measured(
 ) -> None:
     """Puts a ``cell`` with the losses of the model in ``directory`` on the ``sheet``, and says their means.
 
-    With the ``dense`` model that it is from, of which the sheet has a cell, losses are of the dense model's tokens also
-    where it has fewer.
+    With the ``dense`` model that it is from, which is first on the sheet and has more tokens, losses are of those.
     """
-    if dense and (cells := [cell for cell in sheet.cells if cell.get("recipe") == "dense"]):
-        losses = {
-            name: _lost(
-                directory, dense, Measurement(text, samples=text_samples, length=length), cells[0]["losses"][name]
-            )
-            for name, text in held.items()
-        }
+    if dense:
+        asked = {name: Measurement(text, samples=text_samples, length=length) for name, text in held.items()}
+        whole = sheet.cells[0]["losses"]
+        losses = {name: _lost(directory, dense, each, whole[name]) for name, each in asked.items()}
     else:
         found = measured(directory, held, text_samples, length, dtype)
         losses = {name: list(each.losses) for name, each in found.items()}

@@ -50,8 +50,7 @@ def _by_hand(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage
     They have one number of bits for all matrices or mixed ones, zeros with 4, 8 or 16 bits for the others, embeddings
     and head of 8 to 4 bits, and the efforts `fast` and `balanced`.
     """
-    before = sum(entry.size for entry in model.checkpoint.entries.values())
-    parts = Parts.of(model, before, "niwaki")
+    parts = Parts.of(model, "niwaki")
     room = 8 * ((1 - PADDING) * asked - parts.others - parts.headers)  # bits for matrices and embeddings
     for effort, ends in itertools.product(("fast", "balanced"), (8, 6, 5, 4)):
         last: list[Stage] = [QuantizeEmbeddings(f"int{ends}:64"), Pack()]
@@ -192,7 +191,8 @@ def bounds(
             weights = sum(file.stat().st_size for file in out.glob("*.safetensors"))
             facts: dict[str, Any] = {"bytes": weights, "seconds": time.perf_counter() - began, "said": done.notes[-1]}
             trials = sum(note.startswith("tried") for note in done.notes)
-            add(out, run=number, loss=loss, calibration=kind, trials=trials, **facts)
+            fewer = model if done.structure and done.structure.vocabulary else None
+            add(out, fewer, run=number, loss=loss, calibration=kind, trials=trials, **facts)
 
 
 def _halves(text: Path, work: Path) -> tuple[Path, Path]:

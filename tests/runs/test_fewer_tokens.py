@@ -207,7 +207,7 @@ def test_rows_that_the_tokenizer_does_not_have(tmp_path: Path) -> None:
 def test_a_ladder_goes_on_with_fewer_tokens(model: Path, text: Calibration) -> None:
     checkpoint = Checkpoint(model)
     sight = foresee(checkpoint, Grid(8, 64, 8.0), (8, 6, 5, 4), text, CPU, PartOf(Progress(), "looking"))
-    parts = Parts.of(StreamedModel(checkpoint, "cpu"), checkpoint.size, "niwaki")
+    parts = Parts.of(StreamedModel(checkpoint, "cpu"), "niwaki")
     costs = TokenCosts(ROWS, 128, ((1024, 0.1, 0.1),))
     ways = Ways(parts, "niwaki", (), foresight=replace(sight, tokens=costs))
     ladder = ways.ladder()

@@ -164,7 +164,7 @@ def compress(
         smaller = SmallerWays(there, before, weights_of_neurons(streamed), heal)
         ladder = _with_foresight(smaller, *given).ladder()
     else:
-        ladder = _with_foresight(Ways(Parts.of(streamed, before, runtime), runtime, heal), *given).ladder()
+        ladder = _with_foresight(Ways(Parts.of(streamed, runtime), runtime, heal), *given).ladder()
     trials = Trials(model, out, calibration, measurement, compute, restart, progress or Progress())
     return trials.best(ladder, bound)
 
@@ -229,7 +229,7 @@ def _planned(
     asked = int(left * before) if left <= 1 else int(left)
     if asked >= before:
         raise UsageError(f"the weights take {in_bytes(before)}, which is not more than the {in_bytes(asked)} asked for")
-    ways = Ways(Parts.of(StreamedModel(checkpoint, "cpu"), before, runtime), runtime, heal)
+    ways = Ways(Parts.of(StreamedModel(checkpoint, "cpu"), runtime), runtime, heal)
     ways.check(asked)
     if asked < ways.largest.size:
         calibration = usual_calibration(calibration, progress or Progress())

@@ -106,7 +106,7 @@ class Parts:
     tokenizer: int = 0
 
     @classmethod
-    def of(cls, model: StreamedModel, before: int, runtime: Runtime) -> "Parts":
+    def of(cls, model: StreamedModel, runtime: Runtime) -> "Parts":
         """UnsupportedModelError where the program's formats cannot have the model."""
         if model.pairs is not None:
             raise UnsupportedModelError(
