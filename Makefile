@@ -53,7 +53,7 @@ llama-cpp: .llama-cpp/.done
 
 # A few minutes of what tests/campaign does for as long as one likes: docs/reliability.md.
 campaign: setup
-	$(BIN)/python tests/campaign --cases 8
+	$(BIN)/python tests/campaign --cases 4
 	NIWAKI_FULL_TESTS=1 $(PYTEST) tests/packed/test_sanitizers.py
 
 quick: setup

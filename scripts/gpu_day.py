@@ -105,15 +105,40 @@ PARTS = [
         "{python} benchmarks/gpu.py devices --device {device} {devices} --record {out}/devices.json",
     ),
     Part(
-        "generate",
-        "tokens a second of a model of a billion weights, packed against dense, and healing it",
+        "compress",
+        "seconds to compress a model of a billion weights to a size, and the model that ships, to each program's files",
         200,
+        "{python} scripts/random_checkpoint.py {out}/dense {whole}\n"
+        'niwaki() {{ {python} -m niwaki "$@" --calibration demo --text-samples 4 --device {device}; }}\n'
+        "niwaki compress {out}/dense {out}/half --size 0.5 --samples 16 --length {length}\n"
+        "cp {out}/half/niwaki.json {out}/half.json\n"
+        "for goal in '--size 0.4' '--parameters 0.9' '--loss 0.02' '--size 0.4 --for llama.cpp'; do\n"
+        "  rm -rf {out}/demo; niwaki compress demo {out}/demo $goal {few}; done",
+        needs=("gguf",),
+    ),
+    Part(
+        "generate",
+        "tokens a second of a model of a billion weights, packed against dense",
+        120,
         "{python} scripts/random_checkpoint.py {out}/dense {whole}\n"
         'niwaki() {{ {python} -m niwaki "$@" --device {device}; }}\n'
         "niwaki prune {out}/dense {out}/pruned --solver wanda --sparsity 0.5 --calibration demo --samples 16 "
         "--length 512 --text-samples 4 --record {out}/prune.json\n"
-        "niwaki bench {out}/pruned {tokens} --record {out}/bench.json\n"
-        "niwaki heal {out}/pruned {out}/healed --teacher {out}/dense --calibration demo --text-samples 4 {heal}\n"
+        "niwaki bench {out}/pruned {tokens} --record {out}/bench.json",
+    ),
+    Part(
+        "heal",
+        "whether the model that ships has the same bytes when it is pruned and healed again, and healing a large one",
+        200,
+        'niwaki() {{ {python} -m niwaki "$@" --calibration demo --text-samples 4 --device {device}; }}\n'
+        "for run in 1 2; do\n"
+        "  niwaki prune demo {out}/pruned$run --sparsity 0.5 --effort balanced --samples 8 --length 64\n"
+        "  niwaki heal {out}/pruned$run {out}/healed$run --teacher demo --tokens 4k; done\n"
+        "for kind in pruned healed; do for file in {out}/${{kind}}1/*.safetensors; do\n"
+        "  cmp $file {out}/${{kind}}2/$(basename $file); done; done\n"
+        "{python} scripts/random_checkpoint.py {out}/dense {whole}\n"
+        "niwaki prune {out}/dense {out}/pruned --solver wanda --sparsity 0.5 --samples 4 --length {length}\n"
+        "niwaki heal {out}/pruned {out}/healed --teacher {out}/dense {heal}\n"
         "cp {out}/healed/niwaki.json {out}/heal.json",
     ),
     Part(
@@ -151,6 +176,8 @@ SIZES = {
         "windows": "--samples 128 --length 2048",
         "devices": "",
         "whole": "--like 1b",
+        "length": "512",
+        "few": "--samples 64 --length 256",
         "tokens": "--tokens 64",
         "heal": "--tokens 200k --max-time 30s",
         "train": "--tokens 4000000",
@@ -162,6 +189,8 @@ SIZES = {
         "windows": "--samples 4 --length 64",
         "devices": "--runs wanda,admm-grad,heal --samples 4 --length 64 --tokens 4k",
         "whole": "--like tiny",
+        "length": "64",
+        "few": "--samples 4 --length 64",
         "tokens": "--prompt-tokens 8 --tokens 4 --repeats 1",
         "heal": "--tokens 4k --max-time 20s",
         "train": "--tokens 4096 --batch 4 --hidden 32 --heads 2 --mlp 64 --vocab 512 --tokenizer-chars 100000",

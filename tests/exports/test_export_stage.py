@@ -97,6 +97,8 @@ def before(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
 @pytest.mark.slow
 def test_the_same_as_the_export_of_what_comes_before(tmp_path: Path, model: Path, form: Any, before: Before) -> None:
     told, stages = StopAt(), before.stages
+    if not FULL and (FORMATS.index(form) + len(stages[0].name)) % 2:
+        pytest.skip("after the other stages")
     record = work(model, tmp_path / "out", *stages, Export(form), progress=told)
     said = niwaki.export(before.out, tmp_path / "exported", form)
     found, expected = (files(tmp_path / name, "recipe.toml") for name in ("out", "exported"))

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 import niwaki
 from niwaki.errors import UnsupportedModelError
+from support.covering import in_turns
 from support.models import (
     EMBEDDED_VOCABULARY,
     add_tokenizer,
@@ -101,8 +102,7 @@ def test_layers_that_differ(tmp_path: Path, case: str) -> None:
     assert "'num_key_value_heads': 1}" in said
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("value", [1, 3, "x"])
+@pytest.mark.parametrize(("case", "value"), in_turns(["llama", "mistral", "qwen2", "qwen3"], [1, 3, "x"]))
 @pytest.mark.slow
 def test_experts_of_models_that_have_none(tmp_path: Path, case: str, value: Any) -> None:
     """Families without experts do not read their number, and the file says nothing of it."""

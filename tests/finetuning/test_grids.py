@@ -45,7 +45,7 @@ def train(model: nn.Module, rate: float = 1e-3, steps: int = 3) -> None:
 
 @pytest.mark.parametrize(
     ("stored", "frozen"),
-    [(torch.float32, True), (torch.bfloat16, False), *[(torch.float32, False), (torch.bfloat16, True)] * FULL],
+    [(torch.bfloat16, False), *[(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)] * FULL],
 )
 def test_what_is_trained_is_on_it(
     pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, frozen: bool

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 import niwaki
 from niwaki import Calibration, Measurement
+from support.covering import some
 
 TEXT = "The pruned tree grows where it was not cut, and nowhere else. "
 ARGUMENTS: dict[str, Any] = {
@@ -85,7 +86,7 @@ def test_a_checkpoint_without_them(pruned: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TRL's own
-@pytest.mark.parametrize("how", ["sft", "sft lora", "dpo"])
+@pytest.mark.parametrize("how", some(["sft", "sft lora", "dpo"], 2))
 def test_trainers_of_trl(pruned: Path, tmp_path: Path, how: str) -> None:
     from peft import LoraConfig
 

@@ -32,7 +32,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.journal import Journal
 from niwaki.texts.reading import read_windows
-from support.covering import FULL, covered
+from support.covering import FULL, covered, some
 from support.healing import (
     LENGTH,
     TOKENS,
@@ -47,12 +47,12 @@ from support.healing import (
 )
 from support.models import (
     COMMON,
-    each_family,
-    half_of_the_families,
+    a_third_of_the_families,
     message,
     reference,
     save_model,
     save_model_with_tokenizer,
+    some_families,
 )
 from support.runs import StopAt, files, tensors, zeros
 
@@ -74,7 +74,7 @@ class Notes(Progress):
             raise KeyboardInterrupt
 
 
-@each_family(1)
+@a_third_of_the_families(1)
 @pytest.mark.slow
 def test_the_objective(tmp_path: Path, case: str) -> None:
     """What is said of the dense model gives the KL divergence and its gradient."""
@@ -106,7 +106,7 @@ def test_the_objective(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(gradient.double(), wanted, rtol=1e-2, atol=2e-3 * float(wanted.abs().max()))
 
 
-@each_family(2)
+@a_third_of_the_families(2)
 def test_attention_of_short_windows_in_half_precision(tmp_path: Path, case: str) -> None:
     """Is computed in another way, which is the same but for rounding."""
     path, tokens = save_model(tmp_path / "model", case), TOKENS[:2]
@@ -149,7 +149,7 @@ def test_a_capped_head() -> None:
     torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("cap", [0.5, 3.0, 30.0])
+@pytest.mark.parametrize("cap", some([0.5, 3.0, 30.0], 2))
 @pytest.mark.slow
 def test_a_cap_that_makes_predictions_flat(cap: float) -> None:
     """Where most of the probability is in no likely word, the divergence is that of all of them too."""
@@ -215,7 +215,7 @@ def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
 
 def less() -> list[Any]:
     """Families with matrices of low rank, which train norms besides, and one of each kind with norms alone."""
-    cases = [case.values[0] for case in half_of_the_families(0)]
+    cases = [case.values[0] for case in some_families(0)]
     alone = cases if FULL else (*COMMON, "zamba2", "gemma4_text")
     return [(case, "lora", 0.01) for case in cases] + [(case, "norms", 0.005) for case in alone]
 
@@ -607,7 +607,7 @@ def test_an_unfinished_run_without_healing_is_seen_before_pruning(tmp_path: Path
     assert prune_and_heal(dense, tmp_path / "out", effort=effort).resumed == [1]
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["new", "an empty directory"])
+@pytest.mark.parametrize("there", some([False, True], 1))
 @pytest.mark.slow
 def test_stopped_while_the_pruned_copy_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     """Wherever that is, the same call ends with the result and nothing else; a name of the user's is not in the way."""
@@ -877,7 +877,9 @@ def test_a_teacher_that_is_worse(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "method", "rate"),
-    [("llama", "norms", 0.003), ("gpt2", "full", 0.01), ("mixtral", "norms", 0.003), ("gpt_oss", "full", 0.01)],
+    some(
+        [("llama", "norms", 0.003), ("gpt2", "full", 0.01), ("mixtral", "norms", 0.003), ("gpt_oss", "full", 0.01)], 2
+    ),
 )
 @pytest.mark.slow
 def test_a_grid(tmp_path: Path, case: str, method: str, rate: float) -> None:

@@ -26,7 +26,7 @@ from niwaki.options import Compute
 from niwaki.records.healing import HealingRecord
 from niwaki.records.progress import Progress
 from niwaki.records.record import FitRecord
-from support.covering import covered
+from support.covering import covered, in_turns
 from support.healing import LENGTH, TOKENS, divergences, heal, held
 from support.models import is_pruned, message, reference, save_model
 from support.runs import files, run as run_small, tensors
@@ -157,8 +157,7 @@ def _placed(slot: Tensor, matrix: Any, value: Tensor) -> Tensor:
     return slot.flatten().index_add(0, matrix.within(places).flatten(), value.flatten()).view_as(slot)
 
 
-@pytest.mark.parametrize("method", ["full", "blocks"])
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize(("quantize", "method"), in_turns([None, "int8"], ["full", "blocks"]))
 def test_stopped(tmp_path: Path, method: str, quantize: str | None) -> None:
     """The same bytes as in one go."""
     dense, pruned = factored(tmp_path, "llama", torch.bfloat16, quantize=quantize)

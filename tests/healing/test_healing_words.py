@@ -23,6 +23,7 @@ from niwaki.records.progress import Progress
 from niwaki.runs.stage import Stage
 from niwaki.shrinking.token_choice import Size, choose, renumbered
 from niwaki.shrinking.tokenizer_file import TokenizerFile
+from support.covering import some
 from support.models import message
 from support.runs import files
 from support.small_tokenizers import KINDS, TEXT, save_with_tokenizer, size, write_tokenizer
@@ -139,7 +140,7 @@ def _cut(place: Path, kind: str = "bytes", count: int | None = None) -> tuple[Pa
     return model, place / "cut"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, 2))
 def test_it_comes_nearer(tmp_path: Path, kind: str) -> None:
     """To the dense model, on text that was held out; bytes are measured, as tokens differ."""
     model, cut = _cut(tmp_path, kind, 290 if kind in ("bytes", "whole words") else None)

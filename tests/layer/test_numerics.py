@@ -13,6 +13,7 @@ from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import SOLVERS, Solver
 from support.contract import OF_ONE_MATRIX
+from support.covering import FULL
 from support.problems import gram, normal
 
 #: Those that leave the weights as they are: what they lose is in the hands of the weights that stay.
@@ -120,7 +121,7 @@ def check(name: str, solver: Solver, case: Case) -> None:
 
 @each_solver
 @given(case=cases())
-@settings(max_examples=60)
+@settings(max_examples=60 if FULL else 25)
 @pytest.mark.slow
 def test_hard_problems(name: str, case: Case) -> None:
     check(name, SOLVERS[name], case)
@@ -128,7 +129,7 @@ def test_hard_problems(name: str, case: Case) -> None:
 
 @each_solver
 @given(case=cases(half=True))
-@settings(max_examples=40)
+@settings(max_examples=40 if FULL else 20)
 @pytest.mark.slow
 def test_inputs_of_half_precision(name: str, case: Case) -> None:
     check(name, SOLVERS[name], case)

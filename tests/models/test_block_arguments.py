@@ -22,6 +22,7 @@ from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
 from niwaki.records.record import Record
+from support.covering import some
 from support.models import decoder_blocks, is_pruned, message, random_model, random_tokens, reference, save_model
 from support.runs import StopAt, files, listing, raw, tensors, zeros
 from support.streams import stream_of
@@ -103,7 +104,7 @@ def test_pruned_models_are_what_transformers_makes_of_them(tmp_path: Path, case:
         assert any(fit.after < fit.before for fit in record.fits)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, 1))
 @pytest.mark.slow
 def test_interrupted_runs_and_little_memory_give_the_same(tmp_path: Path, case: str) -> None:
     model, wanted = save_model(tmp_path / "model", case), tmp_path / "wanted"

@@ -20,7 +20,7 @@ from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import trainable
-from support.models import linear_inputs, random_tokens, reference, save_model, some_of_each_family
+from support.models import linear_inputs, random_tokens, reference, save_model, some_families
 from support.streams import assert_clean, materialized, prune, save_starved, stream_of
 
 SAMPLES, LENGTH = 5, 20
@@ -65,7 +65,7 @@ def groups_of(block: DecoderBlock, states: HiddenStates) -> list[list[Matrix]]:
 @pytest.mark.parametrize(
     ("case", "room"),
     [
-        *(pytest.param(*case.values, False, marks=case.marks) for case in some_of_each_family(3)),
+        *(pytest.param(*case.values, False, marks=case.marks) for case in some_families(3)),
         *((case, True) for case in ("llama", "mixtral", "gpt2")),
     ],
 )

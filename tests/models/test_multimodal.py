@@ -24,6 +24,7 @@ from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
 from niwaki.recipes import prune
+from support.covering import some
 from support.models import message, random_tokens, save_random
 from support.runs import raw, tensors, zeros
 
@@ -150,7 +151,7 @@ def losses(path: Path) -> Tensor:
     return model.losses(states)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, 5))
 @pytest.mark.slow
 def test_the_language_model_inside_is_pruned(tmp_path: Path, kind: str) -> None:
     model = save(tmp_path / "model", kind)

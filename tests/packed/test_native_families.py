@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from niwaki.packed import decoding, kernels
 from support.caches import CACHE
-from support.covering import FULL
+from support.covering import FULL, some
 from support.decoding import (
     BY_THEMSELVES,
     FAMILIES,
@@ -56,7 +56,7 @@ def test_as_transformers(kind: str) -> None:
                 assert steps == model.config.num_hidden_layers * native_tokens(12, given)
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", some(EACH, 5))
 @pytest.mark.slow
 def test_in_bfloat16(kind: str) -> None:
     """As far from float32 as transformers is, in both directions."""

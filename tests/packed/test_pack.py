@@ -35,7 +35,7 @@ from niwaki.packed.matrix import PADDING, pack
 from niwaki.records.progress import Progress
 from niwaki.runs.workplace import Workplace
 from support.models import (
-    each_family,
+    a_third_of_the_families,
     edit_json,
     is_pruned,
     message,
@@ -59,7 +59,7 @@ def same_files(a: Path, b: Path) -> bool:
     return names[0] == names[1] and all((a / n).read_bytes() == (b / n).read_bytes() for n in names[0])
 
 
-@each_family(0)
+@a_third_of_the_families(0)
 @pytest.mark.slow
 def test_every_family_there_and_back(case: str, tmp_path: Path) -> None:
     model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16, sparsity=0.9)

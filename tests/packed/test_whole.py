@@ -30,7 +30,7 @@ from niwaki.packed.linear import SparseLinear
 from niwaki.packed.load import in_large_pages
 from niwaki.packed.matrix import PADDING, PackedMatrix, all_numbers, pack, unpacked, with_bytes
 from support.caches import CACHE
-from support.covering import covered
+from support.covering import covered, in_turns
 from support.decoding import counting
 from support.models import edit_json, is_pruned, message, random_model, random_tokens, reference
 from support.packed import Raw, decode, read_file, seal, write_file
@@ -456,8 +456,7 @@ def test_with_many_zeros_all_has_masks(tmp_path: Path) -> None:
     assert not any(stored.whole for stored in Index.read(tmp_path / "packed").tensors.values())
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "dtype"), in_turns([2, 3, 4, 5, 6, 8], [torch.float32, torch.bfloat16]))
 @pytest.mark.slow
 def test_decoding(bits: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token through blocks by the library, on each path, and with rounded vectors or not."""

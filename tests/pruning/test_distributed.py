@@ -26,7 +26,7 @@ from niwaki.models.processes import World
 from niwaki.models.scales import FILE as SCALES
 from niwaki.records.record import MatrixRecord, Record
 from support import processes
-from support.covering import FULL
+from support.covering import FULL, some
 from support.encoded import in_mxfp4
 from support.models import (
     EMBEDDED,
@@ -281,8 +281,8 @@ def test_errors_of_masks_without_choices(start: Team, model: Path, text: Path, q
         for effort, cases in {
             "fast:epochs=2:batch=192:rate=0.001": ["mixtral", "llama grouped"],
             "fast:allocation=loss:importance=0.5:pilot=1": ["llama grouped", "mixtral"],
-            "fast:allocation=owl:pilot=1": ["llama grouped", "mixtral"],
-            "fast:allocation=error:pilot=1": ["zamba2", "llama grouped"],
+            **({"fast:allocation=owl:pilot=1": ["llama grouped", "mixtral"]} if FULL else {}),
+            **({"fast:allocation=error:pilot=1": ["zamba2", "llama grouped"]} if FULL else {}),
         }.items()
         for case in (cases if FULL else cases[:1])
     ],
@@ -347,11 +347,7 @@ def shapes(directory: Path, size: int) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        (),
-        ("--solver", "sparsegpt", "--sparsity", "0.6"),
-        ("--solver", "wanda+continuation"),  # per row
-    ],
+    some([(), ("--solver", "sparsegpt", "--sparsity", "0.6"), ("--solver", "wanda+continuation")], 1),
     ids=str,
 )
 def test_rows_of_one_matrix_in_all_processes(
@@ -485,7 +481,7 @@ def test_rows_that_cannot_be_solved_apart(
     )
 
 
-@pytest.mark.parametrize(("rank", "how"), [(0, "fail"), (1, "kill")])
+@pytest.mark.parametrize(("rank", "how"), [(1, "kill"), *[(0, "fail")] * FULL])
 def test_a_process_that_ends_where_all_solve_one_matrix(
     start: Team, wide: Path, text: Path, tmp_path: Path, rank: int, how: str
 ) -> None:
@@ -564,12 +560,8 @@ def _of(record: Record, part: str) -> list[MatrixRecord]:
 @pytest.mark.parametrize(
     ("size", "rank", "how"),
     [
-        (3, 1, "kill"),
-        (2, 0, "kill"),
-        (3, 2, "fail"),
-        (2, 0, "fail"),
-        (2, 1, "unforeseen"),
-        (2, 0, "interrupt"),
+        *((3, 1, "kill"), (2, 0, "fail"), (2, 0, "interrupt")),
+        *[(2, 0, "kill"), (3, 2, "fail"), (2, 1, "unforeseen")] * FULL,
     ],
 )
 def test_a_process_that_ends_ends_the_run(
@@ -670,11 +662,10 @@ def test_one_gpu_for_all(start: Team, model: Path, text: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("option", "value", "differs"),
     [
-        ("--sparsity", "0.6", "pattern"),
-        ("--solver", "magnitude", "solver"),
         ("--samples", "6", "calibration, text"),
-        ("--text-samples", "0", "text, measure"),
         ("--blocks", "0:1", "blocks"),
+        *[("--sparsity", "0.6", "pattern"), ("--solver", "magnitude", "solver")] * FULL,
+        *[("--text-samples", "0", "text, measure")] * FULL,
     ],
 )
 def test_processes_that_were_asked_for_different_things(
@@ -786,7 +777,7 @@ def with_text(arguments: list[str], text: Path) -> list[str]:
     [
         ("--blocks", "1", "--effort", "fast"),
         ("--neurons", "0.25", "--effort", "fast:epochs=1"),
-        ("--parameters", "0.96", "--effort", "fast"),
+        *[("--parameters", "0.96", "--effort", "fast")] * FULL,
     ],
 )
 def test_shrunk(start: Team, model: Path, text: Path, tmp_path: Path, options: tuple[str, ...]) -> None:

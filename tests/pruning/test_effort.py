@@ -30,8 +30,8 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
 from support.arguments import arguments
 from support.models import (
+    a_third_of_the_families,
     decoder_blocks,
-    half_of_the_families,
     is_pruned,
     message,
     random_tokens,
@@ -129,7 +129,7 @@ def test_methods_that_are_named_are_plain(tmp_path: Path) -> None:
 # What comes of it
 
 
-@pytest.mark.parametrize("case", half_of_the_families(0))
+@a_third_of_the_families(0)
 @pytest.mark.slow
 def test_every_family(tmp_path: Path, case: str) -> None:
     """The right weights are pruned, and nothing besides is changed."""

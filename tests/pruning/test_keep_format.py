@@ -23,6 +23,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
 from support.arguments import arguments
 from support.command import Command
+from support.covering import FULL, some
 from support.encoded import in_fp8, in_mxfp4, split
 from support.models import message, random_tokens, save_model
 from support.runs import StopAt, files, raw, tensors
@@ -58,7 +59,9 @@ def unsigned(codes: Tensor) -> Tensor:
     return torch.stack([codes & 15, codes >> 4])
 
 
-@pytest.mark.parametrize(("case", "effort"), [*((case, "fast") for case in MAKERS), ("fp8", BEST), ("mxfp4", BEST)])
+@pytest.mark.parametrize(
+    ("case", "effort"), [*((case, "fast") for case in MAKERS), ("mxfp4", BEST), *[("fp8", BEST)] * FULL]
+)
 @pytest.mark.slow
 def test_what_is_written(tmp_path: Path, case: str, effort: str) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
@@ -153,7 +156,7 @@ def test_only_some_blocks(tmp_path: Path) -> None:
     assert all(".layers.1." in key for key in changed)
 
 
-@pytest.mark.parametrize("make", [in_fp8, in_mxfp4])
+@pytest.mark.parametrize("make", some([in_mxfp4, in_fp8], 1))
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path, make: Any) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
@@ -172,7 +175,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, make: Any) -> None:
         assert (tmp_path / "little" / path.name).read_bytes() == (out / path.name).read_bytes()
 
 
-@pytest.mark.parametrize("make", [in_fp8, in_mxfp4])
+@pytest.mark.parametrize("make", some([in_fp8, in_mxfp4], 1))
 @pytest.mark.slow
 def test_what_comes_after(tmp_path: Path, make: Any) -> None:
     source, out = tmp_path / "source", tmp_path / "out"

@@ -22,13 +22,13 @@ from support.contract import OF_ONE_MATRIX
 from support.covering import FULL
 from support.models import (
     each_case,
-    each_family_and,
     edit_json,
     is_pruned,
     random_tokens,
     reference,
     save_model,
     save_model_with_tokenizer,
+    some_families_and,
     weight,
 )
 from support.runs import Diary, Untouched, listing, raw, run_magnitude as run, tensors, zeros
@@ -49,7 +49,7 @@ def out(tmp_path: Path) -> Path:
 # What is written
 
 
-@each_family_and(1, ("dtype", "shards"), [(torch.float32, False), (torch.bfloat16, True)])
+@some_families_and(1, ("dtype", "shards"), [(torch.float32, False), (torch.bfloat16, True)])
 @pytest.mark.slow
 def test_a_solver_that_does_nothing_changes_nothing(
     tmp_path: Path, out: Path, case: str, dtype: torch.dtype, shards: bool

@@ -18,7 +18,7 @@ from niwaki.layer.rounding import to_nearest
 from niwaki.models.scales import FILE
 from niwaki.records.record import Record
 from support.models import (
-    each_family,
+    a_third_of_the_families,
     is_pruned,
     random_tokens,
     reference,
@@ -58,7 +58,7 @@ def test_it_is_the_nearest(bits: int, group: int | None) -> None:
     np.testing.assert_allclose(scales.numpy(), of_it, rtol=1e-12)
 
 
-@each_family(1)
+@a_third_of_the_families(1)
 @pytest.mark.slow
 def test_every_family(tmp_path: Path, case: str) -> None:
     model = save_model(tmp_path / "model", case)

@@ -25,7 +25,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.recipes import prune
 from niwaki.records.record import Record
 from support.arguments import arguments
-from support.models import half_of_the_families, is_pruned, message, random_tokens, reference, save_model
+from support.models import a_third_of_the_families, is_pruned, message, random_tokens, reference, save_model
 from support.runs import files, raw, stopped, tensors, zeros
 
 TOKENS = random_tokens(24, 24)
@@ -80,7 +80,7 @@ def check(model: Path, out: Path, grid: Grid, case: str = "llama", even: bool = 
     assert sum(zeros(after[key]) for key in pruned) >= sum(after[key].numel() for key in pruned) // 2
 
 
-@pytest.mark.parametrize("case", half_of_the_families(1))
+@a_third_of_the_families(1)
 @pytest.mark.slow
 def test_every_family(tmp_path: Path, case: str) -> None:
     model = save_model(tmp_path / "model", case)

@@ -23,7 +23,15 @@ from niwaki.models.sensitivity import sensitivities
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.weights import Weights
-from support.models import decoder_blocks, each_family, message, random_model, random_tokens, reference, save_model
+from support.models import (
+    a_third_of_the_families,
+    decoder_blocks,
+    message,
+    random_model,
+    random_tokens,
+    reference,
+    save_model,
+)
 from support.streams import assert_clean, save_starved, stream_of
 from support.threads import in_threads
 
@@ -153,7 +161,7 @@ def compare(found: Found, wanted: Found, model: StreamedModel, tolerance: float 
             )
 
 
-@each_family(1)
+@a_third_of_the_families(1)
 @pytest.mark.slow
 def test_sensitivities_are_those_of_the_whole_model(tmp_path: Path, case: str) -> None:
     directory = save_model(tmp_path / "model", case)

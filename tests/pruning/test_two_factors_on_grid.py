@@ -27,6 +27,7 @@ from niwaki.packed.format import PackedCheckpoint, PackedTensor
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import pack
 from support.arguments import arguments
+from support.covering import in_turns, some
 from support.decoding import both, packed_model
 from support.models import is_pruned, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, run as run_small, tensors
@@ -35,7 +36,8 @@ INT8 = Grid(8)
 #: Of the tensors of one matrix, in the order of its parts.
 PARTS = ("left", "right", "left_scale", "right_scale")
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DTYPES = (torch.float32, torch.bfloat16)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -136,8 +138,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     assert "two-factors:0.4:int8" in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2"])
-@each_dtype
+@pytest.mark.parametrize(("case", "dtype"), in_turns(["llama", "gpt2"], DTYPES))
 def test_fitted(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Both factors change on their masks and grids, with the same scales, and blocks come nearer to the dense ones."""
     model = save_model(tmp_path / "model", case, dtype=dtype)
@@ -205,8 +206,7 @@ def test_gradients_are_those_of_rounded_factors(tmp_path: Path) -> None:
     stream.close()
 
 
-@pytest.mark.parametrize("effort", ["fast", "balanced"])
-@pytest.mark.parametrize("matrices", [3, 10])
+@pytest.mark.parametrize(("matrices", "effort"), in_turns([3, 10], ["fast", "balanced"]))
 def test_stopped(matrices: int, effort: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "llama", shards=True)
     run(model, tmp_path / "whole", effort=effort)
@@ -217,7 +217,7 @@ def test_stopped(matrices: int, effort: str, tmp_path: Path) -> None:
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", some(PARTS, 2))
 def test_a_part_that_was_damaged_is_made_again(part: str, tmp_path: Path) -> None:
     """Of a run that was stopped: each part of a matrix counts."""
     model = save_model(tmp_path / "model")
@@ -276,8 +276,7 @@ def test_the_format_of_a_checkpoint(tmp_path: Path) -> None:
         assert format_of(Checkpoint(out)) == expected
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2"])
-@each_dtype
+@pytest.mark.parametrize(("case", "dtype"), in_turns(["llama", "gpt2"], DTYPES))
 def test_packed(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Masks, whole numbers and scales of both factors, which give them back to the bit."""
     model, out, packed = save_model(tmp_path / "model", case, dtype=dtype), tmp_path / "out", tmp_path / "packed"

@@ -32,6 +32,7 @@ from niwaki.shrinking.changes import Changes
 from niwaki.shrinking.units import UnitParameter
 from support.arguments import arguments
 from support.command import without_sign_of_life
+from support.covering import some
 from support.models import (
     decoder_blocks,
     edit_json,
@@ -185,7 +186,9 @@ SMALLER: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "changes", "options", "said"), SMALLER, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("case", "changes", "options", "said"), some(SMALLER, 10), ids=lambda v: v if isinstance(v, str) else ""
+)
 @pytest.mark.slow
 def test_a_smaller_model_is_the_dense_one_with_zeros(
     tmp_path: Path, case: str, changes: dict[str, Any], options: dict[str, Any], said: dict[str, Any]
@@ -351,7 +354,7 @@ def drop_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "cheapest", lambda costs, depth, count: list(range(count)))
 
 
-@pytest.mark.parametrize(("case", "changes", "count"), BLOCKS, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(("case", "changes", "count"), some(BLOCKS, 11), ids=lambda v: v if isinstance(v, str) else "")
 @pytest.mark.slow
 def test_without_its_first_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, changes: dict[str, Any], count: int

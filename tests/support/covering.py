@@ -15,6 +15,22 @@ FULL = os.environ.get("NIWAKI_FULL_TESTS", "") not in ("", "0")
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 
+def some(values: Iterable[Any], count: int) -> list[Any]:
+    """So many of ``values``, evenly spaced, the first and the last among them: where all would take too long."""
+    every = list(values)
+    if FULL or count >= len(every):
+        return every
+    return [every[round(i * (len(every) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def in_turns(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """As many cases as the longest of ``axes`` has values: each value is in one, but not each pair."""
+    values: list[Sequence[Any]] = [list(axis) for axis in axes]
+    if FULL:
+        return list(itertools.product(*values))
+    return [tuple(axis[i % len(axis)] for axis in values) for i in range(max(map(len, values)))]
+
+
 def covering(*axes: Iterable[Any], allowed: Callable[..., bool] | None = None) -> list[tuple[Any, ...]]:
     """A small part of the product of ``axes`` in which each pair of values meets that meets in an allowed case.
 

@@ -225,22 +225,27 @@ def some_of_each_family(turn: int) -> list[Any]:
     return [param for param in EACH_CASE if FULL or param.values[0] in chosen]
 
 
-def half_of_the_families(turn: int) -> list[Any]:
-    """Cases of half of the families, at the next turn of the others, and those like no other."""
+def some_families(turn: int) -> list[Any]:
+    """Cases of a third of the families, of others at the next turn, and those like no other."""
     params = some_of_each_family(turn)
     kept = {*COMMON, *HANDED_ON}
-    return [each for i, each in enumerate(params) if FULL or i % 2 == turn % 2 or each.values[0] in kept]
+    return [each for i, each in enumerate(params) if FULL or i % 3 == turn % 3 or each.values[0] in kept]
 
 
 def each_family(turn: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", some_of_each_family(turn))
 
 
-def each_family_and(turn: int, names: tuple[str, ...], values: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """A case of every family with one of ``values``, in turns."""
+def a_third_of_the_families(turn: int) -> pytest.MarkDecorator:
+    """For what depends on the layout of a family only through what all of them are tested with."""
+    return pytest.mark.parametrize("case", some_families(turn))
+
+
+def some_families_and(turn: int, names: tuple[str, ...], values: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Cases of some families with one of ``values``, in turns."""
     parameters = [
         pytest.param(case, *value, marks=each.marks, id="-".join(map(str, (case, *value))))
-        for i, each in enumerate(some_of_each_family(turn))
+        for i, each in enumerate(some_families(turn))
         for case in each.values
         for value in (values if FULL else [values[i % len(values)]])
     ]

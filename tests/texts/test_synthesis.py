@@ -21,7 +21,7 @@ from niwaki.recipes import prune
 from niwaki.records.progress import Progress
 from niwaki.texts.synthesis import synthesize
 from support.arguments import arguments
-from support.models import each_family, edit_json, message, random_tokens, reference, save_model
+from support.models import a_third_of_the_families, edit_json, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, tensors
 from support.streams import assert_clean, stream_of
 from support.threads import in_threads
@@ -70,7 +70,7 @@ def run(model: Path, out: Path, effort: str = EFFORT, **changes: Any) -> Any:
     return prune(model, out, **arguments(effort=effort, **{**options, **changes}))
 
 
-@each_family(3)
+@a_third_of_the_families(3)
 @pytest.mark.slow
 def test_every_family(tmp_path: Path, case: str) -> None:
     model = stream_of(save_model(tmp_path / "model", case))

@@ -16,6 +16,7 @@ from niwaki.healing.student import Student
 from niwaki.healing.teacher import Lessons
 from niwaki.models.pairs import count_tokens
 from niwaki.models.processes import World
+from niwaki.models.training import gradients
 from niwaki.records.healing import HealingRecord
 from niwaki.records.progress import Progress
 
@@ -149,11 +150,11 @@ class Training:
     def _step(self, windows: Tensor, share: float) -> bool:
         """A step, unless the model's predictions or their gradients are not finite."""
         tokens, *kept = self.lessons.of(windows, self.student.device)
-        with self.student.computing():
+        with self.student.computing(), gradients(self.student.device):
             states = self.student.states(tokens)
             losses, gradient = self.student.head.divergence(states.detach(), *kept)
             states.backward(gradient.div_(len(gradient) * self.world.size).to(states.dtype))
-        gradients = []
+        found = []
         for name, value in self.student.parameters.items():
             if value.grad is None:  # as of experts that none of these tokens went to
                 if self.world.size == 1:
@@ -161,10 +162,10 @@ class Training:
                 value.grad = torch.zeros_like(value)
             if name in self.student.masks:
                 value.grad.mul_(self.student.masks[name])
-            gradients.append(value.grad)
+            found.append(value.grad)
         loss = losses.mean(dim=0, keepdim=True).div_(self.world.size)
-        self.world.sum([*gradients, loss])
-        if not math.isfinite(float(loss) + float(torch.nn.utils.get_total_norm(gradients))):
+        self.world.sum([*found, loss])
+        if not math.isfinite(float(loss) + float(torch.nn.utils.get_total_norm(found))):
             self.adam.zero_grad()
             return False
         rate = self.record.rate * 0.5**self.record.halved * self.schedule.rate(share)

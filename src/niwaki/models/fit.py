@@ -18,6 +18,7 @@ from niwaki.models.training import (
     Projection,
     TrainedFactors,
     TrainedWeights,
+    gradients,
     root_mean_square,
     smallest_weight,
     trainable,
@@ -90,12 +91,12 @@ class Fit:
             for step in range(steps):
                 if step % len(rest) == 0:
                     epoch = torch.randperm(len(rest), generator=order).tolist()
-                with self._trained.computing(), torch.enable_grad():
+                with self._trained.computing(), gradients(parameters[0].device):
                     for squares in self._squares(rest[epoch[step % len(rest)]]):
                         squares.sum().backward()
-                gradients = self._trained.gradients()
-                self.world.sum(gradients)
-                for gradient, mask in zip(gradients, masks, strict=True):
+                found = self._trained.gradients()
+                self.world.sum(found)
+                for gradient, mask in zip(found, masks, strict=True):
                     gradient.mul_(mask)  # a pruned weight without gradient stays where it is
                 share = self._share(step, began)
                 for group in optimizer.param_groups:

@@ -13,7 +13,7 @@ from niwaki.models.hidden_states import HiddenStates, pieces
 from niwaki.models.processes import World
 from niwaki.models.spill import SpillList
 from niwaki.models.streamed import LOGITS_PER_BATCH, TOKENS_PER_BATCH, StreamedModel
-from niwaki.models.training import HandedGradients, input_gradient
+from niwaki.models.training import HandedGradients, gradients, input_gradient
 from niwaki.records.progress import Progress
 
 #: Path of a parameter, and which expert's part of it; None outside experts.
@@ -40,8 +40,7 @@ def sensitivities(
     variance v in output o of every token raises the loss by g_o v / 2 per token. For an expert the sum is over the
     tokens routed to it. ``done`` is called after each batch in each block, forwards and backwards.
 
-    The last norm, the head and the loss are in float32 whatever the blocks run in. On a GPU gradients of attention and
-    of experts are summed in no fixed order, so the last digits may differ between runs.
+    The last norm, the head and the loss are in float32 whatever the blocks run in.
 
     Cost: all weights are read twice; two forward passes, and a backward pass that takes as much as one of them. Memory:
     one block, its activations and gradients for one batch, and the inputs of all blocks within the model's budget.
@@ -109,14 +108,14 @@ def _start(model: StreamedModel, states: HiddenStates, draws: Tensor) -> list[in
     return exponents
 
 
-@torch.enable_grad()
 def _gradient(head: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, tokens: Tensor, draws: Tensor) -> Tensor:
     """(samples, length, width) float32: the gradient of the loss with respect to ``hidden``."""
     hidden = hidden.detach().float().requires_grad_()
-    logits = head(hidden, tokens)
-    p = logits.detach().softmax(-1)
-    p.scatter_add_(-1, _labels(p, draws.to(p.device)), torch.full_like(p[..., :1], -1.0))
-    return torch.autograd.grad(logits, hidden, p)[0]
+    with gradients(hidden.device):
+        logits = head(hidden, tokens)
+        p = logits.detach().softmax(-1)
+        p.scatter_add_(-1, _labels(p, draws.to(p.device)), torch.full_like(p[..., :1], -1.0))
+        return torch.autograd.grad(logits, hidden, p)[0]
 
 
 def _labels(p: Tensor, draws: Tensor) -> Tensor:
@@ -160,13 +159,13 @@ class _Squares:
 
     def outputs(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
         """In the backward pass, which has the products in reverse order."""
-        sums, gradients = self._sums[parameter, expert], X.flatten(0, -2)
-        if gradients.shape[1] != len(sums):
+        sums, found = self._sums[parameter, expert], X.flatten(0, -2)
+        if found.shape[1] != len(sums):
             raise UnsupportedModelError(f"{parameter} is used in parts when its block runs; please report this model")
         self._seen.add(parameter)
         if together:
-            gradients = gradients[self._own[parameter, expert].pop()]
-        for rows in gradients.split(_ROWS):
+            found = found[self._own[parameter, expert].pop()]
+        for rows in found.split(_ROWS):
             sums.add_(rows.double().square_().sum(dim=0), alpha=self.scale)
 
     def means(self, world: World, tokens: int) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -18,6 +19,27 @@ from niwaki.models.spill import MemoryBudget, SpillList
 Projection = Callable[[Matrix, Tensor], Tensor]
 #: The two factors of a matrix as :meth:`.WeightFormat.project_factors` makes them of its parts.
 FactorProjection = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]
+
+
+@contextlib.contextmanager
+def gradients(device: torch.device) -> Iterator[None]:
+    """Within it torch records what gradients need, and computes them on ``device`` in an order that does not change.
+
+    On a GPU threads otherwise add the gradients of attention as they come, and two runs have other bytes. An operation
+    that has no other way is left as it is.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with torch.enable_grad(), warnings.catch_warnings():
+        if device.type != "cuda":
+            yield
+            return
+        # cuBLAS has a workspace for each stream, and finds the context that a thread begins without.
+        warnings.filterwarnings("ignore", r"(?is).*\bcublas\b")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def trained_matrices(block: DecoderBlock) -> list[Matrix]:
@@ -217,7 +239,6 @@ class HandedGradients:
                     sums[n] = value.double().mul_(2.0**exponent).float()
 
 
-@torch.enable_grad()
 def input_gradient(
     block: DecoderBlock,
     hidden: Tensor,
@@ -239,13 +260,14 @@ def input_gradient(
     earlier = states.arguments.handed(block.index, i)
     received = Handed({name: tuple(v.detach().requires_grad_() for v in values) for name, values in earlier.items()})
     now = Handed(received)
-    with Products(matrices, parameters, on_input):
-        out = block.forward(hidden, states, i, handed=now)
-    made = {name: values for name, values in now.items() if name not in received}
-    outputs, inputs = [out, *_flat(made)], [hidden, *_flat(received)]
-    gradients = [states.hidden[i], *handed.take(i, made)]
-    with Products(matrices, parameters, on_out, backward=True):
-        pulled, *others = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True, materialize_grads=True)
+    with gradients(hidden.device):
+        with Products(matrices, parameters, on_input):
+            out = block.forward(hidden, states, i, handed=now)
+        made = {name: values for name, values in now.items() if name not in received}
+        outputs, inputs = [out, *_flat(made)], [hidden, *_flat(received)]
+        given = [states.hidden[i], *handed.take(i, made)]
+        with Products(matrices, parameters, on_out, backward=True):
+            pulled, *others = torch.autograd.grad(outputs, inputs, given, allow_unused=True, materialize_grads=True)
     handed.add(i, received, others)
     return pulled
 
