@@ -22,6 +22,7 @@ from niwaki.compression.fewer_tokens import LookingAtTokens, TokenCosts
 from niwaki.compression.foresight import Foresight, foresee
 from niwaki.compression.part import PartOf
 from niwaki.compression.ways import Parts, SmallerWays, Ways
+from niwaki.errors import UsageError
 from niwaki.evaluation.evaluate import evaluate_both
 from niwaki.layer.grid import Grid
 from niwaki.models.spill import MemoryBudget
@@ -181,9 +182,32 @@ def test_fewer_tokens_for_transformers(
 
 
 def test_a_ladder_of_smaller_models_without_foresight() -> None:
-    ways = SmallerWays(1000, 2000, 500, ()).ladder()
+    ways = SmallerWays(1000, 2000, 500, 200, 300, ()).ladder()
     assert [way.size for way in ways] == sorted((way.size for way in ways), reverse=True)
     assert all(way.nats is None and way.tokens is None for way in ways)
+    assert min(way.size for way in ways) == 800  # at least 300 of 1,000 parameters stay, and 400 at the end of a ladder
+
+
+def test_no_plan_names_what_cannot_be_removed(tmp_path: Path) -> None:
+    """Half of two blocks, most heads and most neurons of a model that is mostly embeddings; and fewer tokens too."""
+    random_model("llama", vocab_size=ROWS, num_hidden_layers=2, intermediate_size=64).save_pretrained(
+        tmp_path / "model"
+    )
+    small = Checkpoint(add_tokenizer(tmp_path / "model"))
+    ways = SmallerWays.of(StreamedModel(small, "cpu"), ())
+    share = ways.least / ways.count
+    assert 0.5 < share < 1
+    with pytest.raises(UsageError, match=f"at least {ways.least:,} are left; give"):
+        ways.to(share - 0.05)
+    (tmp_path / "text.txt").write_text("a word " * 200)  # too little to choose tokens by
+    text = Calibration(str(tmp_path / "text.txt"), samples=4, length=32)
+    with pytest.raises(UsageError, match="are left, and fewer tokens were not considered: choosing them takes 16,384"):
+        plan_compression(small.path, parameters=share - 0.05, calibration=text)
+    plan = plan_compression(small.path, parameters=share + 0.01, calibration=text)
+    assert [stage.name for stage in plan.way.stages] == ["shrink"]
+    niwaki.run(small.path, tmp_path / "out", plan.way.stages, calibration=text, measurement=None)
+    exported = Ways(Parts.of(StreamedModel(small, "cpu"), "llama.cpp"), "llama.cpp", ())
+    assert share <= float(exported.smallest.words.split()[0]) < share + 0.04
 
 
 def test_rows_that_the_tokenizer_does_not_have(tmp_path: Path) -> None:
@@ -200,7 +224,7 @@ def test_rows_that_the_tokenizer_does_not_have(tmp_path: Path) -> None:
     assert costs.of(ROWS) == (0.0, 0.0)
     assert costs.of(ROWS + 1) is None
     sight = Foresight({}, [], {}, (), costs)
-    way, _ = SmallerWays(10**6, 2 * 10**6, 0, (), foresight=sight).to(0.99)
+    way, _ = SmallerWays(10**6, 2 * 10**6, 0, 10**5, 0, (), foresight=sight).to(0.99)
     assert way.tokens == ROWS - 64
 
 

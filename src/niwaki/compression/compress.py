@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
@@ -12,7 +12,7 @@ from niwaki.choices import Runtime
 from niwaki.compression.foresight import foresee
 from niwaki.compression.part import PartOf, with_notes
 from niwaki.compression.trials import LossBound, SpeedBound, Trials
-from niwaki.compression.ways import Parts, SmallerWays, Way, Ways, weights_of_neurons
+from niwaki.compression.ways import Parts, SmallerWays, Way, Ways
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.healing.heal import Heal
 from niwaki.models.locate import locate_model
@@ -149,7 +149,7 @@ def compress(
     if loss is not None and max_time is not None and asked.text is None:
         raise UsageError("healing trains on what is left of the calibration text; name another text to measure on")
     calibration = usual_calibration(calibration, progress or Progress())
-    checkpoint, before, there = _numbers(model)
+    checkpoint, before, _ = _numbers(model)
     bound: LossBound | SpeedBound
     if loss is not None:
         length = asked.length or calibration.length
@@ -158,13 +158,8 @@ def compress(
     else:
         assert speed is not None
         bound = SpeedBound(parse_positive("speed", speed), before, checkpoint.path, Compute.of(compute))
-    streamed, heal = StreamedModel(checkpoint, "cpu"), _heal(max_time)
-    given = checkpoint, calibration, Compute.of(compute), progress
-    if runtime == "transformers":
-        smaller = SmallerWays(there, before, weights_of_neurons(streamed), heal)
-        ladder = _with_foresight(smaller, *given).ladder()
-    else:
-        ladder = _with_foresight(Ways(Parts.of(streamed, runtime), runtime, heal), *given).ladder()
+    ways = _ways(checkpoint, runtime, max_time)
+    ladder = _with_foresight(ways, checkpoint, calibration, Compute.of(compute), progress).ladder()
     trials = Trials(model, out, calibration, measurement, compute, restart, progress or Progress())
     return trials.best(ladder, bound)
 
@@ -208,35 +203,31 @@ def _planned(
 ) -> tuple[Compression, Calibration]:
     """As :func:`plan_compression`, and the calibration text, which is another one where the usual is not available."""
     runtime = runtime or ("niwaki" if parameters is None else "transformers")
-    heal = _heal(max_time)
-    if runtime == "2:4":
-        _, before, _ = _numbers(model)
-        way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *heal))
-        return Compression(str(model), runtime, before, before, way), calibration
     checkpoint, before, there = _numbers(model)
+    if runtime == "2:4":
+        way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *_heal(max_time)))
+        return Compression(str(model), runtime, before, before, way), calibration
     if parameters is not None:
-        left = parse_parameters(parameters)
-        if left >= there:
-            raise UsageError(f"the model has {there:,} parameters, which is not more than the {left:,.0f} asked for")
-        calibration = usual_calibration(calibration, progress or Progress())
-        smaller = SmallerWays(there, before, weights_of_neurons(StreamedModel(checkpoint, "cpu")), heal)
-        smaller = _with_foresight(smaller, checkpoint, calibration, compute, progress)
-        way, others = smaller.to(left)
-        why = smaller.all_tokens
-        return Compression(str(model), runtime, before, way.size, way, tuple(others), all_tokens=why), calibration
-    assert size is not None
-    left = parse_compressed_size(size)
-    asked = int(left * before) if left <= 1 else int(left)
-    if asked >= before:
-        raise UsageError(f"the weights take {in_bytes(before)}, which is not more than the {in_bytes(asked)} asked for")
-    ways = Ways(Parts.of(StreamedModel(checkpoint, "cpu"), runtime), runtime, heal)
+        asked = parse_parameters(parameters)
+        if asked >= there:
+            raise UsageError(f"the model has {there:,} parameters, which is not more than the {asked:,.0f} asked for")
+    else:
+        assert size is not None
+        share = parse_compressed_size(size)
+        asked = int(share * before if share <= 1 else share)
+        if asked >= before:
+            raise UsageError(
+                f"the weights take {in_bytes(before)}, which is not more than the {in_bytes(asked)} asked for"
+            )
+    ways = _ways(checkpoint, runtime, max_time)
     ways.check(asked)
-    if asked < ways.largest.size:
+    if isinstance(ways, SmallerWays) or asked < ways.largest.size:
         calibration = usual_calibration(calibration, progress or Progress())
         ways = _with_foresight(ways, checkpoint, calibration, compute, progress)
     way, others = ways.to(asked)
-    reach = tuple(each for each in (ways.largest, ways.smallest) if each.words != way.words)
-    return Compression(str(model), runtime, before, asked, way, tuple(others), reach, ways.all_tokens), calibration
+    asked, reach = (way.size, []) if isinstance(ways, SmallerWays) else (asked, [ways.largest, ways.smallest])
+    ends = tuple(each for each in reach if each.words != way.words)
+    return Compression(str(model), runtime, before, int(asked), way, tuple(others), ends, ways.all_tokens), calibration
 
 
 def _compared(way: Way, record: Record) -> Iterator[str]:
@@ -248,21 +239,28 @@ def _compared(way: Way, record: Record) -> Iterator[str]:
         yield told
 
 
-_W = TypeVar("_W", Ways, SmallerWays)
-
-
 def _with_foresight(
-    ways: _W, checkpoint: Checkpoint, calibration: Calibration, compute: Compute, progress: Progress | None
-) -> _W:
+    ways: Ways | SmallerWays,
+    checkpoint: Checkpoint,
+    calibration: Calibration,
+    compute: Compute,
+    progress: Progress | None,
+) -> Ways | SmallerWays:
     """``ways``, with what they are foreseen to cost; without that where smaller dense models cannot be looked at."""
     part = PartOf(progress or Progress(), "looking at what each step would cost")
-    how = (ways.grid, ways.ends_bits) if isinstance(ways, Ways) else (None, ())
+    grid, ends = (ways.grid, ways.ends_bits) if isinstance(ways, Ways) else (None, ())
     try:
-        return replace(ways, foresight=foresee(checkpoint, *how, calibration, compute, part))
+        return replace(ways, foresight=foresee(checkpoint, grid, ends, calibration, compute, part))
     except UnsupportedModelError:
         if isinstance(ways, Ways):
             raise
         return ways
+
+
+def _ways(checkpoint: Checkpoint, runtime: Runtime, max_time: float | str | None) -> Ways | SmallerWays:
+    """UnsupportedModelError where the program cannot have the model."""
+    model, heal = StreamedModel(checkpoint, "cpu"), _heal(max_time)
+    return SmallerWays.of(model, heal) if runtime == "transformers" else Ways(Parts.of(model, runtime), runtime, heal)
 
 
 def _numbers(model: str | Path) -> tuple[Checkpoint, int, int]:

@@ -6,6 +6,7 @@ for the other weights. For llama.cpp they are 4 to 8 bits and fewer parameters. 
 alone. For all of them a model can have fewer tokens too.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from niwaki.pruning.embeddings import QuantizeEmbeddings
 from niwaki.pruning.prune import Prune, Quantize
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.stage import Stage
+from niwaki.shrinking.combinations import Combinations
 from niwaki.shrinking.shrink import Shrink
 from niwaki.shrinking.token_choice import PRIOR
 from niwaki.shrinking.units import mlps
@@ -95,7 +97,8 @@ def _way(words: str, size: int, stages: tuple[Stage, ...], nats: float | None) -
 class Parts:
     """What a model is made of: numbers of weights, of which some go with neurons, bytes of all else, and of headers.
 
-    The tokenizer is in the same file for llama.cpp, and has no bytes elsewhere.
+    The tokenizer is in the same file for llama.cpp, and has no bytes elsewhere. ``least`` is the share of the
+    parameters that has to stay where parts are removed.
     """
 
     matrices: int
@@ -104,6 +107,7 @@ class Parts:
     of_neurons: int
     headers: int
     tokenizer: int = 0
+    least: float = 0.0
 
     @classmethod
     def of(cls, model: StreamedModel, runtime: Runtime) -> "Parts":
@@ -123,15 +127,23 @@ class Parts:
         embeddings = sum(math.prod(entries[key].shape) for key in keys)
         of_blocks = {matrix.key for matrix in matrices}
         others = sum(entry.size for key, entry in entries.items() if key not in keys | of_blocks)
-        tokenizer, file = 0, model.checkpoint.path / "tokenizer.json"
+        tokenizer, file, least = 0, model.checkpoint.path / "tokenizer.json", 1.0
         if runtime == "llama.cpp":
             others *= 2  # in float32
+            least = fewest_parameters(model) / sum(math.prod(entry.shape) for entry in entries.values())
             tokenizer = int(1.25 * file.stat().st_size) if file.is_file() else 0
         tensors = (len(key) + _ENTRY for key in [*entries, *(_TENSORS - 1) * [*keys, *of_blocks]])
         headers = _HEADER + sum(tensors)
-        return cls(
-            sum(matrix.size for matrix in matrices), embeddings, others, weights_of_neurons(model), headers, tokenizer
-        )
+        size = sum(matrix.size for matrix in matrices)
+        return cls(size, embeddings, others, weights_of_neurons(model), headers, tokenizer, least)
+
+
+def fewest_parameters(model: StreamedModel) -> int:
+    """How many are left of a model where the most is removed that can be at once, with all tokens."""
+    try:
+        return Combinations.all_of(model)[0].least
+    except UnsupportedModelError:
+        return sum(math.prod(entry.shape) for entry in model.checkpoint.entries.values())
 
 
 def weights_of_neurons(model: StreamedModel) -> int:
@@ -156,27 +168,56 @@ class _Foreseen:
 class SmallerWays(_Foreseen):
     """Those for transformers: dense models with fewer parameters than the ``count`` that takes ``before`` bytes now.
 
-    ``heal`` is done at the end of each.
+    At ``least`` so many are left where all tokens stay. ``heal`` is done at the end of each.
     """
 
     count: int
     before: int
     of_neurons: int
+    of_tokens: int
+    least: int
     heal: tuple[Stage, ...]
+
+    @classmethod
+    def of(cls, model: StreamedModel, heal: tuple[Stage, ...]) -> "SmallerWays":
+        entries = model.checkpoint.entries.values()
+        count, before = sum(math.prod(each.shape) for each in entries), sum(each.size for each in entries)
+        of_tokens = sum(math.prod(model.checkpoint.entries[key].shape) for key in embedding_keys(model))
+        return cls(count, before, weights_of_neurons(model), of_tokens, fewest_parameters(model), heal)
+
+    def check(self, parameters: float) -> None:
+        """UsageError where no way leads to so few, whatever there is to see of the model."""
+        self._check(self._left(parameters), self.least - int((1 - FEWEST) * self.of_tokens))
 
     def to(self, parameters: float) -> tuple[Way, list[Way]]:
         """The way to a share or a number of the parameters that is foreseen to lose least, and the other kinds."""
-        left = parameters * self.count if parameters < 1 else parameters
+        left, costs = self._left(parameters), self.foresight.tokens if self.foresight else ""
+        fewest = costs.removed(costs.sizes[-1][0]) if not isinstance(costs, str) and costs.sizes else 0
+        self._check(left, self.least - fewest)
         words = f"{parameters:g} of the" if parameters < 1 else f"{parameters:,.0f} of {self.count:,}"
-        plain = self._removing(f"{words} parameters", parameters, self.count, left)
+        found = [self._removing(f"{words} parameters", parameters, self.count, left)] if left >= self.least else []
         fewer = min(self._with_fewer_tokens(left), key=lambda way: way.loss, default=None)
-        first, *others = sorted(filter(None, (plain, fewer)), key=lambda way: way.loss)
+        first, *others = sorted(filter(None, (*found, fewer)), key=lambda way: way.loss)
         return first, others
+
+    def _left(self, parameters: float) -> float:
+        return parameters * self.count if parameters < 1 else parameters
+
+    def _check(self, left: float, least: int) -> None:
+        if left < least:
+            why = f", and fewer tokens were not considered: {self.all_tokens}" if self.all_tokens else ""
+            raise UsageError(
+                f"{left:,.0f} of {self.count:,} parameters cannot be reached by removing parts: at least {least:,} are "
+                f"left{why}; give {math.ceil(100 * least / self.count) / 100:g} or more, or take a smaller model"
+            )
 
     def ladder(self) -> list[Way]:
         """Smaller models in descending order of size."""
-        steps = int((1 - _LAST_LEFT) / _STEP)
-        return [self.to(round(1 - _STEP * step, 2))[0] for step in range(1, steps + 1)]
+        found = []
+        for step in range(1, int((1 - _LAST_LEFT) / _STEP) + 1):
+            with contextlib.suppress(UsageError):
+                found.append(self.to(round(1 - _STEP * step, 2))[0])
+        return found
 
     def _removing(self, words: str, parameters: float, there: float, left: float) -> Way:
         """Removes blocks, heads and neurons of a model that has so many parameters there."""
@@ -193,7 +234,7 @@ class SmallerWays(_Foreseen):
             size = self._bytes(self.count - costs.removed(alone))
             yield Way("", size, self.heal, 0.0).with_tokens(alone, costs)
         for tokens, *_ in costs.sizes:
-            if tokens > enough:
+            if tokens > enough and left >= self.least - costs.removed(tokens):
                 there = self.count - costs.removed(tokens)
                 words = f"{left / there:.2g} of the parameters that this leaves"
                 yield self._removing(words, int(left), there, left).with_tokens(tokens, costs)
@@ -241,7 +282,12 @@ class Ways(_Foreseen):
     @cached_property
     def _lefts(self) -> list[float]:
         """Shares of the parameters that can stay, in ascending order: all that go are of matrices."""
-        return [each / 100 for each in _LEFT if self._matrices(each / 100) >= _LAST_LEFT * self.parts.matrices]
+        shares, most = (each / 100 for each in _LEFT), (1 - _LAST_LEFT) * self.parts.matrices
+        return [
+            share
+            for share in shares
+            if share >= self.parts.least and self.parts.matrices - self._matrices(share) <= most
+        ]
 
     def ladder(self) -> list[Way]:
         """Ways in descending order of size, from 8 bits to the smallest, with whatever tokens."""
@@ -250,7 +296,7 @@ class Ways(_Foreseen):
             found.append(self.to(asked)[0])
         return found
 
-    def check(self, asked: int) -> None:
+    def check(self, asked: float) -> None:
         """UsageError where the size cannot be reached; before there is foresight, not with fewer tokens either."""
         fewest = replace(self.parts, embeddings=int(FEWEST * self.parts.embeddings))
         others = self._with_fewer_tokens() if self.foresight else [replace(self, parts=fewest)]
@@ -260,13 +306,13 @@ class Ways(_Foreseen):
                 f"give at least that, or take a smaller model"
             )
 
-    def to(self, asked: int) -> tuple[Way, list[Way]]:
+    def to(self, asked: float) -> tuple[Way, list[Way]]:
         """The way to a size that is foreseen to lose least, and the best of other kinds, in ascending order of loss."""
         self.check(asked)
         if asked >= self.largest.size:
             return self.largest, []
         best: dict[str, Way] = {}
-        for kind, way in self._to(asked):
+        for kind, way in self._to(int(asked)):
             if way.size <= asked and (kind not in best or way.loss < best[kind].loss):
                 best[kind] = way
         if not best:  # bits are tried in hundredths

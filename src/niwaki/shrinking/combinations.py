@@ -8,12 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from niwaki.errors import UsageError
+from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.models.extra import find_extra
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.runs.duration import passes
-from niwaki.shrinking.configuration import Tensors
+from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
 from niwaki.shrinking.depth import (
     FITTED,
     Blocks,
@@ -23,7 +24,7 @@ from niwaki.shrinking.depth import (
     some_of,
 )
 from niwaki.shrinking.trial import Trial, Way
-from niwaki.shrinking.units import ColumnRemoval, ColumnUnits
+from niwaki.shrinking.units import ColumnRemoval, ColumnUnits, heads_of, neurons_of
 
 #: Runs of removed blocks are at most so long: what longer ones cost takes as long to measure for each block more.
 LONGEST_RUN = 4
@@ -62,19 +63,45 @@ class Combinations:
     kinds: list[ColumnUnits]  # heads or neurons or both
     target: int
 
+    @classmethod
+    def all_of(cls, model: StreamedModel) -> "tuple[Combinations, list[str]]":
+        """With no target yet; and why heads or neurons stay. UnsupportedModelError where nothing can be removed."""
+        if any(matrix.blocks for matrix in model.matrices()):
+            raise UnsupportedModelError(
+                f"{model.checkpoint.path} has blocks that share weights, so nothing can be removed; prune it"
+            )
+        left = [each for each in find_extra(model) if each.follows]
+        tensors = Tensors(left, *tensors_of_blocks(model, left))
+        kinds, stay = [], []
+        for find in (heads_of, neurons_of):
+            try:
+                kinds.append(find(model))
+            except UnsupportedModelError as error:
+                stay.append(f"{error}; their number stays")
+        return cls(model, tensors, kinds, 0), stay
+
     def check(self) -> None:
         """UsageError where nothing is to go, or more than can."""
-        everything, depth = self.tensors.parameters(self.model, []), len(self.model.blocks)
+        everything, depth, least = self.everything, len(self.model.blocks), self.least
         if self.target >= everything:
             raise UsageError(f"parameters {self.target:,}: the model has no more than that ({everything:,})")
-        removals = [kind.without(self._counts(kind)[-1]) for kind in self.kinds]
-        least = self.tensors.parameters(self.model, removals, range(self.most_blocks))
         if self.target < least:
             kinds = ", ".join([f"{self.most_blocks} of {depth} blocks", *(f"most {kind.kind}" for kind in self.kinds)])
             raise UsageError(
                 f"parameters {self.target:,} of {everything:,}: without {kinds} {least:,} are left; give at least "
                 f"{least / everything:.2f}, or shrink twice"
             )
+
+    @cached_property
+    def everything(self) -> int:
+        """How many parameters there are."""
+        return self.tensors.parameters(self.model, [])
+
+    @cached_property
+    def least(self) -> int:
+        """How many are left where the most that can goes."""
+        removals = [kind.without(self._counts(kind)[-1]) for kind in self.kinds]
+        return self.tensors.parameters(self.model, removals, range(self.most_blocks))
 
     @cached_property
     def most_blocks(self) -> int:

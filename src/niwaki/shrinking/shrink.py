@@ -13,7 +13,7 @@ from niwaki.effort import PLAIN_EFFORT, SHRINK_EFFORT, Effort, describe as descr
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.layer.products import products
 from niwaki.layer.unit_removal import DAMPING, flops
-from niwaki.models.extra import find_extra, notes_of
+from niwaki.models.extra import notes_of
 from niwaki.models.factors import check_one_matrix
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.streamed import StreamedModel
@@ -24,16 +24,13 @@ from niwaki.runs.card import pruning_config
 from niwaki.runs.duration import measuring, pruning
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
 from niwaki.shrinking.combinations import Combinations
-from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
 from niwaki.shrinking.depth import operations_of_runs
 from niwaki.shrinking.experts import expert_removal
 from niwaki.shrinking.units import (
     Removal,
     head_removal,
-    heads_of,
     mlps,
     neuron_removal,
-    neurons_of,
     notes_on,
     removed_of,
 )
@@ -134,13 +131,9 @@ class Shrinking(Task):
         _check_pairs(model, stage)
         self._left_out = [stage.left_out] if stage.left_out else []
         self._effort = stage.effort_for(model.has_head and not model.sees_ahead, writes=model.pairs is None)
-        if any(matrix.blocks for matrix in model.matrices()):
-            raise UnsupportedModelError(
-                f"{checkpoint.path} has blocks that share weights, so nothing can be removed; prune it"
-            )
-        left = [each for each in find_extra(model) if each.follows]
-        self.tensors = Tensors(left, *tensors_of_blocks(model, left))
-        self._combinations = self._of_size(stage.parameters)
+        every, stay = Combinations.all_of(model)
+        self.tensors, self._combinations = every.tensors, self._of_size(stage.parameters, every)
+        self._left_out += stay if self._combinations else []
         most = depth - len(model.starts)
         if not 0 <= stage.blocks <= most:
             raise UsageError(f"blocks {stage.blocks} of {depth}: from 0 to {most} can be removed")
@@ -166,19 +159,12 @@ class Shrinking(Task):
             run.foreseen |= each.config
         run.foreseen["pruning_config"] = pruning_config(self.record)
 
-    def _of_size(self, parameters: float | str | None) -> Combinations | None:
+    def _of_size(self, parameters: float | str | None, every: Combinations) -> Combinations | None:
         """What can be removed for a model of so many parameters; None where that is not asked for."""
         if parameters is None:
             return None
-        kinds = []
-        for find in (heads_of, neurons_of):
-            try:
-                kinds.append(find(self.model))
-            except UnsupportedModelError as error:
-                self._left_out.append(f"{error}; their number stays")
         given = parse_parameters(parameters)
-        target = int(given * self.tensors.parameters(self.model, [])) if given < 1 else int(given)
-        combinations = Combinations(self.model, self.tensors, kinds, target)
+        combinations = dataclasses.replace(every, target=int(given * every.everything if given < 1 else given))
         combinations.check()
         return combinations
 
