@@ -21,7 +21,13 @@ $(VENV)/.done: pyproject.toml constraints.txt
 
 setup: $(VENV)/.done
 
-demo: setup
+# What a user installs, unless all is there: half of the gigabytes.
+$(VENV)/.small: pyproject.toml constraints.txt
+	test -e $(VENV)/.done || $(PYTHON) -m venv $(VENV)
+	test -e $(VENV)/.done || $(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+demo: $(VENV)/.small
 	$(BIN)/niwaki demo
 
 # The tables of the documentation and README's picture, from the records in benchmarks/results.

@@ -817,7 +817,7 @@ def test_command(
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright to drive a browser")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
         pytest.skip("there is no chromium here; on Debian: apt-get install chromium")

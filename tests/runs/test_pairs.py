@@ -117,11 +117,12 @@ def test_weights_go_on_a_grid(some: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["full", "lora", "norms", "blocks"])
 @pytest.mark.slow
 def test_healing_comes_nearer_to_the_dense_model(
-    dense: Path, pruned: Path, kind: str, method: HealingMethod, tmp_path: Path
+    request: pytest.FixtureRequest, dense: Path, kind: str, method: HealingMethod, tmp_path: Path
 ) -> None:
     every = [("t5", "full"), ("t5", "lora"), ("switch_transformers", "full"), ("whisper", "blocks")]
     if not FULL and (kind, method) not in every:
         pytest.skip("much the same in all")
+    pruned: Path = request.getfixturevalue("pruned")
     healed, given = tmp_path / "healed", {"tokens": 2000, "rate": 3e-3, **text(kind)}
     record = niwaki.heal(pruned, healed, teacher=dense, method=method, **given)
     before, after = tensors(pruned), tensors(healed)

@@ -72,7 +72,8 @@ def evaluate_both(
 ) -> tuple[Perplexity, Perplexity]:
     """The perplexities of a model and of the one ``before``, on the same text also where it has fewer tokens now.
 
-    ``known`` has that of the one before, by the text's name, and gets it.
+    ``known`` has what was measured of the one before, by the text's name or, of windows that go as far as those of the
+    model with fewer tokens, by their fingerprint; and gets it.
     """
     (text,) = measurement.texts
     assert isinstance(text, str)
@@ -89,4 +90,6 @@ def evaluate_both(
         windows = read_heldout(dense, text, measurement)
         bos = None if windows.bos is None else find_bos(after.tokenizer)
         first, second = same_text(windows, dense.tokenizer, after.tokenizer, bos, after.positions)
-        return after.perplexity(second), dense.perplexity(first)
+        if (key := first.fingerprint()) not in known:
+            known[key] = dense.perplexity(first)
+        return after.perplexity(second), known[key]
