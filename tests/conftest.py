@@ -42,7 +42,7 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays; to look through it for garbage again and again takes a twentieth of the time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(20_000, 20, 60)
 
 
 @pytest.fixture(autouse=True)
