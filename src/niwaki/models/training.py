@@ -28,18 +28,17 @@ def gradients(device: torch.device) -> Iterator[None]:
     On a GPU threads otherwise add the gradients of attention as they come, and two runs have other bytes. An operation
     that has no other way is left as it is.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with torch.enable_grad(), warnings.catch_warnings():
-        if device.type != "cuda":
-            yield
-            return
-        # cuBLAS has a workspace for each stream, and finds the context that a thread begins without.
-        warnings.filterwarnings("ignore", r"(?is).*\bcublas\b")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    with torch.enable_grad(), warnings.catch_warnings(), contextlib.ExitStack() as held:
+        if device.type == "cuda":
+            # cuBLAS has a workspace for each stream, and finds the context that a thread begins without.
+            warnings.filterwarnings("ignore", r"(?is).*\bcublas\b")
+            held.callback(
+                torch.use_deterministic_algorithms,
+                torch.are_deterministic_algorithms_enabled(),
+                warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        yield
 
 
 def trained_matrices(block: DecoderBlock) -> list[Matrix]:
