@@ -1,6 +1,7 @@
 """The native library, for every Python, and README.md as package indexes show it; the rest is in pyproject.toml."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -23,7 +24,19 @@ KERNELS = Extension(
 
 
 class BuildLibrary(build_ext):
-    """Names the library with the suffix that all Pythons of a platform look for."""
+    """In parallel, and with the suffix that all Pythons of a platform look for."""
+
+    def build_extensions(self) -> None:
+        """Sources side by side, which setuptools compiles one after the other."""
+        compile_all = self.compiler.compile
+
+        def side_by_side(sources: list[str], *given: object, **named: object) -> list[str]:
+            with ThreadPoolExecutor() as pool:
+                found = pool.map(lambda source: compile_all([source], *given, **named), sources)
+                return [name for names in found for name in names]
+
+        self.compiler.compile = side_by_side
+        super().build_extensions()
 
     def get_ext_filename(self, fullname: str) -> str:
         """Such as niwaki/_kernels.so."""
