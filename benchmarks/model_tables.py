@@ -351,7 +351,7 @@ def by_hand(*records: Any) -> Lines:
         *markdown(["model", "size", "compress", "nats", "tried", "best of them", "difference", *kinds], rows),
         "",
         "Calibrated on books; nats a token above the dense model, on 16 windows of each of four texts (SmolLM2-135M) "
-        "and 64 of books (embedded model). The difference is that of compress from the best, window by window.",
+        "and 64 of books (the others). The difference is that of compress from the best, window by window.",
     ]
 
 
