@@ -206,8 +206,13 @@ def test_no_plan_names_what_cannot_be_removed(tmp_path: Path) -> None:
     plan = plan_compression(small.path, parameters=share + 0.01, calibration=text)
     assert [stage.name for stage in plan.way.stages] == ["shrink"]
     niwaki.run(small.path, tmp_path / "out", plan.way.stages, calibration=text, measurement=None)
-    exported = Ways(Parts.of(StreamedModel(small, "cpu"), "llama.cpp"), "llama.cpp", ())
-    assert share <= float(exported.smallest.words.split()[0]) < share + 0.04
+    plan = plan_compression(small.path, parameters=share - 0.05, calibration=Calibration("demo", samples=16, length=32))
+    assert plan.way.stages[0].name == "vocabulary"
+    assert plan.others == ()
+    parts = Parts.of(StreamedModel(small, "cpu"), "llama.cpp")
+    assert parts.least == share
+    exported = Ways(replace(parts, least=0.97), "llama.cpp", ())
+    assert exported.smallest.words.startswith("0.98 of the parameters")
 
 
 def test_rows_that_the_tokenizer_does_not_have(tmp_path: Path) -> None:
