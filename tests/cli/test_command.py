@@ -297,6 +297,19 @@ def test_ctrl_c_while_libraries_are_imported() -> None:
         assert process.returncode in (130, -signal.SIGINT, 0)  # 0: the machine is fast
 
 
+def test_ctrl_c_while_torch_is_made_of_its_parts() -> None:
+    """An exception there, in what C++ calls, would end the process by an abort."""
+    code = (
+        "import signal, sys, types\n"
+        "from niwaki.cli.main import _Stop\n"
+        "sys.modules['torch'] = torch = types.ModuleType('torch')\n"
+        "torch.__spec__ = types.SimpleNamespace(_initializing=True)\n"
+        "_Stop()(signal.SIGTERM, None)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (128 + signal.SIGTERM, "stopped before anything was done\n")
+
+
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch, niwaki_: Command) -> Callable[[BaseException], Result]:
     """``niwaki inspect demo``, in which something is raised."""

@@ -39,6 +39,9 @@ class _Stop:
         self.number, self._when = 0, -1.0
 
     def __call__(self, number: int, _: object) -> None:
+        if _is_being_loaded("torch"):  # where C++ calls Python an exception ends in an abort; nothing is begun yet
+            _say_what_stays()
+            os._exit(128 + number)
         if time.monotonic() - self._when > 1:  # torchrun sends its own after that of the terminal; one cleans up
             self.number, self._when = number, time.monotonic()
             raise KeyboardInterrupt
@@ -79,6 +82,11 @@ def main() -> None:
     if line:
         _say(line)
     sys.exit(code)
+
+
+def _is_being_loaded(library: str) -> bool:
+    spec = getattr(sys.modules.get(library), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
 def _say_what_stays() -> None:
