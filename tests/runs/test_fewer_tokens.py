@@ -188,6 +188,11 @@ def test_a_ladder_of_smaller_models_without_foresight() -> None:
     assert min(way.size for way in ways) == 800  # at least 300 of 1,000 parameters stay, and 400 at the end of a ladder
 
 
+def test_a_ladder_without_steps_says_why() -> None:
+    with pytest.raises(UsageError, match="960 of 1,000 parameters cannot be reached by removing parts: at least 990"):
+        SmallerWays(1000, 2000, 500, 200, 990, ()).ladder()
+
+
 def test_no_plan_names_what_cannot_be_removed(tmp_path: Path) -> None:
     """Half of two blocks, most heads and most neurons of a model that is mostly embeddings; and fewer tokens too."""
     random_model("llama", vocab_size=ROWS, num_hidden_layers=2, intermediate_size=64).save_pretrained(

@@ -217,7 +217,7 @@ class SmallerWays(_Foreseen):
         for step in range(1, int((1 - _LAST_LEFT) / _STEP) + 1):
             with contextlib.suppress(UsageError):
                 found.append(self.to(round(1 - _STEP * step, 2))[0])
-        return found
+        return found or [self.to(round(1 - _STEP, 2))[0]]  # which says what cannot be reached
 
     def _removing(self, words: str, parameters: float, there: float, left: float) -> Way:
         """Removes blocks, heads and neurons of a model that has so many parameters there."""
