@@ -13,7 +13,7 @@ def overview(made: Any, measured: Any) -> Lines:
     speeds = {cell["size"]: cell["tokens_per_second"] for cell in measured["cells"]}
     texts, rows = list(whole["losses"]), []
     for cell in sorted(made["cells"], key=lambda cell: -cell["size"]):
-        if cell["recipe"] not in ("dense", "compress"):
+        if cell["recipe"] not in ("dense", "compress") or cell["size"] not in speeds:
             continue
         lost = [paired(cell["losses"][text], whole["losses"][text])[0] for text in texts]
         name = "in transformers" if cell is whole else f"`--size {cell['size']:g}`"
