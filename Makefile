@@ -23,8 +23,7 @@ setup: $(VENV)/.done
 
 # What a user installs, unless all is there: half of the gigabytes.
 $(VENV)/.small: pyproject.toml constraints.txt
-	test -e $(VENV)/.done || $(PYTHON) -m venv $(VENV)
-	test -e $(VENV)/.done || $(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	test -e $(VENV)/.done || { $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet -c constraints.txt -e .; }
 	touch $@
 
 demo: $(VENV)/.small

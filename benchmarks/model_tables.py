@@ -295,8 +295,10 @@ def bounds(embedded: Any, real: Any) -> Lines:
     return [
         *markdown(["model", "`--loss`", "calibrated on", "tried", "MiB", *whole["losses"], "kept"], rows),
         "",
-        "Nats a token above the dense model on 16 windows of each text; the limit was kept on 16 others of each. "
-        f"Calibrated on 16 windows. {'; '.join(told)}. SmolLM2-135M has 257 MiB, the embedded model 6.57.",
+        "Nats a token above the dense model on "
+        f"{real['text_samples']} windows of each text; the limit was kept on {real['text_samples']} others of each. "
+        f"Calibrated on {real['samples']} windows. {'; '.join(told)}. "
+        "SmolLM2-135M has 257 MiB, the embedded model 6.57.",
     ]
 
 

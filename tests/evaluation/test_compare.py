@@ -38,6 +38,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import latex
 from support.arguments import arguments
+from support.covering import FULL
 from support.forks import forked
 from support.models import edit_json, message, save_model_with_tokenizer
 
@@ -111,6 +112,7 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
     methods = {
         "wanda": ("wanda", "fast"),
         "magnitude+exact": ("magnitude+exact", "fast"),
+        **({"continuation@balanced": ("continuation", "balanced")} if FULL else {}),
         "continuation@best": ("continuation", "best"),
     }
     options: dict[str, Any] = {"calibration": "demo", "samples": 4, "length": 32, "device": "cpu"}
@@ -141,7 +143,7 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
             kept = Record.from_json((tmp_path / "out" / str(cell.record)).read_text())
             _same_but_times(kept, made)
             assert cell.seconds == kept.seconds["total"] == pytest.approx(sum(cell.stages.values()), rel=0.2)
-    assert len(list((tmp_path / "out" / "records").iterdir())) == 6
+    assert len(list((tmp_path / "out" / "records").iterdir())) == 2 * len(methods)
     assert not (tmp_path / "out" / "models").exists()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from niwaki.cli.common import quiet_libraries
 from niwaki.models.training import gradients
 
 
@@ -26,7 +27,8 @@ def test_only_on_a_gpu_are_algorithms_chosen_and_only_within(before: bool) -> No
 
 
 def test_words_on_cublas_stay_away_and_others_come() -> None:
-    with gradients(torch.device("cuda")):
+    with warnings.catch_warnings():
+        quiet_libraries()
         warnings.warn("Attempting to run cuBLAS, but there was no current CUDA context!", UserWarning, stacklevel=1)
         with pytest.warns(UserWarning, match="an operation without"):
             warnings.warn("an operation without a deterministic implementation", UserWarning, stacklevel=1)

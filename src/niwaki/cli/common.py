@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -95,6 +96,8 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     # It prints all of a configuration that it then raises an error for.
     logging.getLogger("transformers.configuration_utils").setLevel(logging.CRITICAL)
+    # On a GPU: it has a workspace for each stream, and finds the context that a thread begins without.
+    warnings.filterwarnings("ignore", r"(?is).*\bcublas\b")
 
 
 @contextlib.contextmanager

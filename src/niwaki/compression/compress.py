@@ -1,6 +1,5 @@
 """One number instead of many commands: how small, how fast or at what loss, for the program that runs the result."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.session import current_session, remembering
 from niwaki.runs.stage import USUAL_WINDOWS, Stage
+from niwaki.shrinking.configuration import numbers
 from niwaki.texts.sources import usual_calibration
 
 
@@ -225,9 +225,10 @@ def _planned(
         calibration = usual_calibration(calibration, progress or Progress())
         ways = _with_foresight(ways, checkpoint, calibration, compute, progress)
     way, others = ways.to(asked)
-    asked, reach = (way.size, []) if isinstance(ways, SmallerWays) else (asked, [ways.largest, ways.smallest])
-    ends = tuple(each for each in reach if each.words != way.words)
-    return Compression(str(model), runtime, before, int(asked), way, tuple(others), ends, ways.all_tokens), calibration
+    ends = (ways.largest, ways.smallest) if isinstance(ways, Ways) else ()
+    reach = tuple(each for each in ends if each.words != way.words)
+    limit = way.size if isinstance(ways, SmallerWays) else int(asked)
+    return Compression(str(model), runtime, before, limit, way, tuple(others), reach, ways.all_tokens), calibration
 
 
 def _compared(way: Way, record: Record) -> Iterator[str]:
@@ -266,8 +267,7 @@ def _ways(checkpoint: Checkpoint, runtime: Runtime, max_time: float | str | None
 def _numbers(model: str | Path) -> tuple[Checkpoint, int, int]:
     """The model's files, the bytes of its weights, and how many there are."""
     checkpoint = Checkpoint(locate_model(str(model)))
-    entries = checkpoint.entries.values()
-    return checkpoint, sum(each.size for each in entries), sum(math.prod(each.shape) for each in entries)
+    return checkpoint, sum(each.size for each in checkpoint.entries.values()), numbers(checkpoint, checkpoint.entries)
 
 
 def _heal(max_time: float | str | None) -> tuple[Stage, ...]:

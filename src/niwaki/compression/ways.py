@@ -25,6 +25,7 @@ from niwaki.pruning.prune import Prune, Quantize
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.stage import Stage
 from niwaki.shrinking.combinations import Combinations
+from niwaki.shrinking.configuration import Tensors, numbers
 from niwaki.shrinking.shrink import Shrink
 from niwaki.shrinking.token_choice import PRIOR
 from niwaki.shrinking.units import mlps
@@ -124,13 +125,13 @@ class Parts:
             )
         entries = model.checkpoint.entries
         keys = {*embedding_keys(model)}
-        embeddings = sum(math.prod(entries[key].shape) for key in keys)
+        embeddings = numbers(model.checkpoint, keys)
         of_blocks = {matrix.key for matrix in matrices}
         others = sum(entry.size for key, entry in entries.items() if key not in keys | of_blocks)
         tokenizer, file, least = 0, model.checkpoint.path / "tokenizer.json", 1.0
         if runtime == "llama.cpp":
             others *= 2  # in float32
-            least = fewest_parameters(model) / sum(math.prod(entry.shape) for entry in entries.values())
+            least = fewest_parameters(model) / numbers(model.checkpoint, entries)
             tokenizer = int(1.25 * file.stat().st_size) if file.is_file() else 0
         tensors = (len(key) + _ENTRY for key in [*entries, *(_TENSORS - 1) * [*keys, *of_blocks]])
         headers = _HEADER + sum(tensors)
@@ -141,9 +142,9 @@ class Parts:
 def fewest_parameters(model: StreamedModel) -> int:
     """How many are left of a model where the most is removed that can be at once, with all tokens."""
     try:
-        return Combinations.all_of(model)[0].least
+        return Combinations.all_of(model, Tensors.of(model))[0].least
     except UnsupportedModelError:
-        return sum(math.prod(entry.shape) for entry in model.checkpoint.entries.values())
+        return numbers(model.checkpoint, model.checkpoint.entries)
 
 
 def weights_of_neurons(model: StreamedModel) -> int:
@@ -157,6 +158,12 @@ class _Foreseen:
     """With what is foreseen of the model, if it was looked at."""
 
     foresight: Foresight | None = field(default=None, kw_only=True)
+
+    @property
+    def costs(self) -> TokenCosts | None:
+        """What fewer tokens cost, where that is known."""
+        costs = self.foresight.tokens if self.foresight else None
+        return None if isinstance(costs, str) else costs
 
     @property
     def all_tokens(self) -> str:
@@ -180,9 +187,8 @@ class SmallerWays(_Foreseen):
 
     @classmethod
     def of(cls, model: StreamedModel, heal: tuple[Stage, ...]) -> "SmallerWays":
-        entries = model.checkpoint.entries.values()
-        count, before = sum(math.prod(each.shape) for each in entries), sum(each.size for each in entries)
-        of_tokens = sum(math.prod(model.checkpoint.entries[key].shape) for key in embedding_keys(model))
+        checkpoint, of_tokens = model.checkpoint, numbers(model.checkpoint, embedding_keys(model))
+        count, before = numbers(checkpoint, checkpoint.entries), sum(each.size for each in checkpoint.entries.values())
         return cls(count, before, weights_of_neurons(model), of_tokens, fewest_parameters(model), heal)
 
     def check(self, parameters: float) -> None:
@@ -191,9 +197,8 @@ class SmallerWays(_Foreseen):
 
     def to(self, parameters: float) -> tuple[Way, list[Way]]:
         """The way to a share or a number of the parameters that is foreseen to lose least, and the other kinds."""
-        left, costs = self._left(parameters), self.foresight.tokens if self.foresight else ""
-        fewest = costs.removed(costs.sizes[-1][0]) if not isinstance(costs, str) and costs.sizes else 0
-        self._check(left, self.least - fewest)
+        left, costs = self._left(parameters), self.costs
+        self._check(left, self.least - (costs.removed(costs.sizes[-1][0]) if costs and costs.sizes else 0))
         words = f"{parameters:g} of the" if parameters < 1 else f"{parameters:,.0f} of {self.count:,}"
         found = [self._removing(f"{words} parameters", parameters, self.count, left)] if left >= self.least else []
         fewer = min(self._with_fewer_tokens(left), key=lambda way: way.loss, default=None)
@@ -227,7 +232,7 @@ class SmallerWays(_Foreseen):
         return _way(words, self._bytes(left), (Shrink(parameters=parameters), *self.heal), nats)
 
     def _with_fewer_tokens(self, left: float) -> Iterator[Way]:
-        if self.foresight is None or isinstance(costs := self.foresight.tokens, str):
+        if (costs := self.costs) is None:
             return
         enough = min(costs.most, costs.rows - math.ceil((self.count - left) / costs.weights))
         if costs.of(alone := enough // _TOKENS * _TOKENS):
@@ -282,12 +287,9 @@ class Ways(_Foreseen):
     @cached_property
     def _lefts(self) -> list[float]:
         """Shares of the parameters that can stay, in ascending order: all that go are of matrices."""
-        shares, most = (each / 100 for each in _LEFT), (1 - _LAST_LEFT) * self.parts.matrices
-        return [
-            share
-            for share in shares
-            if share >= self.parts.least and self.parts.matrices - self._matrices(share) <= most
-        ]
+        fewest = _LAST_LEFT * self.parts.matrices
+        shares = (each / 100 for each in _LEFT)
+        return [share for share in shares if share >= self.parts.least and self._matrices(share) >= fewest]
 
     def ladder(self) -> list[Way]:
         """Ways in descending order of size, from 8 bits to the smallest, with whatever tokens."""
@@ -340,7 +342,7 @@ class Ways(_Foreseen):
 
     def _with_fewer_tokens(self) -> Iterator["Ways"]:
         """Those of the same model with fewer tokens."""
-        if self.tokens is None and self.foresight and not isinstance(costs := self.foresight.tokens, str):
+        if self.tokens is None and (costs := self.costs):
             for tokens, *_ in costs.sizes:
                 embeddings = self.parts.embeddings - costs.removed(tokens)
                 tokenizer = int(self.parts.tokenizer * tokens / costs.rows)  # of shorter tokens, the more common ones
@@ -350,9 +352,7 @@ class Ways(_Foreseen):
     def _way(self, words: str, size: int, stages: tuple[Stage, ...], nats: float | None) -> Way:
         """A way of the model with all tokens or those that are left."""
         way = _way(words, size, stages, nats)
-        if self.tokens is None or self.foresight is None or isinstance(self.foresight.tokens, str):
-            return way
-        return way.with_tokens(self.tokens, self.foresight.tokens)
+        return way.with_tokens(self.tokens, self.costs) if self.tokens is not None and self.costs else way
 
     def _bytes(self, bits: float, ends: int, matrices: float) -> int:
         scale = _SCALE / _GROUPS[self.runtime]

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -28,10 +27,8 @@ def gradients(device: torch.device) -> Iterator[None]:
     On a GPU threads otherwise add the gradients of attention as they come, and two runs have other bytes. An operation
     that has no other way is left as it is.
     """
-    with torch.enable_grad(), warnings.catch_warnings(), contextlib.ExitStack() as held:
+    with torch.enable_grad(), contextlib.ExitStack() as held:
         if device.type == "cuda":
-            # cuBLAS has a workspace for each stream, and finds the context that a thread begins without.
-            warnings.filterwarnings("ignore", r"(?is).*\bcublas\b")
             held.callback(
                 torch.use_deterministic_algorithms,
                 torch.are_deterministic_algorithms_enabled(),

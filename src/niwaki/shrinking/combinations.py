@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import UnsupportedModelError, UsageError
-from niwaki.models.extra import find_extra
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.runs.duration import passes
-from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
+from niwaki.shrinking.configuration import Tensors
 from niwaki.shrinking.depth import (
     FITTED,
     Blocks,
@@ -64,14 +63,8 @@ class Combinations:
     target: int
 
     @classmethod
-    def all_of(cls, model: StreamedModel) -> "tuple[Combinations, list[str]]":
-        """With no target yet; and why heads or neurons stay. UnsupportedModelError where nothing can be removed."""
-        if any(matrix.blocks for matrix in model.matrices()):
-            raise UnsupportedModelError(
-                f"{model.checkpoint.path} has blocks that share weights, so nothing can be removed; prune it"
-            )
-        left = [each for each in find_extra(model) if each.follows]
-        tensors = Tensors(left, *tensors_of_blocks(model, left))
+    def all_of(cls, model: StreamedModel, tensors: Tensors) -> "tuple[Combinations, list[str]]":
+        """With no target yet; and why heads or neurons stay."""
         kinds, stay = [], []
         for find in (heads_of, neurons_of):
             try:

@@ -12,7 +12,7 @@ from torch import nn
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import NiwakiError, OutputError, UnsupportedModelError
-from niwaki.models.extra import DRAFT_COUNTS, ExtraTensors
+from niwaki.models.extra import DRAFT_COUNTS, ExtraTensors, find_extra
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import find_parts, structure
@@ -163,6 +163,16 @@ class Tensors:
     left: list[ExtraTensors]  # out
     outside: list[str]  # keys of those outside blocks
     blocks: list[dict[str, str]]  # of each block keys, with what they become, see :func:`tensors_of_blocks`
+
+    @classmethod
+    def of(cls, model: StreamedModel) -> "Tensors":
+        """UnsupportedModelError where nothing can be removed."""
+        if any(matrix.blocks for matrix in model.matrices()):
+            raise UnsupportedModelError(
+                f"{model.checkpoint.path} has blocks that share weights, so nothing can be removed; prune it"
+            )
+        left = [each for each in find_extra(model) if each.follows]
+        return cls(left, *tensors_of_blocks(model, left))
 
     def size(self, model: StreamedModel, removals: Sequence[Removal], count: int) -> int:
         """Bytes of the tensors outside blocks and, after ``removals``, of the ``count`` largest blocks."""

@@ -24,6 +24,7 @@ from niwaki.runs.card import pruning_config
 from niwaki.runs.duration import measuring, pruning
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
 from niwaki.shrinking.combinations import Combinations
+from niwaki.shrinking.configuration import Tensors
 from niwaki.shrinking.depth import operations_of_runs
 from niwaki.shrinking.experts import expert_removal
 from niwaki.shrinking.units import (
@@ -131,9 +132,8 @@ class Shrinking(Task):
         _check_pairs(model, stage)
         self._left_out = [stage.left_out] if stage.left_out else []
         self._effort = stage.effort_for(model.has_head and not model.sees_ahead, writes=model.pairs is None)
-        every, stay = Combinations.all_of(model)
-        self.tensors, self._combinations = every.tensors, self._of_size(stage.parameters, every)
-        self._left_out += stay if self._combinations else []
+        self.tensors = Tensors.of(model)
+        self._combinations = self._of_size(stage.parameters)
         most = depth - len(model.starts)
         if not 0 <= stage.blocks <= most:
             raise UsageError(f"blocks {stage.blocks} of {depth}: from 0 to {most} can be removed")
@@ -159,10 +159,12 @@ class Shrinking(Task):
             run.foreseen |= each.config
         run.foreseen["pruning_config"] = pruning_config(self.record)
 
-    def _of_size(self, parameters: float | str | None, every: Combinations) -> Combinations | None:
+    def _of_size(self, parameters: float | str | None) -> Combinations | None:
         """What can be removed for a model of so many parameters; None where that is not asked for."""
         if parameters is None:
             return None
+        every, stay = Combinations.all_of(self.model, self.tensors)
+        self._left_out += stay
         given = parse_parameters(parameters)
         combinations = dataclasses.replace(every, target=int(given * every.everything if given < 1 else given))
         combinations.check()
