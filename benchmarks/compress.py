@@ -30,7 +30,7 @@ import niwaki
 from niwaki import Calibration, Pack, Prune, Quantize, QuantizeEmbeddings
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import Runtime
-from niwaki.compression.compress import plan_compression
+from niwaki.compression.plan import plan_compression
 from niwaki.compression.ways import Parts
 from niwaki.models.streamed import StreamedModel
 from niwaki.runs.session import remembering
@@ -212,16 +212,19 @@ def speeds(
     tokens: Annotated[int, Option(help="Tokens that are written after it.")] = 64,
     rounds: Annotated[int, Option(help="Of all models in turns.")] = 3,
 ) -> None:
-    """Tokens a second of the model in transformers and of what compress makes of it, in turns.
+    """Tokens a second of the model in transformers and of what compress makes of it, in turns, and what plans foresee.
 
     How the numbers were found makes no difference to the time, so that little text is calibrated on.
     """
     found = {size: list[float]() for size in (1.0, *common.fractions(sizes))}
     with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
-        places: dict[float, Path] = {1.0: model}
+        places, foreseen = {1.0: model}, dict[float, float | None]()
+        demo = Calibration("demo", samples=4, length=128)
         for size in list(found)[1:]:
+            plan = plan_compression(model, size, calibration=demo, measure_speed=True)
+            foreseen |= {1.0: plan.speed.dense, size: plan.speed.of(plan.way)} if plan.speed else {}
+            print(plan, flush=True)
             places[size] = Path(scratch) / str(size)
-            demo = Calibration("demo", samples=4, length=128)
             niwaki.compress(model, places[size], size, calibration=demo, measurement=None)
         for _ in range(rounds):
             for size, place in places.items():
@@ -230,7 +233,10 @@ def speeds(
                 (speed,) = (each for each in measured.speeds if each.weights == form)
                 found[size].append(speed.tokens_per_second)
                 print(f"{size:g}: {speed.tokens_per_second:.1f} tokens a second", flush=True)
-    cells = [{"size": size, "tokens_per_second": median(rates), "rates": rates} for size, rates in found.items()]
+    cells = [
+        {"size": size, "tokens_per_second": median(rates), "rates": rates, "foreseen": foreseen.get(size)}
+        for size, rates in found.items()
+    ]
     machine = f"{torch.get_num_threads()} threads of {common.processor()}"
     common.save(record, model=model.name, machine=machine, prompt=prompt, tokens=tokens, cells=cells)
 

@@ -320,6 +320,20 @@ def programs(made: Any) -> Lines:
     ]
 
 
+def speeds(made: Any) -> Lines:
+    """Tokens a second that plans foresee beside what is measured."""
+    rows = [
+        ["the model as it is" if cell["size"] == 1 else f"`--size {cell['size']:g}`"]
+        + [f"{cell[name]:.1f}" for name in ("foreseen", "tokens_per_second")]
+        for cell in made["cells"]
+    ]
+    return [
+        *markdown(["", "tokens/s, foreseen", "measured"], rows),
+        "",
+        f"SmolLM2-135M on {made['machine']}; measured in turns, after {made['prompt']} tokens.",
+    ]
+
+
 #: Fewer recipes than these at one size are no search.
 _A_FEW = 8
 #: How many of the recipes at a size are shown.

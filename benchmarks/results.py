@@ -38,6 +38,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/compress.md", "by_hand", model_tables.by_hand, ("compress", "compress_demo", "compress_qwen3")),
     ("docs/compress.md", "programs", model_tables.programs, ("compress_programs",)),
     ("docs/compress.md", "recipes", model_tables.recipes, ("compress",)),
+    ("docs/compress.md", "speeds", model_tables.speeds, ("compress_speed",)),
     ("docs/effort.md", "efforts", tables.efforts, ("protocol", "table3")),
     ("docs/fine-tuning.md", "finetune", model_tables.finetune, ("finetune",)),
     ("docs/healing.md", "healed", summaries.healed, ("heal", "heal_neurons")),

@@ -9,7 +9,8 @@ _PUBLIC = {
     "niwaki.options": ("Calibration", "Compute", "Measurement"),
     "niwaki.errors": ("NiwakiError",),
     "niwaki.effort": ("EFFORTS", "Effort", "Fitting", "Planning"),
-    "niwaki.compression.compress": ("Compression", "compress", "plan_compression"),
+    "niwaki.compression.compress": ("compress",),
+    "niwaki.compression.plan": ("Compression", "plan_compression"),
     "niwaki.recipes": ("heal", "prune", "quantize", "run", "shrink"),
     "niwaki.healing.heal": ("Heal",),
     "niwaki.pruning.embeddings": ("QuantizeEmbeddings",),
@@ -51,11 +52,8 @@ _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
-    from niwaki.compression.compress import (
-        Compression as Compression,
-        compress as compress,
-        plan_compression as plan_compression,
-    )
+    from niwaki.compression.compress import compress as compress
+    from niwaki.compression.plan import Compression as Compression, plan_compression as plan_compression
     from niwaki.effort import EFFORTS as EFFORTS, Effort as Effort, Fitting as Fitting, Planning as Planning
     from niwaki.errors import NiwakiError as NiwakiError
     from niwaki.evaluation.bench import bench as bench

@@ -38,3 +38,6 @@ NEAREST = "nearest"
 LEAST_SQUARES = "least squares"
 #: Patterns of each kind, as they are written; the same test reads them.
 PATTERN_NAMES = ("2:4", "unstructured:0.6", "per-row:0.6", "two-factors:0.5")
+#: How long OpenMP's threads wait by spinning, which takes the core from the thread that they wait for when another
+#: program is busy (docs/methods.md). Briefly costs nothing measurable, except between the small products of one token.
+SPINS, BRIEFLY, LONG = "GOMP_SPINCOUNT", "1000", "10000"

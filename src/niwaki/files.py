@@ -167,7 +167,7 @@ def input_errors(path: Path) -> Iterator[None]:
 
 def check_space(path: Path, needed: int) -> None:
     """Raises OutputError where ``needed`` bytes are not free for ``path``."""
-    if needed > _free(path):
+    if needed > free_space(path):
         raise _no_space(path, f"the output needs {needed / 2**30:.2f} GiB")
 
 
@@ -183,10 +183,11 @@ def reserve(file: BinaryIO, size: int) -> None:
 
 
 def _no_space(path: Path, hint: str) -> OutputError:
-    return OutputError(f"no space left on disk for {path} ({_free(path) / 2**30:.2f} GiB are free); {hint}")
+    return OutputError(f"no space left on disk for {path} ({free_space(path) / 2**30:.2f} GiB are free); {hint}")
 
 
-def _free(path: Path) -> int:
+def free_space(path: Path) -> int:
+    """Bytes that are free where ``path`` is or will be."""
     return shutil.disk_usage(nearest(path.absolute())).free
 
 

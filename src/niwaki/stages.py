@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, cast, get_args, get_type_hints
 
 from niwaki.arguments import given_fields
+from niwaki.choices import FIRST_PARAMETERS
 from niwaki.effort import Effort, effort_text, make_effort
 from niwaki.errors import UnknownNameError, UsageError, named, shown
 from niwaki.exports.export import Export, Pack
@@ -119,6 +121,16 @@ def table_of(stage: Stage) -> dict[str, Any]:
     given = {name: getattr(stage, name) for name in given_fields(kind) if getattr(stage, name) != usual[name]}
     said = {name: public_name(value) if name in _MODELS else _said(name, value) for name, value in given.items()}
     return {"stage": stage.name, **said}
+
+
+def text_of(stage: Stage) -> str:
+    """``stage`` as text that :func:`make_stage` reads; UsageError as :func:`table_of` raises it."""
+    words = []
+    for name, value in table_of(stage).items():
+        said = str(value).lower() if isinstance(value, bool) else str(value)
+        given = said if name in ("stage", FIRST_PARAMETERS[stage.name]) else f"{name}={said}"
+        words.append(shlex.quote(given))
+    return " ".join(words)
 
 
 def _said(name: str, value: Any) -> Any:

@@ -120,7 +120,7 @@ def test_forms(dtype: str, device: str, tmp_path: Path, monkeypatch: pytest.Monk
         return Speed(directory.name, dtype, 1, 1, 1, 1, 1, len(seen), 1, 1)
 
     monkeypatch.setattr(measuring, "_forms", both)
-    monkeypatch.setattr(measuring, "_measured", measured)
+    monkeypatch.setattr(measuring, "measured", measured)
     found = measuring.bench(dense, prompt_tokens=8, tokens=4, repeats=3, compute=Compute(device, dtype))
     assert seen == ["dense", "packed"]
     assert [speed.tokens_per_second for speed in found.speeds] == [1, 2]
@@ -144,7 +144,7 @@ def test_a_model_of_which_nothing_can_be_packed(tmp_path: Path, monkeypatch: pyt
         tokens, dense = random_tokens(4, 16), model
         model = tmp_path / "shrunk"
         niwaki.shrink(dense, model, neurons=0.5, calibration=tokens, measurement=None)
-    monkeypatch.setattr(measuring, "_measured", measuring.measure)
+    monkeypatch.setattr(measuring, "measured", measuring.measure)
     monkeypatch.setattr(measuring, "pack", None)
     found = measuring.bench(model, prompt_tokens=4, tokens=3, repeats=1, compute="cpu", progress=notes)
     (speed,) = found.speeds
@@ -171,14 +171,25 @@ class Deadly(type(Path())):  # type: ignore[misc]
 
 @pytest.mark.slow
 def test_a_process_that_dies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said = message(lambda: measuring._measured(Deadly("there"), 1, 2, 1, Compute("cpu")), WorkerError)
+    said = message(lambda: measuring.measured(Deadly("there"), 1, 2, 1, Compute("cpu")), WorkerError)
     assert said == "the process that measured there ended with status 3; is there enough memory?"
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("before", "within"), [(None, "10000"), ("1000", "10000"), ("7", "7"), ("10000", "10000")])
+def test_how_threads_wait_that_are_measured(before: str | None, within: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of ``niwaki generate``, whatever command they are measured for, or as the user says."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if before:
+        monkeypatch.setenv("GOMP_SPINCOUNT", before)
+    with measuring._patient():
+        assert os.environ.get("GOMP_SPINCOUNT") == within
+    assert os.environ.get("GOMP_SPINCOUNT") == before
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not FULL, reason="another process is seconds, and this is one line of the library's")
 def test_what_nobody_foresaw_in_a_process(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TypeError):  # is this process's own
-        measuring._measured(None, 1, 2, 1, Compute("cpu"))  # type: ignore[arg-type]
+        measuring.measured(None, 1, 2, 1, Compute("cpu"))  # type: ignore[arg-type]
     assert capfd.readouterr().err == ""

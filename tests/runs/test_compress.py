@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -17,15 +20,18 @@ from transformers import AutoModelForCausalLM
 import niwaki
 from niwaki import Calibration, Compute, Measurement, NiwakiError
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.compression.compress import Compression, plan_compression
 from niwaki.compression.foresight import foresee
 from niwaki.compression.part import PartOf
+from niwaki.compression.plan import Compression, plan_compression
+from niwaki.compression.throughput import Throughput
 from niwaki.compression.trials import last_that_holds
 from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.evaluation.bench import measure
 from niwaki.layer.grid import Grid
 from niwaki.layer.rounding import to_nearest
 from niwaki.pruning.mixed_bits import examined
 from niwaki.records.progress import Progress
+from niwaki.stages import make_stage
 from support.command import Command
 from support.covering import FULL, some
 from support.models import FEW_TOKENS, add_small_tokenizer, random_model, random_tokens
@@ -325,18 +331,19 @@ def test_a_loss_that_is_kept_on_several_texts(model: Path, text: Calibration, tm
     assert alone.notes[-1].startswith("the smallest within the bound")
 
 
+class StopAtTrial(Progress):
+    def __init__(self, last: int) -> None:
+        self.last, self.seen = last, set[str]()
+
+    def status(self, what: str, done: int = 0, count: int = 0) -> None:
+        if "quantize" in what and "allocation" in what:
+            self.seen.add(what.partition(",")[0])
+        if what.startswith(f"trial {self.last},") and done:
+            raise KeyboardInterrupt
+
+
 @pytest.mark.slow
 def test_trials_that_are_there_are_not_repeated(model: Path, text: Calibration, within: Path, tmp_path: Path) -> None:
-    class StopAtTrial(Progress):
-        def __init__(self, last: int) -> None:
-            self.last, self.seen = last, set[str]()
-
-        def status(self, what: str, done: int = 0, count: int = 0) -> None:
-            if "quantize" in what and "allocation" in what:
-                self.seen.add(what.partition(",")[0])
-            if what.startswith(f"trial {self.last},") and done:
-                raise KeyboardInterrupt
-
     given: dict[str, Any] = {"loss": LOSS, "calibration": text, "compute": CPU}
     with pytest.raises(KeyboardInterrupt):
         niwaki.compress(model, tmp_path / "out", **given, progress=StopAtTrial(2))
@@ -400,11 +407,104 @@ def test_the_largest_that_is_fast_enough(model: Path, tmp_path: Path, monkeypatc
         return SimpleNamespace(speeds=[SimpleNamespace(weights=k, tokens_per_second=v) for k, v in forms.items()])
 
     monkeypatch.setattr("niwaki.compression.trials.bench", bench)
+    monkeypatch.setattr("niwaki.compression.plan.throughput", lambda *_: "no time")
     record = niwaki.compress(model, tmp_path / "out", speed=2.5, **GIVEN)
     assert 2.5 <= dense / weights(tmp_path / "out") <= 2.5 * 1.06
     assert "times the tokens a second" in record.notes[-1]
     with pytest.raises(UsageError, match="30 times the speed cannot be reached here: the smallest form has"):
         niwaki.compress(model, tmp_path / "out2", speed=30, **GIVEN)
+
+
+@pytest.mark.slow
+def test_a_speed_that_was_interrupted(
+    model: Path, text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was tried is used again, although other speeds are foreseen the second time."""
+    dense = weights(model)
+
+    def bench(directory: Path, **_: Any) -> Any:
+        forms = {"dense": 1.0, "packed": dense / weights(directory)}
+        return SimpleNamespace(speeds=[SimpleNamespace(weights=k, tokens_per_second=v) for k, v in forms.items()])
+
+    monkeypatch.setattr("niwaki.compression.trials.bench", bench)
+    given: dict[str, Any] = {"speed": 2.5, "calibration": text, "measurement": None, "compute": CPU}
+    for faster, last in ((1.0, 2), (1.06, 99)):
+        speeds = Throughput(1, (dense // 8, 8 * faster), (dense // 2, 2 * faster))
+        monkeypatch.setattr("niwaki.compression.plan.throughput", lambda *_, speeds=speeds: speeds)
+        progress = StopAtTrial(last)
+        with pytest.raises(KeyboardInterrupt) if last == 2 else contextlib.nullcontext():
+            niwaki.compress(model, tmp_path / "out", **given, progress=progress)
+    assert "trial 1" not in progress.seen
+    assert 2.5 <= dense / weights(tmp_path / "out") <= 2.5 * 1.06
+
+
+def test_tokens_a_second_of_a_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the dense model and of packed forms, the time for a token between them by bytes; of none with zeros."""
+    monkeypatch.setattr("niwaki.compression.throughput.measured", measure)  # in this process
+    plan = plan_compression(model, 0.3, **LOOKED, measure_speed=True)
+    assert plan.speed
+    (small, fast), (large, slow) = plan.speed.smallest, plan.speed.largest
+    assert min(plan.speed.dense, fast, slow) > 0
+    for form, size in zip(plan.reach, (large, small), strict=True):  # as large as the real ones
+        assert 0.95 * form.size < size <= form.size
+    middle = replace(plan.way, size=(small + large) // 2)
+    assert 1 / (plan.speed.of(middle) or 1) == pytest.approx((1 / fast + 1 / slow) / 2, rel=1e-3)
+    told = str(plan).splitlines()
+    assert "tokens/s now" in told[0]
+    assert "tokens/s" in told[1]
+    for way in plan.others:
+        (line,) = (each for each in told if each.endswith(f": {way.words}"))
+        assert ("tokens/s" in line) == ("zeros" not in way.words)
+
+
+def test_what_is_not_timed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {**LOOKED, "measure_speed": True}
+    monkeypatch.setattr("niwaki.compression.throughput.free_space", lambda _: weights(model) // 2)
+    assert "tokens a second were not measured: " in (told := str(plan_compression(model, 0.8, **given)))
+    assert "free, and a packed form of" in told
+    memory = SimpleNamespace(available=weights(model))
+    monkeypatch.setattr("niwaki.compression.throughput.psutil.virtual_memory", lambda: memory)
+    with pytest.raises(UsageError, match=r"needs what is foreseen: .* of weights do not fit in the .* of memory"):
+        plan_compression(model, speed=2, **LOOKED)
+    plan = plan_compression(model, parameters=0.9, **given)
+    assert "tokens" not in str(plan).splitlines()[0]
+    with pytest.raises(UsageError, match="how fast smaller dense models are is not foreseen"):
+        plan_compression(model, speed=2, runtime="transformers", **LOOKED)
+
+
+def test_plans_for_a_loss_and_a_speed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest of the sizes that are tried that is foreseen to keep it, or the largest that is fast enough."""
+    within, beyond = (plan_compression(model, loss=loss, **LOOKED) for loss in (0.05, 0.01))
+    assert within.way.size < beyond.way.size
+    assert (beyond.way.nats or 1) <= 0.01 < (within.way.nats or 0) <= 0.05
+    other = plan_compression(model, loss=0.05, also=["demo-held"], **LOOKED)
+    assert other.way.nats is not None
+    assert other.way.size > within.way.size
+    assert 0.03 < other.way.nats + other.way.elsewhere <= 0.05
+    smaller = plan_compression(model, within.way.size * 0.95 / within.before, **LOOKED)
+    assert (smaller.way.nats or 0) > 0.05
+    assert "only foreseen" in str(within)
+    assert "only foreseen" not in str(smaller)
+    with pytest.raises(UsageError, match=r"1e-07 cannot be kept: the largest form has about .* nats a token"):
+        plan_compression(model, loss=1e-7, **LOOKED)
+    speeds = Throughput(100, (weights(model) // 10, 400), (weights(model) // 2, 200))
+    monkeypatch.setattr("niwaki.compression.plan.throughput", lambda *_: speeds)
+    plan = plan_compression(model, speed=2.5, **LOOKED)
+    assert plan.speed == speeds
+    assert 250 <= (speeds.of(plan.way) or 0) < 260
+    with pytest.raises(UsageError, match="5 times the speed cannot be reached here: the smallest form has about 3"):
+        plan_compression(model, speed=5, **LOOKED)
+
+
+def test_a_plan_says_how_to_make_it_by_hand(model: Path) -> None:
+    """Its stages as text, which are read as the same."""
+    for asked in ({"size": 0.3}, {"size": 0.2}, {"size": 0.5, "runtime": "llama.cpp"}, {"parameters": 0.9}):
+        plan = plan_compression(model, **asked, max_time="9s", **LOOKED)
+        words = shlex.split(str(plan).splitlines()[-1].partition("by stage: ")[2])
+        assert words[:4] == ["niwaki", "run", str(model), "OUT"]
+        for stage, text in zip(plan.way.stages, words[5::2], strict=True):
+            assert type(made := make_stage(text)) is type(stage)
+            assert [str(value) for value in vars(made).values()] == [str(value) for value in vars(stage).values()]
 
 
 def test_two_in_four(model: Path, tmp_path: Path) -> None:
@@ -430,7 +530,8 @@ def test_models_that_a_format_has_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command(model: Path, niwaki_: Command, tmp_path: Path) -> None:
+def test_the_command(model: Path, niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("niwaki.compression.throughput.measured", measure)  # in this process
     texts = ("--calibration", "demo", "--samples", 4, "--length", 32, "--text", "demo-held", "--text-samples", 2)
     said = niwaki_("compress", model, tmp_path / "out", "--size", "0.4", "--plan", *texts)
     assert said.code == 0, said.err
@@ -446,5 +547,7 @@ def test_the_command(model: Path, niwaki_: Command, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "recipe.toml").is_file()
     wrong = niwaki_("compress", "demo", tmp_path / "out2", "--size", "tiny")
     assert wrong.code == 2
-    wrong = niwaki_("compress", "demo", tmp_path / "out2", "--loss", "0.1", "--plan")
-    assert "--plan is for sizes" in wrong.err
+    planned = niwaki_("compress", model, tmp_path / "out2", "--loss", "3", "--plan", *texts[:-4])
+    assert "tokens/s now" in planned.out
+    assert "this size is only foreseen" in planned.out
+    assert not (tmp_path / "out2").exists()

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import niwaki
 from niwaki import Calibration, Compute, Measurement
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.compression.compress import plan_compression
 from niwaki.compression.fewer_tokens import LookingAtTokens, TokenCosts
 from niwaki.compression.foresight import Foresight, foresee
 from niwaki.compression.part import PartOf
+from niwaki.compression.plan import plan_compression
 from niwaki.compression.ways import Parts, SmallerWays, Ways
 from niwaki.errors import UsageError
 from niwaki.evaluation.evaluate import evaluate_both
@@ -128,7 +128,7 @@ def _with(monkeypatch: pytest.MonkeyPatch, *sizes: tuple[int, float, float]) -> 
     def seen(*given: Any) -> Any:
         return replace(foresee(*given), tokens=TokenCosts(ROWS, 128, sizes))
 
-    monkeypatch.setattr("niwaki.compression.compress.foresee", seen)
+    monkeypatch.setattr("niwaki.compression.plan.foresee", seen)
 
 
 @pytest.mark.parametrize(("runtime", "size"), [("niwaki", 0.3), ("llama.cpp", 0.6)])

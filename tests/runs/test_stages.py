@@ -452,7 +452,7 @@ def test_the_space_that_two_stages_take(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         work(model, tmp_path / "out", *stages, progress=StopAfter(60))
     free = MARGIN + int(1.5 * size)
-    monkeypatch.setattr("niwaki.files._free", lambda _: free)
+    monkeypatch.setattr("niwaki.files.free_space", lambda _: free)
     assert "needs" in message(lambda: work(model, tmp_path / "other", *stages), OutputError)
     assert unfinished_size(tmp_path / "out", with_source=True) > unfinished_size(tmp_path / "out") > 0
     work(model, tmp_path / "out", *stages)

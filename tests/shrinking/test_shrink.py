@@ -638,9 +638,9 @@ def test_the_space_that_it_takes(
     run(source, tmp_path / "first", **options)
     needed = MARGIN + sum(file.stat().st_size for file in (tmp_path / "first").iterdir()) + scratch[-1]
     headers = 1 << 15
-    monkeypatch.setattr("niwaki.files._free", lambda _: needed + headers)
+    monkeypatch.setattr("niwaki.files.free_space", lambda _: needed + headers)
     run(source, tmp_path / "enough", **options)
-    monkeypatch.setattr("niwaki.files._free", lambda _: needed - 2 * headers)
+    monkeypatch.setattr("niwaki.files.free_space", lambda _: needed - 2 * headers)
     assert "needs" in message(lambda: run(source, tmp_path / "less", **options), OutputError)
 
 

@@ -45,23 +45,23 @@ def compress(
             two zeros in every four weights. [default: niwaki; transformers with --parameters]
         max_time: Heal the result until this much time has passed, such as 1h. Healing trains it to match the original
             model. With --loss or --speed the time is for each trial. [default: no healing]
-        plan: Only show the plan for --size or --parameters, and its alternatives. Nothing is written.
+        plan: Only show the plan and its alternatives, with the foreseen loss, and tokens per second of packed models.
+            Nothing is written.
     """
     check_how_small(size, parameters, loss, speed, runtime)
     if also and loss is None:
         raise UsageError("--also is for --loss; measure the result on other texts with 'niwaki eval'")
-    asked: dict[str, Any] = {"parameters": parameters, "runtime": runtime, "max_time": max_time}
-    if plan and (loss is not None or speed is not None):
-        raise UsageError("--plan is for sizes: what a loss or a speed takes is found by trying")
+    asked: dict[str, Any] = {"parameters": parameters, "loss": loss, "speed": speed, "also": also or ()}
+    asked |= {"runtime": runtime, "max_time": max_time}
     if plan:
         with Display(f"looking at {model}") as display:
-            from niwaki.compression.compress import plan_compression
+            from niwaki.compression.plan import plan_compression
 
             texts: dict[str, Any] = {"calibration": work.calibration, "compute": work.compute, "progress": display}
-            planned = str(plan_compression(model, size, **asked, **texts))
+            planned = str(plan_compression(model, size, **asked, **texts, measure_speed=True))
         out.print(planned, markup=False, highlight=False, soft_wrap=True)
         return
     with work.begun(f"compressing {model}", output) as common:
         from niwaki.compression.compress import compress as run
 
-        run(model, output, size, loss=loss, speed=speed, also=also or (), **asked, **common)
+        run(model, output, size, **asked, **common)

@@ -10,13 +10,12 @@ import sys
 import time
 from typing import Any
 
+from niwaki.choices import BRIEFLY, LONG, SPINS
 from niwaki.errors import NiwakiError, UsageError, first_line, shown
 from niwaki.quantities import parse_number
 
-# Before anything imports torch. OpenMP threads that wait by spinning take the core from the thread that they wait for
-# when another program is busy (docs/methods.md). Short spinning costs nothing measurable otherwise, except between the
-# many small products of a single token.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000" if sys.argv[1:2] in (["generate"], ["bench"]) else "1000")
+# Before anything imports torch.
+os.environ.setdefault(SPINS, LONG if sys.argv[1:2] in (["generate"], ["bench"]) else BRIEFLY)
 # The next file that is opened would get the number of a closed stream, and with it what is printed.
 for _name in ("stdin", "stdout", "stderr"):
     if getattr(sys, _name) is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from niwaki.compression.part import PartOf, finished, with_notes
+from niwaki.compression.throughput import Throughput
 from niwaki.compression.ways import Way
 from niwaki.errors import UsageError
 from niwaki.evaluation.bench import bench
@@ -31,6 +32,8 @@ from niwaki.stages import table_of
 _ERRORS = 1.96
 #: The most ways that are tried.
 _MOST = 7
+#: A way that an earlier call has tried is taken for one so many steps from it: speeds are not foreseen the same twice.
+_NEAR = 3
 #: What is in a folder of trials: their outputs, and where runs of theirs work and keep their journals.
 _OURS = re.compile(r"\d+-bytes|\.\d+-bytes\.partial.*")
 
@@ -77,7 +80,17 @@ class LossBound:
 
     def expected(self, way: Way) -> float:
         """That value of a way, before any is tried; without foresight losses grow as powers of the size, say."""
-        return 0.01 * (1e9 / way.size) ** 3 if way.nats is None else max(way.nats, 1e-4)
+        if way.nats is None:
+            return 0.01 * (1e9 / way.size) ** 3
+        return max(way.nats + (way.elsewhere if self.also else 0.0), 1e-4)
+
+    def unknown(self, ways: Sequence[Way]) -> str:
+        """Why nothing is foreseen of ``ways``; "" where it is."""
+        return "" if ways[0].nats is not None else "what these forms would lose is not foreseen"
+
+    def told(self, way: Way) -> str:
+        """What is foreseen of a way, in words."""
+        return f"about {self.expected(way):.2g} nats a token"
 
     def refusal(self, told: str) -> str:
         """What to say where no way is within the bound."""
@@ -95,6 +108,7 @@ class SpeedBound:
     before: int  # bytes of the dense model's weights
     dense: Path
     compute: Compute
+    throughput: Throughput | str = ""  # as foreseen, or why it is not
     from_large: bool = False
 
     def check(self, trial: Trial) -> tuple[bool, float, str]:
@@ -112,8 +126,18 @@ class SpeedBound:
         return value >= self.times
 
     def expected(self, way: Way) -> float:
-        """The ratio, if time were proportional to bytes."""
-        return self.before / way.size
+        """The ratio as foreseen; where that is not known, as if time were proportional to bytes."""
+        if isinstance(self.throughput, str):
+            return self.before / way.size
+        return self.throughput.at(way.size) / self.throughput.dense
+
+    def unknown(self, ways: Sequence[Way]) -> str:
+        """Why nothing is foreseen of ``ways``; "" where it is."""
+        return self.throughput if isinstance(self.throughput, str) else ""
+
+    def told(self, way: Way) -> str:
+        """What is foreseen of a way, in words."""
+        return f"about {self.expected(way):.2g} times"
 
     def refusal(self, told: str) -> str:
         """What to say where no way is fast enough."""
@@ -178,6 +202,15 @@ class _Folder:
                     self.clear()
                 yield
 
+    def numbers(self, ways: Sequence[Way]) -> list[int]:
+        """Those of ``ways`` that an earlier call has tried, or was trying."""
+        begun = {path.name.removeprefix(".").partition(".")[0] for path in self.path.iterdir()}
+        return [i for i, way in enumerate(ways) if self.of(way).name in begun]
+
+    def of(self, way: Way) -> Path:
+        """Where the trial of a way is."""
+        return self.path / f"{way.size}-bytes"
+
     def clear(self) -> None:
         """Removes all trials."""
         for path in self.path.iterdir():
@@ -223,11 +256,12 @@ class Trials:
     def _best(self, ways: Sequence[Way], bound: LossBound | SpeedBound, source: Path, folder: _Folder) -> Record:
         world = current_session().world
         ordered = list(ways) if bound.from_large else list(ways)[::-1]
+        there = world.received(folder.numbers(ordered) if world.first else [])
         tried: dict[int, tuple[Trial, float, str]] = {}
 
         def holds(number: int) -> bool:
             way = ordered[number]
-            directory = folder.path / f"{way.size}-bytes"
+            directory = folder.of(way)
             trial = Trial(way, self._done(way, directory, source, len(tried) + 1), directory)
             kept, value, words = world.received(bound.check(trial) if world.first else (False, 0.0, ""))
             if way.nats is not None:
@@ -240,7 +274,9 @@ class Trials:
         def guess() -> int:
             known = {number: value for number, (_, value, _) in tried.items()}
             fit = [i for i in range(len(ordered)) if bound.within(_foreseen(ordered, known, i, bound.expected))]
-            return fit[-1] if fit else 0
+            best = fit[-1] if fit else 0
+            near = [i for i in there if i not in tried and abs(i - best) <= _NEAR]
+            return min(near, key=lambda i: abs(i - best), default=best)
 
         chosen, certain = last_that_holds(len(ordered), holds, guess)
         if chosen < 0:

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import multiprocessing
+import os
 import signal
 import statistics
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from niwaki.arguments import checked
+from niwaki.choices import BRIEFLY, LONG, SPINS
 from niwaki.errors import UnsupportedModelError, UsageError, WorkerError
 from niwaki.models.device import find_device, peak_memory
 from niwaki.models.locate import check_continues, locate_model
@@ -72,7 +74,7 @@ def bench(
         speeds = []
         for name, directory in forms.items():
             progress.status(f"measuring the {name} model")
-            speeds.append(_measured(directory, *numbers, compute))
+            speeds.append(measured(directory, *numbers, compute))
     device = compute.device if compute.device != "auto" else find_device("auto").type
     threads, command = torch.get_num_threads(), current_session().command
     return SpeedRecord(str(model), *numbers, device, threads, kernels.describe(), command, speeds, versions())
@@ -99,12 +101,12 @@ def _forms(path: Path, name: str, progress: Progress) -> Iterator[dict[str, Path
         yield {"dense": other, "packed": path} if packed else {"dense": path, "packed": other}
 
 
-def _measured(directory: Path, *asked: Any) -> Speed:
-    """:func:`measure` in a process that has done nothing else."""
+def measured(directory: Path, *asked: Any) -> Speed:
+    """:func:`measure` in a process that has done nothing else, whose threads wait as those of ``niwaki generate``."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(send, directory, *asked), daemon=True)
-    with _deaf():
+    with _deaf(), _patient():
         process.start()
     send.close()
     try:
@@ -130,6 +132,21 @@ def _deaf() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _patient() -> Iterator[None]:
+    """The threads of processes that are started within wait longer, unless the user has said how long they do."""
+    before = os.environ.get(SPINS)
+    if before not in (None, BRIEFLY):
+        yield
+        return
+    os.environ[SPINS] = LONG
+    try:
+        yield
+    finally:
+        del os.environ[SPINS]
+        os.environ |= {} if before is None else {SPINS: before}
 
 
 def _answer(send: Any, *asked: Any) -> None:

@@ -1,0 +1,305 @@
+"""What a model becomes for a size, a loss or a speed, and what else was considered, before it is made."""
+
+import contextlib
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from niwaki.arguments import checked
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.choices import Runtime
+from niwaki.compression.foresight import foresee
+from niwaki.compression.part import PartOf
+from niwaki.compression.throughput import Throughput, throughput
+from niwaki.compression.trials import LossBound, SpeedBound
+from niwaki.compression.ways import Parts, SmallerWays, Way, Ways
+from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.healing.heal import Heal
+from niwaki.models.locate import locate_model
+from niwaki.models.streamed import StreamedModel
+from niwaki.options import Calibration, Compute, Measurement, Text
+from niwaki.pruning.prune import Prune
+from niwaki.quantities import check_how_small, parse_compressed_size, parse_parameters, parse_positive
+from niwaki.records.progress import Progress
+from niwaki.records.wording import size as in_bytes
+from niwaki.runs.session import current_session, session
+from niwaki.runs.stage import Stage
+from niwaki.shrinking.configuration import numbers
+from niwaki.stages import text_of
+from niwaki.texts.sources import usual_calibration
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of :func:`niwaki.compress`: see there. UsageError where that is contradictory."""
+
+    model: str | Path
+    size: float | str | None = None
+    parameters: float | str | None = None
+    loss: float | str | None = None
+    speed: float | str | None = None
+    runtime: Runtime | None = None
+    max_time: float | str | None = None
+    also: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_how_small(self.size, self.parameters, self.loss, self.speed, self.runtime)
+        if self.also and self.loss is None:
+            raise UsageError("more texts to measure on are for a loss; give one too, or measure the result with eval")
+
+    @property
+    def program(self) -> Runtime:
+        """What will run the result."""
+        return self.runtime or ("niwaki" if self.parameters is None else "transformers")
+
+    @property
+    def searches(self) -> bool:
+        """Whether sizes are tried until a loss or a speed is reached."""
+        return self.loss is not None or self.speed is not None
+
+    @property
+    def heal(self) -> tuple[Stage, ...]:
+        """The stage that takes what is left of the time."""
+        return () if self.max_time is None else (Heal(max_time=self.max_time, whole=True),)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The model's files."""
+        return Checkpoint(locate_model(str(self.model)))
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A plan to compress a model: what will be done, and what else was considered.
+
+    Attributes:
+        model: The model's name.
+        runtime: The program that will run the result.
+        before: Bytes of the weights now.
+        asked: Bytes that the result may have; for 2:4, which has no sizes, those of the weights now; for a loss or a
+            speed, those that are foreseen to reach it.
+        way: What will be done.
+        others: The best way of each other kind to this size, in ascending order of the foreseen loss.
+        reach: The largest and the smallest form for this program; empty if it has no sizes.
+        all_tokens: Why ways with fewer tokens were not considered; "" if they were, or if the model was not looked at.
+        speed: Tokens a second of the dense model and of packed forms; None if they were not measured.
+        not_timed: Why they were not, if that was asked for; "" otherwise.
+        searches: Whether a run tries several sizes, this one first, because a loss or a speed is asked for.
+    """
+
+    model: str
+    runtime: Runtime
+    before: int
+    asked: int
+    way: Way
+    others: tuple[Way, ...] = ()
+    reach: tuple[Way, ...] = ()
+    all_tokens: str = ""
+    speed: Throughput | None = None
+    not_timed: str = ""
+    searches: bool = False
+
+    def __str__(self) -> str:
+        now = in_bytes(self.before) + (f" and {_rate(self.speed.dense)}" if self.speed else "")
+        lines = [f"{now} now; plan for {self.runtime}: {self.way.words}", f"  {self._told(self.way)}"]
+        lines += [f"  stage {i}: {stage.name} {stage}".rstrip() for i, stage in enumerate(self.way.stages, 1)]
+        for title, ways in (("foreseen to lose more:", self.others), ("other sizes:", self.reach)):
+            if ways:
+                lines += [title, *(f"  {self._told(way)}: {way.words}" for way in ways)]
+        if self.all_tokens:
+            lines.append(f"fewer tokens were not considered: {self.all_tokens}")
+        if self.not_timed:
+            lines.append(f"tokens a second were not measured: {self.not_timed}")
+        if self.searches:
+            lines.append("this size is only foreseen: without --plan, several are tried and measured")
+        by_hand = [word for stage in self.way.stages for word in ("--stage", text_of(stage))]
+        lines.append(f"the same, stage by stage: niwaki run {shlex.join([self.model, 'OUT', *by_hand])}")
+        return "\n".join(lines)
+
+    def _told(self, way: Way) -> str:
+        foreseen = []
+        if self.speed and (speed := self.speed.of(way)):
+            foreseen.append(_rate(speed))
+        if way.nats is not None:
+            has_others = way.tokens or self.searches
+            others = f" ({way.nats + way.elsewhere:.2g} on other kinds of text)" if has_others else ""
+            foreseen.append(f"{way.nats:.2g} nats a token{others}")
+        size = f"{in_bytes(way.size):>8} ({way.size / self.before:.2f})"
+        return f"{size}, about {', '.join(foreseen)}" if foreseen else size
+
+
+def _rate(speed: float) -> str:
+    return f"{float(f'{speed:.2g}'):,g} tokens/s"
+
+
+@checked
+def plan_compression(
+    model: str | Path,
+    size: float | str | None = None,
+    *,
+    parameters: float | str | None = None,
+    loss: float | str | None = None,
+    speed: float | str | None = None,
+    also: Sequence[str] = (),
+    runtime: Runtime | None = None,
+    max_time: float | str | None = None,
+    calibration: Calibration | Text = Calibration(),
+    compute: Compute | str = Compute(),
+    measure_speed: bool = False,
+    progress: Progress | None = None,
+) -> Compression:
+    """Plans what :func:`compress` would do and what else is possible; arguments and errors are the same.
+
+    It looks at the model on a little of the calibration text, which takes seconds to minutes, and takes the way that
+    is foreseen to lose least. For "niwaki": matrices of 2 to 8 bits, with more bits where they matter most, and
+    embeddings and head of 4 to 8; or zeros with 4 or 8 bits. For "llama.cpp": 4 to 8 bits in groups of 32, with
+    embeddings and head in Q8_0; or the same for a model with parts removed. For "transformers": a smaller dense model
+    in the same dtype. All of them may have fewer tokens, if their tokenizer is of a known kind and the calibration text
+    is long enough to choose them by: four tokens of it for each of the model's. It does not look at the model if there
+    is only one way: for "2:4", and for sizes of 8 bits a weight or more.
+
+    For a ``loss`` or a ``speed`` the plan is the size that is foreseen to reach it; :func:`compress` tries several and
+    measures them. A loss is foreseen for text like the calibration text, and for texts of ``also`` as for other kinds.
+
+    With ``measure_speed``, and for a ``speed``, plans for "niwaki" also have tokens a second on this machine. The dense
+    model, the smallest form and the largest one are timed, which takes half a minute for a small model, memory for the
+    dense model, and disk space for a packed one.
+    """
+    asked = Asked(model, size, parameters, loss, speed, runtime, max_time, also)
+    plan, _ = planned(asked, Calibration.of(calibration), Compute.of(compute), progress)
+    if not measure_speed or plan.runtime != "niwaki" or plan.speed:
+        return plan
+    timed = _timed(asked.checkpoint, Compute.of(compute), progress)
+    return replace(plan, not_timed=timed) if isinstance(timed, str) else replace(plan, speed=timed)
+
+
+def planned(
+    asked: Asked, calibration: Calibration, compute: Compute, progress: Progress | None
+) -> tuple[Compression, Calibration]:
+    """As :func:`plan_compression`, and the calibration text, which is another one where the usual is not available."""
+    checkpoint, runtime = asked.checkpoint, asked.program
+    bound: LossBound | SpeedBound | None = None
+    before = sum(each.size for each in checkpoint.entries.values())
+    if runtime == "2:4":
+        way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *asked.heal))
+        return Compression(str(asked.model), runtime, before, before, way), calibration
+    if asked.searches:
+        calibration = usual_calibration(calibration, progress or Progress())
+        texts = tuple(Measurement(text) for text in asked.also)
+        ways, bound = searched(asked, texts, calibration, compute, progress)
+        way, others = _foreseen(ways, bound)
+        limit = float(way.size)
+    else:
+        limit = _limit(asked, before, numbers(checkpoint, checkpoint.entries))
+        ways = _ways(asked, checkpoint)
+        ways.check(limit)
+        if isinstance(ways, SmallerWays) or limit < ways.largest.size:
+            calibration = usual_calibration(calibration, progress or Progress())
+            ways = _with_foresight(ways, checkpoint, calibration, compute, progress)
+        way, others = ways.to(limit)
+    ends = (ways.largest, ways.smallest) if isinstance(ways, Ways) else ()
+    reach = tuple(each for each in ends if each.words != way.words)
+    limit = way.size if isinstance(ways, SmallerWays) else int(limit)
+    timed = bound.throughput if isinstance(bound, SpeedBound) else ""
+    plan = Compression(
+        model=str(asked.model),
+        runtime=runtime,
+        before=before,
+        asked=limit,
+        way=way,
+        others=tuple(others),
+        reach=reach,
+        all_tokens=ways.all_tokens,
+        speed=None if isinstance(timed, str) else timed,
+        searches=asked.searches,
+    )
+    return plan, calibration
+
+
+def searched(
+    asked: Asked,
+    also: tuple[Measurement, ...],
+    calibration: Calibration,
+    compute: Compute,
+    progress: Progress | None,
+) -> tuple[Ways | SmallerWays, LossBound | SpeedBound]:
+    """The ways among which sizes are tried, and what they have to keep, a loss ``also`` on other texts."""
+    checkpoint = asked.checkpoint
+    ways = _ways(asked, checkpoint)
+    bound: LossBound | SpeedBound
+    if asked.loss is not None:
+        bound = LossBound(parse_positive("loss", asked.loss), also, checkpoint.path, compute)
+    else:
+        assert asked.speed is not None
+        times, before = parse_positive("speed", asked.speed), sum(each.size for each in checkpoint.entries.values())
+        timed = (
+            _timed(checkpoint, compute, progress)
+            if isinstance(ways, Ways)
+            else "how fast smaller dense models are is not foreseen"
+        )
+        bound = SpeedBound(times, before, checkpoint.path, compute, timed)
+    return _with_foresight(ways, checkpoint, calibration, compute, progress), bound
+
+
+def _foreseen(ways: Ways | SmallerWays, bound: LossBound | SpeedBound) -> tuple[Way, list[Way]]:
+    """The way that is foreseen to be the best within the bound, and others to its size; UsageError where none is."""
+    ladder = ways.ladder()
+    if why := bound.unknown(ladder):
+        raise UsageError(f"a plan needs what is foreseen: {why}; without --plan, sizes are tried")
+    fit = [way for way in ladder if bound.within(bound.expected(way))]
+    if not fit:
+        raise UsageError(bound.refusal(bound.told(ladder[0 if bound.from_large else -1])))
+    way = fit[-1] if bound.from_large else fit[0]
+    others = ways.to(way.size)[1] if isinstance(ways, Ways) else []
+    return way, [each for each in others if each.words != way.words]
+
+
+def _limit(asked: Asked, before: int, there: int) -> float:
+    """The bytes or parameters that may be left of a model that has so many; UsageError where it has no more."""
+    if asked.parameters is not None:
+        left = parse_parameters(asked.parameters)
+        if left >= there:
+            raise UsageError(f"the model has {there:,} parameters, which is not more than the {left:,.0f} asked for")
+        return left
+    assert asked.size is not None
+    share = parse_compressed_size(asked.size)
+    size = int(share * before if share <= 1 else share)
+    if size >= before:
+        raise UsageError(f"the weights take {in_bytes(before)}, which is not more than the {in_bytes(size)} asked for")
+    return size
+
+
+def _ways(asked: Asked, checkpoint: Checkpoint) -> Ways | SmallerWays:
+    """UnsupportedModelError where the program cannot have the model."""
+    model, runtime = StreamedModel(checkpoint, "cpu"), asked.program
+    if runtime == "transformers":
+        return SmallerWays.of(model, asked.heal)
+    return Ways(Parts.of(model, runtime), runtime, asked.heal)
+
+
+def _with_foresight(
+    ways: Ways | SmallerWays,
+    checkpoint: Checkpoint,
+    calibration: Calibration,
+    compute: Compute,
+    progress: Progress | None,
+) -> Ways | SmallerWays:
+    """``ways``, with what they are foreseen to cost; without that where smaller dense models cannot be looked at."""
+    part = PartOf(progress or Progress(), "looking at what each step would cost")
+    grid, ends = (ways.grid, ways.ends_bits) if isinstance(ways, Ways) else (None, ())
+    try:
+        return replace(ways, foresight=foresee(checkpoint, grid, ends, calibration, compute, part))
+    except UnsupportedModelError:
+        if isinstance(ways, Ways):
+            raise
+        return ways
+
+
+def _timed(checkpoint: Checkpoint, compute: Compute, progress: Progress | None) -> Throughput | str:
+    """:func:`throughput`, of which the first of several processes tells the others."""
+    world = current_session().world
+    part = PartOf(progress or Progress(), "measuring speed")
+    with session() if world.first else contextlib.nullcontext():  # no other process takes part in it
+        timed = throughput(checkpoint, compute, part) if world.first else ""
+    return world.received(timed)
