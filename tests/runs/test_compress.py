@@ -336,7 +336,7 @@ class StopAtTrial(Progress):
         self.last, self.seen = last, set[str]()
 
     def status(self, what: str, done: int = 0, count: int = 0) -> None:
-        if "quantize" in what and "allocation" in what:
+        if what.endswith(": solve"):
             self.seen.add(what.partition(",")[0])
         if what.startswith(f"trial {self.last},") and done:
             raise KeyboardInterrupt
@@ -500,7 +500,7 @@ def test_a_plan_says_how_to_make_it_by_hand(model: Path) -> None:
     """Its stages as text, which are read as the same."""
     for asked in ({"size": 0.3}, {"size": 0.2}, {"size": 0.5, "runtime": "llama.cpp"}, {"parameters": 0.9}):
         plan = plan_compression(model, **asked, max_time="9s", **LOOKED)
-        words = shlex.split(str(plan).splitlines()[-1].partition("by stage: ")[2])
+        words = shlex.split(str(plan).splitlines()[-1].partition("same options: ")[2])
         assert words[:4] == ["niwaki", "run", str(model), "OUT"]
         for stage, text in zip(plan.way.stages, words[5::2], strict=True):
             assert type(made := make_stage(text)) is type(stage)

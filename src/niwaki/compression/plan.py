@@ -4,6 +4,7 @@ import contextlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from niwaki.arguments import checked
@@ -63,7 +64,7 @@ class Asked:
         """The stage that takes what is left of the time."""
         return () if self.max_time is None else (Heal(max_time=self.max_time, whole=True),)
 
-    @property
+    @cached_property
     def checkpoint(self) -> Checkpoint:
         """The model's files."""
         return Checkpoint(locate_model(str(self.model)))
@@ -114,7 +115,7 @@ class Compression:
         if self.searches:
             lines.append("this size is only foreseen: without --plan, several are tried and measured")
         by_hand = [word for stage in self.way.stages for word in ("--stage", text_of(stage))]
-        lines.append(f"the same, stage by stage: niwaki run {shlex.join([self.model, 'OUT', *by_hand])}")
+        lines.append(f"stage by stage, with the same options: niwaki run {shlex.join([self.model, 'OUT', *by_hand])}")
         return "\n".join(lines)
 
     def _told(self, way: Way) -> str:

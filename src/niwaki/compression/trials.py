@@ -203,9 +203,10 @@ class _Folder:
                 yield
 
     def numbers(self, ways: Sequence[Way]) -> list[int]:
-        """Those of ``ways`` that an earlier call has tried, or was trying."""
+        """Those of ``ways`` that an earlier call has tried, and after them the one that it was trying."""
         begun = {path.name.removeprefix(".").partition(".")[0] for path in self.path.iterdir()}
-        return [i for i, way in enumerate(ways) if self.of(way).name in begun]
+        found = [i for i, way in enumerate(ways) if self.of(way).name in begun]
+        return sorted(found, key=lambda i: not self.of(ways[i]).exists())
 
     def of(self, way: Way) -> Path:
         """Where the trial of a way is."""
@@ -275,8 +276,7 @@ class Trials:
             known = {number: value for number, (_, value, _) in tried.items()}
             fit = [i for i in range(len(ordered)) if bound.within(_foreseen(ordered, known, i, bound.expected))]
             best = fit[-1] if fit else 0
-            near = [i for i in there if i not in tried and abs(i - best) <= _NEAR]
-            return min(near, key=lambda i: abs(i - best), default=best)
+            return next((i for i in there if i not in tried and abs(i - best) <= _NEAR), best)
 
         chosen, certain = last_that_holds(len(ordered), holds, guess)
         if chosen < 0:
