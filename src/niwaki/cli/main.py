@@ -15,7 +15,7 @@ from niwaki.errors import NiwakiError, UsageError, first_line, shown
 from niwaki.quantities import parse_number
 
 # Before anything imports torch.
-os.environ.setdefault(SPINS, LONG if sys.argv[1:2] in (["generate"], ["bench"]) else BRIEFLY)
+os.environ.setdefault(SPINS, LONG if sys.argv[1:2] == ["generate"] else BRIEFLY)
 # The next file that is opened would get the number of a closed stream, and with it what is printed.
 for _name in ("stdin", "stdout", "stderr"):
     if getattr(sys, _name) is None:
