@@ -361,7 +361,7 @@ def by_hand(*records: Any) -> Lines:
             for kind in ("for all", "zeros"):
                 alike = [value for recipe, value in nats.items() if kind in recipe]
                 shown.append(f"{min(alike):.4f}" if alike else "")
-            rows.append([made["model"], f"{size:g}", *shown])
+            rows.append(["SmolLM2-135M" if made["model"] == "smollm2" else made["model"], f"{size:g}", *shown])
     kinds = ["best with the same bits for all", "best with zeros"]
     return [
         *markdown(["model", "size", "compress", "nats", "tried", "best of them", "difference", *kinds], rows),
