@@ -45,7 +45,7 @@ def test_there_is_less_of_all_that_takes_long() -> None:
 @pytest.mark.filterwarnings("default")  # the programs are the reader's, and run under his filters
 def test_the_commands_run(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measuring, "_measured", measuring.measure)  # in this process, which has all loaded
+    monkeypatch.setattr(measuring, "measured", measuring.measure)  # in this process, which has all loaded
     shutil.copytree(EMBEDDED, "smollm2")
     Path("smollm2", "chat_template.jinja").write_text(CHAT)
     for name, program in tutorial.files(PAGE).items():

@@ -501,7 +501,7 @@ def test_bench(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for directory in (pruned, packed):
         if directory == packed:  # again, and in this process, which has all loaded
             monkeypatch.undo()
-            monkeypatch.setattr(measuring, "_measured", measuring.measure)
+            monkeypatch.setattr(measuring, "measured", measuring.measure)
         said = niwaki_("bench", directory, *short)
         assert said.code == 0, said.err
         found = SpeedRecord.from_json((directory / "niwaki-bench.json").read_text())
