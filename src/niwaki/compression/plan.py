@@ -164,7 +164,7 @@ def plan_compression(
     measures them. A loss is foreseen for text like the calibration text, and for texts of ``also`` as for other kinds.
 
     With ``measure_speed``, and for a ``speed``, plans for "niwaki" also have tokens a second on this machine. The dense
-    model, the smallest form and the largest one are timed, which takes half a minute for a small model, memory for the
+    model, the smallest form and the largest one are timed, which takes about a minute for a small model, memory for the
     dense model, and disk space for a packed one.
     """
     asked = Asked(model, size, parameters, loss, speed, runtime, max_time, also)
