@@ -60,6 +60,18 @@ def weights(directory: Path) -> int:
     return sum(file.stat().st_size for name in names for file in directory.glob(name))
 
 
+def timed_by_bytes(model: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The bytes of the dense model; bench says that a trial is as many times as fast as it is smaller."""
+    dense = weights(model)
+
+    def bench(directory: Path, **_: Any) -> Any:
+        forms = {"dense": 1.0, "packed": dense / weights(directory)}
+        return SimpleNamespace(speeds=[SimpleNamespace(weights=k, tokens_per_second=v) for k, v in forms.items()])
+
+    monkeypatch.setattr("niwaki.compression.trials.bench", bench)
+    return dense
+
+
 def stages(plan: Compression) -> list[str]:
     return [f"{stage.name} {stage}".strip() for stage in plan.way.stages]
 
@@ -399,14 +411,7 @@ def test_losses_that_cannot_be_kept(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_largest_that_is_fast_enough(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what bench says: here time in proportion to bytes."""
-    dense = weights(model)
-
-    def bench(directory: Path, **_: Any) -> Any:
-        ratio = dense / weights(directory)
-        forms = {"dense": 1.0, "packed": ratio}
-        return SimpleNamespace(speeds=[SimpleNamespace(weights=k, tokens_per_second=v) for k, v in forms.items()])
-
-    monkeypatch.setattr("niwaki.compression.trials.bench", bench)
+    dense = timed_by_bytes(model, monkeypatch)
     monkeypatch.setattr("niwaki.compression.plan.throughput", lambda *_: "no time")
     record = niwaki.compress(model, tmp_path / "out", speed=2.5, **GIVEN)
     assert 2.5 <= dense / weights(tmp_path / "out") <= 2.5 * 1.06
@@ -420,13 +425,7 @@ def test_a_speed_that_was_interrupted(
     model: Path, text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was tried is used again, although other speeds are foreseen the second time."""
-    dense = weights(model)
-
-    def bench(directory: Path, **_: Any) -> Any:
-        forms = {"dense": 1.0, "packed": dense / weights(directory)}
-        return SimpleNamespace(speeds=[SimpleNamespace(weights=k, tokens_per_second=v) for k, v in forms.items()])
-
-    monkeypatch.setattr("niwaki.compression.trials.bench", bench)
+    dense = timed_by_bytes(model, monkeypatch)
     given: dict[str, Any] = {"speed": 2.5, "calibration": text, "measurement": None, "compute": CPU}
     for faster, last in ((1.0, 2), (1.06, 99)):
         speeds = Throughput(1, (dense // 8, 8 * faster), (dense // 2, 2 * faster))

@@ -69,6 +69,19 @@ class Asked:
         """The model's files."""
         return Checkpoint(locate_model(str(self.model)))
 
+    @property
+    def before(self) -> int:
+        """Bytes of the weights now."""
+        return sum(entry.size for entry in self.checkpoint.entries.values())
+
+    @property
+    def ways(self) -> Ways | SmallerWays:
+        """All ways, of which nothing is foreseen yet; UnsupportedModelError where the program cannot have the model."""
+        model = StreamedModel(self.checkpoint, "cpu")
+        if self.program == "transformers":
+            return SmallerWays.of(model, self.heal)
+        return Ways(Parts.of(model, self.program), self.program, self.heal)
+
 
 @dataclass(frozen=True)
 class Compression:
@@ -179,9 +192,8 @@ def planned(
     asked: Asked, calibration: Calibration, compute: Compute, progress: Progress | None
 ) -> tuple[Compression, Calibration]:
     """As :func:`plan_compression`, and the calibration text, which is another one where the usual is not available."""
-    checkpoint, runtime = asked.checkpoint, asked.program
+    checkpoint, runtime, before = asked.checkpoint, asked.program, asked.before
     bound: LossBound | SpeedBound | None = None
-    before = sum(each.size for each in checkpoint.entries.values())
     if runtime == "2:4":
         way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *asked.heal))
         return Compression(str(asked.model), runtime, before, before, way), calibration
@@ -192,8 +204,8 @@ def planned(
         way, others = _foreseen(ways, bound)
         limit = float(way.size)
     else:
-        limit = _limit(asked, before, numbers(checkpoint, checkpoint.entries))
-        ways = _ways(asked, checkpoint)
+        limit = _limit(asked)
+        ways = asked.ways
         ways.check(limit)
         if isinstance(ways, SmallerWays) or limit < ways.largest.size:
             calibration = usual_calibration(calibration, progress or Progress())
@@ -226,20 +238,16 @@ def searched(
     progress: Progress | None,
 ) -> tuple[Ways | SmallerWays, LossBound | SpeedBound]:
     """The ways among which sizes are tried, and what they have to keep, a loss ``also`` on other texts."""
-    checkpoint = asked.checkpoint
-    ways = _ways(asked, checkpoint)
+    checkpoint, ways = asked.checkpoint, asked.ways
     bound: LossBound | SpeedBound
     if asked.loss is not None:
         bound = LossBound(parse_positive("loss", asked.loss), also, checkpoint.path, compute)
     else:
         assert asked.speed is not None
-        times, before = parse_positive("speed", asked.speed), sum(each.size for each in checkpoint.entries.values())
-        timed = (
-            _timed(checkpoint, compute, progress)
-            if isinstance(ways, Ways)
-            else "how fast smaller dense models are is not foreseen"
-        )
-        bound = SpeedBound(times, before, checkpoint.path, compute, timed)
+        timed: Throughput | str = "how fast smaller dense models are is not foreseen"
+        if isinstance(ways, Ways):
+            timed = _timed(checkpoint, compute, progress)
+        bound = SpeedBound(parse_positive("speed", asked.speed), asked.before, checkpoint.path, compute, timed)
     return _with_foresight(ways, checkpoint, calibration, compute, progress), bound
 
 
@@ -256,27 +264,19 @@ def _foreseen(ways: Ways | SmallerWays, bound: LossBound | SpeedBound) -> tuple[
     return way, [each for each in others if each.words != way.words]
 
 
-def _limit(asked: Asked, before: int, there: int) -> float:
-    """The bytes or parameters that may be left of a model that has so many; UsageError where it has no more."""
+def _limit(asked: Asked) -> float:
+    """The bytes or parameters that may be left of the model; UsageError where it has no more."""
     if asked.parameters is not None:
-        left = parse_parameters(asked.parameters)
+        left, there = parse_parameters(asked.parameters), numbers(asked.checkpoint, asked.checkpoint.entries)
         if left >= there:
             raise UsageError(f"the model has {there:,} parameters, which is not more than the {left:,.0f} asked for")
         return left
     assert asked.size is not None
-    share = parse_compressed_size(asked.size)
+    share, before = parse_compressed_size(asked.size), asked.before
     size = int(share * before if share <= 1 else share)
     if size >= before:
         raise UsageError(f"the weights take {in_bytes(before)}, which is not more than the {in_bytes(size)} asked for")
     return size
-
-
-def _ways(asked: Asked, checkpoint: Checkpoint) -> Ways | SmallerWays:
-    """UnsupportedModelError where the program cannot have the model."""
-    model, runtime = StreamedModel(checkpoint, "cpu"), asked.program
-    if runtime == "transformers":
-        return SmallerWays.of(model, asked.heal)
-    return Ways(Parts.of(model, runtime), runtime, asked.heal)
 
 
 def _with_foresight(
