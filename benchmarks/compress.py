@@ -12,6 +12,7 @@ see corpus.py.
 
 import itertools
 import json
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from corpus import ALL_MEASURED, MEASURED, Texts
 from typer import Option
 
 import niwaki
-from niwaki import Calibration, Pack, Prune, Quantize, QuantizeEmbeddings
+from niwaki import Calibration, Export, Pack, Prune, Quantize, QuantizeEmbeddings, Shrink, ShrinkVocabulary
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import Runtime
 from niwaki.compression.plan import plan_compression
@@ -36,23 +37,34 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.runs.session import remembering
 from niwaki.runs.stage import Stage
 
-#: Bits a weight that scales take, one of 2 bytes for 64 weights, and the mask of a matrix with zeros.
-SCALE, MASK = 0.25, 1.0
+#: Bits a weight that scales take, one of 2 bytes for 64 weights or for the 32 of GGUF, and the mask of a matrix with
+#: zeros.
+SCALE, GGUF_SCALE, MASK = 0.25, 0.5, 1.0
 #: Zeros, between which a recipe is one that somebody would try.
 ZEROS = (0.1, 0.7)
+#: Shares of the parameters, or of the tokens, that somebody would leave for llama.cpp.
+LEFT = (0.9, 0.75, 0.5)
 #: What padding may take, a share of the size.
 PADDING = 0.002
+EFFORTS = ("fast", "balanced")
+#: The last stages for llama.cpp: each matrix has the type of its own bits.
+IN_GGUF: list[Stage] = [QuantizeEmbeddings("int8:32"), Export("gguf-q4_0")]
 
 
-def _by_hand(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage]]]:
-    """Recipes of that size in bytes as somebody would make them by hand, by their names.
+def _by_hand(model: StreamedModel, asked: int, runtime: Runtime) -> Iterator[tuple[str, list[Stage]]]:
+    """Recipes of that size in bytes as somebody would make them by hand, by their names."""
+    parts, allowed = Parts.of(model, runtime), (1 - PADDING) * asked
+    return (
+        _for_llama_cpp(parts, allowed, model.config.vocab_size)
+        if runtime == "llama.cpp"
+        else _for_niwaki(parts, allowed)
+    )
 
-    They have one number of bits for all matrices or mixed ones, zeros with 4, 8 or 16 bits for the others, embeddings
-    and head of 8 to 4 bits, and the efforts `fast` and `balanced`.
-    """
-    parts = Parts.of(model, "niwaki")
-    room = 8 * ((1 - PADDING) * asked - parts.others - parts.headers)  # bits for matrices and embeddings
-    for effort, ends in itertools.product(("fast", "balanced"), (8, 6, 5, 4)):
+
+def _for_niwaki(parts: Parts, allowed: float) -> Iterator[tuple[str, list[Stage]]]:
+    """One number of bits for all matrices or mixed ones, zeros with 4, 8 or 16 bits, embeddings and head of 8 to 4."""
+    room = 8 * (allowed - parts.others - parts.headers)  # bits for matrices and embeddings
+    for effort, ends in itertools.product(EFFORTS, (8, 6, 5, 4)):
         last: list[Stage] = [QuantizeEmbeddings(f"int{ends}:64"), Pack()]
         bits = (room - parts.embeddings * (ends + SCALE)) / parts.matrices
         tail = f", embeddings of {ends}, {effort}"
@@ -71,6 +83,27 @@ def _by_hand(model: StreamedModel, asked: int) -> Iterator[tuple[str, list[Stage
                 )
 
 
+def _for_llama_cpp(parts: Parts, allowed: float, tokens: int) -> Iterator[tuple[str, list[Stage]]]:
+    """One number of bits for all matrices or mixed ones, of the model as it is, with fewer parameters or tokens."""
+    everything = parts.matrices + parts.embeddings
+    smaller: list[tuple[str, list[Stage], float, float]] = [("", [], parts.matrices, 1.0)]
+    for left in LEFT:
+        count = int(left * tokens)
+        smaller += [
+            (f", {left:g} of the parameters", [Shrink(parameters=left)], left * everything - parts.embeddings, 1.0),
+            (f", {count:,} tokens", [ShrinkVocabulary(count)], parts.matrices, left),
+        ]
+    for effort, (words, first, matrices, share) in itertools.product(EFFORTS, smaller):
+        embeddings = share * (parts.embeddings * (8 + GGUF_SCALE) + 8 * parts.tokenizer)
+        mixed = (8 * (allowed - parts.others - parts.headers) - embeddings) / matrices - GGUF_SCALE
+        tail = f"{words}, {effort}"
+        if 4 <= mixed < 8:
+            bits = f"{math.floor(100 * mixed) / 100:.2f}"
+            yield f"{bits} bits{tail}", [*first, Quantize(f"int{bits}:32", effort=effort), *IN_GGUF]
+        if alike := max((each for each in (4, 5, 8) if each <= mixed), default=None):
+            yield f"{alike} bits for all{tail}", [*first, Quantize(f"int{alike}:32", effort=effort), *IN_GGUF]
+
+
 @remembering()
 def recipes(
     model: Model,
@@ -80,6 +113,7 @@ def recipes(
     sizes: Annotated[str, Option(help="Shares of the model's bytes.")] = "0.35,0.45,0.27,0.31",
     others: Annotated[int, Option(help="How many of the others that compress names are made too.")] = 2,
     by_hand: Annotated[bool, Option(help="Also all that somebody would make by hand.")] = False,
+    runtime: Annotated[Runtime, Option("--for", help="The program that runs them: niwaki or llama.cpp.")] = "niwaki",
     texts: common.Measured = ALL_MEASURED,
     samples: Samples = 16,
     text_samples: TextSamples = 16,
@@ -88,11 +122,11 @@ def recipes(
     """What the recipe of compress and others of the same size lose, and how large they are."""
     bench = _Bench(model, corpus, work, record, texts, samples, text_samples, length)
     for size in common.fractions(sizes):
-        plan = plan_compression(model, size, calibration=bench.books)
+        plan = plan_compression(model, size, runtime=runtime, calibration=bench.books)
         print(plan, flush=True)
         asked = [("compress", plan.way.stages, plan.way.nats)]
         asked += [(way.words, way.stages, way.nats) for way in plan.others[:others]]
-        asked += [(name, tuple(stages), None) for name, stages in _by_hand(bench.dense, plan.asked) if by_hand]
+        asked += [(name, tuple(stages), None) for name, stages in _by_hand(bench.dense, plan.asked, runtime) if by_hand]
         for name, stages, foreseen in asked:
             if bench.sheet.has(size=size, recipe=name):
                 continue

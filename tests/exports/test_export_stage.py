@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import niwaki
-from niwaki import Export, Heal, Pack, Prune, Quantize, Recipe, Record, Shrink
+from niwaki import Export, Heal, Measurement, Pack, Prune, Quantize, QuantizeEmbeddings, Recipe, Record, Shrink
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.records.progress import Progress
 from niwaki.runs.stage import Stage
@@ -28,6 +28,7 @@ from support.models import (
     edit_json,
     message,
     random_model,
+    random_tokens,
     save_model,
     sparse_model,
 )
@@ -268,6 +269,19 @@ def test_the_card_for_llama_cpp_says_what_the_model_is(tmp_path: Path, model: Pa
     (tmp_path / "dense" / "niwaki.json").write_text("{}")
     niwaki.export(tmp_path / "dense", tmp_path / "again", "gguf-f16")
     assert "\n# dense, for llama.cpp\n" in (tmp_path / "again" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_the_card_for_llama_cpp_has_what_was_measured_of_the_same_numbers(tmp_path: Path, rounded: bool) -> None:
+    model = saved(tmp_path / "model", intermediate_size=64)
+    ends = () if rounded else (QuantizeEmbeddings("int8:32"),)
+    heldout = Measurement(random_tokens(4, 24, seed=1))
+    stages = (Quantize("int8:32", effort="none"), *ends)
+    work(model, tmp_path / "out", *stages, Export("gguf-q8_0"), measurement=heldout)
+    card, before = (tmp_path / "out" / name for name in ("README.md", "README.dense.md"))
+    assert "metrics:" in before.read_text()
+    assert ("metrics:" in card.read_text()) is not rounded
+    assert ("was so before rounding to Q8_0" in card.read_text()) is rounded
 
 
 def test_packed_by_export(tmp_path: Path) -> None:

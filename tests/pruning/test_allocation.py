@@ -8,7 +8,7 @@ import math
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from niwaki.pruning.allocation import MOST, Curve, allocate, ceiling, outlier_ratios, rounded, smooth
+from niwaki.pruning.allocation import MOST, CostCurves, Curve, ceiling, outlier_ratios, rounded, smooth
 
 
 def _loss(curve: Curve, zeros: int) -> float:
@@ -27,7 +27,7 @@ def test_no_other_distribution_costs_less() -> None:
         Curve(6, ((0.0, 0.0), (1 / 3, 1.0), (2 / 3, 2.5), (1.0, 5.0))),
     ]
     for zeros in range(19):
-        found = allocate(curves, zeros)
+        found = CostCurves(curves).share_out(zeros)
         assert sum(found) == zeros
         best = min(
             sum(_loss(curve, count) for curve, count in zip(curves, counts, strict=True))
@@ -39,14 +39,14 @@ def test_no_other_distribution_costs_less() -> None:
 
 def test_limits_hold_where_the_total_is_out_of_reach() -> None:
     curves = [Curve(100, ((0.5, 0.1), (0.6, 1.0)))]
-    assert allocate(curves, 10) == [50]
-    assert allocate(curves, 90) == [60]
+    assert CostCurves(curves).share_out(10) == [50]
+    assert CostCurves(curves).share_out(90) == [60]
 
 
 def test_a_curve_that_is_not_convex_is_taken_from_below() -> None:
     bumpy = Curve(10, ((0.0, 0.0), (0.4, 5.0), (0.5, 5.1), (1.0, 9.0)))
     straight = Curve(10, ((0.0, 0.0), (0.5, 4.0), (1.0, 12.0)))
-    assert allocate([bumpy, straight], 10) == [5, 5]
+    assert CostCurves([bumpy, straight]).share_out(10) == [5, 5]
 
 
 def test_points_that_were_measured_are_on_the_curve() -> None:
@@ -87,7 +87,7 @@ def test_curves_increase_and_are_finite(measured: list[tuple[float, float]], all
 def test_the_total_is_exact(shapes: list[tuple[int, float, float]], sparsity: float) -> None:
     curves = [smooth(n, [(0.3, scale * 0.3**power), (0.6, scale * 0.6**power)], scale) for n, power, scale in shapes]
     zeros = round(sparsity * sum(n for n, _, _ in shapes))
-    found = allocate(curves, zeros)
+    found = CostCurves(curves).share_out(zeros)
     assert sum(found) == zeros
     assert all(0 <= count <= n for count, (n, _, _) in zip(found, shapes, strict=True))
 
@@ -104,7 +104,7 @@ def test_the_total_is_exact_however_high(shapes: list[tuple[int, float, float]],
     most = ceiling(weights, zeros)
     points = [1 - density * (1 - min(sparsity, 0.9999)) for density in (2.2, 1.0, 0.35)]
     curves = [smooth(n, [(s, scale * s**9) for s in points], scale, most=most) for n, scale, _ in shapes]
-    found = allocate(curves, zeros)
+    found = CostCurves(curves).share_out(zeros)
     by_owl = outlier_ratios([ratio for _, _, ratio in shapes], weights, zeros)
     for counts in (found, by_owl):
         assert sum(counts) == zeros

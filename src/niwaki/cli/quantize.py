@@ -28,9 +28,9 @@ def quantize(
             row.
         embeddings: Also quantize token embeddings and the head, to a grid such as int8:64. In small models they are a
             large part of the size, and a packed model reads them for each token.
-        effort: How hard to compensate for rounding: none, fast, balanced or best. none rounds to the nearest, in
-            seconds and without text; the others use --calibration. [default: none for 8 bits, where compensation gains
-            almost nothing; balanced for fewer]
+        effort: How hard to compensate for rounding: none, fast, balanced, best or heal. none rounds to the nearest, in
+            seconds and without text; the others use --calibration, and heal is best with three times as much training.
+            [default: none for 8 bits, where compensation gains almost nothing; balanced for fewer]
     """
     with work.begun(f"quantizing {model}", output) as common:
         from niwaki.recipes import quantize as run

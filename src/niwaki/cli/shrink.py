@@ -24,10 +24,10 @@ class Removal:
             32 if it was one before: formats with groups of 32, such as Q8_0, need that.
         heads: Fraction of the attention heads of each block to remove.
         experts: Fraction of the experts of each block to remove.
-        effort: How well to fit the remaining weights: fast, balanced or best. fast fits the matrices that lose columns
-            or precede a removed block; balanced and best fit all of each block, also on text that the model writes;
-            best then heals. Parameters can be set, as in best:healing=0. [default: balanced:synthetic=0.5; fast with
-            --experts]
+        effort: How well to fit the remaining weights: fast, balanced, best or heal. fast fits the matrices that lose
+            columns or precede a removed block; the others fit all of each block, also on text that the model writes;
+            best then heals, and heal does so three times as long. Parameters can be set, as in best:healing=0.
+            [default: balanced:synthetic=0.5; fast with --experts]
     """
 
     vocabulary: Annotated[str | None, "SIZE"] = None

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement
-from niwaki.pruning.allocation import Curve, allocate, smooth
+from niwaki.pruning.allocation import CostCurves, Curve, smooth
 from niwaki.pruning.mixed_bits import (
     EXAMINED,
     BitCosts,
@@ -105,9 +106,13 @@ class Foresight:
     def _of_zeros(self, share: float) -> float:
         """That share of zeros, where they cost least."""
         total = sum(curve.weights for curve in self.zeros)
-        counts = allocate(self.zeros, round(share * total))
+        counts = self._by_cost.share_out(round(share * total))
         costs = (curve.at(count / curve.weights) for curve, count in zip(self.zeros, counts, strict=True))
         return _OF_ZEROS * math.fsum(costs)
+
+    @cached_property
+    def _by_cost(self) -> CostCurves:
+        return CostCurves(self.zeros)
 
     def of_ends(self, bits: int) -> float:
         """Embeddings and head of so many bits."""

@@ -140,7 +140,10 @@ class Gguf(Form):
         notes = "".join(f"* {markdown(note)}\n" for note in said)
         title = ", ".join(filter(None, [markdown(name), _outcome(directory)]))
         text = _CARD.format(title=title, file=self.file_name, kind=self._kind, notes=notes and f"\n{notes}")
-        write_card_of_form(directory, "gguf", {"niwaki", "gguf"}, text, "the card of the model that it was made from")
+        own, tags = "the card of the model that it was made from", {"niwaki", "gguf"}
+        if self._is_rounded:
+            own += f", and what it says was measured was so before rounding to {self._kind}"
+        write_card_of_form(directory, "gguf", tags, text, own, measured=not self._is_rounded)
         return said
 
     def write_file(self, file: Path, name: str) -> list[str]:
@@ -161,6 +164,12 @@ class Gguf(Form):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             self._write_tensors(writer)
         return [note for note in (*self._notes, *self._rounding(), *tokenizer.notes) if note]
+
+    @property
+    def _is_rounded(self) -> bool:
+        """Whether the file, once it is written, has other numbers than the model."""
+        in_groups = (tensor for tensor in self._tensors if tensor.kind in BITS)
+        return bool(self._left) or not all(self._fits(tensor, key) for tensor in in_groups for key in tensor.keys)
 
     def _rounding(self) -> Iterator[str]:
         """What there is to say of the weights that were rounded."""

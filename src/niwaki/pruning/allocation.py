@@ -70,26 +70,38 @@ def smooth(
     return Curve(weights, tuple((sparsity, loss_at(sparsity)) for sparsity in grid))
 
 
-def allocate(curves: Sequence[Curve], zeros: int) -> list[int]:
-    """The number of zeros in each matrix: ``zeros`` in total, where they cost least.
+class CostCurves:
+    """The curves of several matrices, to share out any number of zeros among them where these cost least.
 
     For convex curves, as they nearly are, no other distribution costs less; of others the greatest convex curve below
-    is used. The total is exact as far as curves reach.
+    is used. Totals are exact as far as curves reach.
     """
-    chosen = [round(curve.points[0][0] * curve.weights) for curve in curves]
-    pieces = [
-        ((after[1] - before[1]) / ((after[0] - before[0]) * curve.weights), i, after[0])
-        for i, curve in enumerate(curves)
-        for before, after in itertools.pairwise(_convex(curve.points))
-    ]
-    missing = zeros - sum(chosen)
-    for _, i, sparsity in sorted(pieces):  # of one matrix in order, because the slopes of convex curves grow
-        if missing <= 0:
-            break
-        more = min(round(sparsity * curves[i].weights) - chosen[i], missing)
-        chosen[i] += more
-        missing -= more
-    return chosen
+
+    def __init__(self, curves: Sequence[Curve]) -> None:
+        self._least = [round(curve.points[0][0] * curve.weights) for curve in curves]
+        pieces = [
+            ((after[1] - before[1]) / ((after[0] - before[0]) * curve.weights), i, after[0])
+            for i, curve in enumerate(curves)
+            for before, after in itertools.pairwise(_convex(curve.points))
+        ]
+        # Of one matrix in order, because the slopes of convex curves grow.
+        self._steps = [(i, round(sparsity * curves[i].weights)) for _, i, sparsity in sorted(pieces)]
+        self._totals, chosen, total = list[int](), list(self._least), sum(self._least)
+        for i, count in self._steps:
+            total += count - chosen[i]
+            chosen[i] = count
+            self._totals.append(total)
+
+    def share_out(self, zeros: int) -> list[int]:
+        """The number of zeros in each matrix, ``zeros`` in total."""
+        if zeros <= sum(self._least):
+            return list(self._least)
+        whole = bisect.bisect_left(self._totals, zeros)
+        last = dict(self._steps[:whole])
+        chosen = [last.get(i, least) for i, least in enumerate(self._least)]
+        if whole < len(self._steps):  # a part of that step
+            chosen[self._steps[whole][0]] += zeros - sum(chosen)
+        return chosen
 
 
 def outlier_ratios(ratios: Sequence[float], weights: Sequence[int], zeros: int, least: float = 0.0) -> list[int]:

@@ -21,7 +21,7 @@ from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.sensitivity import measured, pilot_of, row_weights
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.allocation import Curve, allocate, ceiling, outlier_ratios, rounded, smooth
+from niwaki.pruning.allocation import CostCurves, Curve, ceiling, outlier_ratios, rounded, smooth
 from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.request import PatternOf
 from niwaki.records.progress import Progress
@@ -219,7 +219,8 @@ class _Costs(_Allocation):
 
     def zeros(self) -> dict[Place, int]:
         places = [matrix.place for matrix in self.matrices]
-        return dict(zip(places, allocate([self._curves[place] for place in places], self._total), strict=True))
+        curves = CostCurves([self._curves[place] for place in places])
+        return dict(zip(places, curves.share_out(self._total), strict=True))
 
 
 def _at(pattern: Pattern, sparsity: float) -> Pattern:

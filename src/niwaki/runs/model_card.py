@@ -65,11 +65,13 @@ def check_card(model: Path) -> None:
         raise UsageError(f"the model has a file {DENSE_CARD}, where its README.md belongs; rename it")
 
 
-def write_card_of_form(directory: Path, library: str, tags: set[str], text: str, own: str) -> None:
+def write_card_of_form(
+    directory: Path, library: str, tags: set[str], text: str, own: str, *, measured: bool = True
+) -> None:
     """Writes the card of a model in another form: ``text``, for those who load it with ``library``.
 
     The model's own card becomes ``README.dense.md``, of which the text says that it is ``own``; what stands at its top
-    stays in the new one.
+    stays in the new one, without what was ``measured`` where that is not true of this form.
     """
     readme, dense = directory / "README.md", ""
     with output_errors(directory):
@@ -77,6 +79,8 @@ def write_card_of_form(directory: Path, library: str, tags: set[str], text: str,
         if readme.exists():
             readme.replace(directory / DENSE_CARD)
             dense = f"\n[{DENSE_CARD}]({DENSE_CARD}) is {own}.\n"
+        if not measured:
+            about.pop("model-index", None)
         about |= {"library_name": library, "tags": sorted({*about.get("tags", []), *tags})}
         head = yaml.safe_dump(about, sort_keys=False, allow_unicode=True)
         # Names need not be text.
