@@ -161,7 +161,8 @@ def check_how_small(
     elif runtime == "transformers" and size is not None:
         raise UsageError("transformers takes parameters, such as 0.75, and no size: it reads no packed weights")
     elif runtime not in (None, "transformers") and parameters is not None:
-        raise UsageError(f"parameters are for transformers; {runtime} takes a size, a loss or a speed")
+        others = "a size or a loss" if runtime == "llama.cpp" else "a size, a loss or a speed"
+        raise UsageError(f"parameters are for transformers; {runtime} takes {others}")
     elif runtime == "llama.cpp" and speed is not None:
         raise UsageError("the speed of llama.cpp is not measured here; give a size or a loss")
 
@@ -174,13 +175,13 @@ def parse_vocabulary(given: float | str) -> tuple[int | None, float | None, floa
     text = str(given).strip()
     if match := re.fullmatch(r"used(?::(.+))?", text):
         used = fraction(match[1] or "1")
-        if used is None or not 0 < used <= 1:
+        if used is None or used.is_nan() or not 0 < used <= 1:
             raise UsageError(
                 f"used takes a share of the text's tokens, from above 0 to 1, such as used:0.9995; got {shown(given)}"
             )
         return None, None, float(used)
     asked = fraction(text)
-    if asked is not None and asked < 1:
+    if asked is not None and not asked.is_nan() and asked < 1:
         if not (share := parse_share("vocabulary", given)):
             raise UsageError("vocabulary 0 removes no tokens; give how many stay, such as 24576, or a share to remove")
         return None, share, None

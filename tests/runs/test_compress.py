@@ -31,6 +31,7 @@ from niwaki.layer.grid import Grid
 from niwaki.layer.rounding import to_nearest
 from niwaki.pruning.mixed_bits import examined
 from niwaki.records.progress import Progress
+from niwaki.runs.workplace import Workplace
 from niwaki.stages import make_stage
 from support.command import Command
 from support.covering import FULL, some
@@ -135,7 +136,7 @@ def test_one_of_several_processes_says_what_is_planned(
 ) -> None:
     given: dict[str, Any] = {**LOOKED, "measurement": None}
     for number, first in enumerate((True, False)):
-        session = SimpleNamespace(world=SimpleNamespace(first=first))
+        session = SimpleNamespace(world=SimpleNamespace(first=first, received=lambda told: told))
         monkeypatch.setattr("niwaki.compression.compress.current_session", lambda session=session: session)
         progress = StopAt(0)
         niwaki.compress(model, tmp_path / str(number), 0.8, **given, progress=progress)
@@ -246,13 +247,32 @@ def test_the_same_call_resumes(model: Path, tmp_path: Path) -> None:
         ({"speed": 2.0, "runtime": "llama.cpp"}, "not measured here"),
         ({"size": 0.4, "runtime": "2:4"}, "one form"),
         ({"loss": 0.4, "runtime": "2:4"}, "one form"),
+        ({"size": 0.5, "runtime": "llama.cpp", "out": "out.gguf"}, "directory with a file"),
+        ({"loss": 0.1, "runtime": "llama.cpp", "out": "out.gguf"}, "directory with a file"),
     ],
 )
 def test_refusals(model: Path, arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(NiwakiError, match=said):
-        niwaki.compress(model, tmp_path / "out", **{**GIVEN, **arguments})
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / ".out.trials").exists()
+        niwaki.compress(model, **{"out": tmp_path / "out", **GIVEN, **arguments})
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_model_that_llama_cpp_does_not_have_is_refused_by_its_plan(tmp_path: Path) -> None:
+    random_model("gpt2", vocab_size=FEW_TOKENS, n_embd=64, n_inner=64, n_head=2).save_pretrained(tmp_path / "model")
+    add_small_tokenizer(tmp_path / "model")
+    with pytest.raises(UnsupportedModelError, match="cannot be exported to GGUF"):
+        plan_compression(tmp_path / "model", 0.9, runtime="llama.cpp", **LOOKED)
+
+
+@pytest.mark.parametrize("size", [0.25, 0.2])
+def test_a_size_is_not_exceeded_in_float32(model: Path, size: float, tmp_path: Path) -> None:
+    """Whose scales, and all that is not rounded, have 4 bytes."""
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    add_small_tokenizer(tmp_path / "model")
+    record = niwaki.compress(tmp_path / "model", tmp_path / "out", size, **{**GIVEN, "measurement": None})
+    found, before = weights(tmp_path / "out"), weights(tmp_path / "model")
+    assert 0.9 * size * before < found <= size * before
+    assert f"{found / before:.2f} of " in record.notes[-2]
 
 
 # A loss, a speed
@@ -365,6 +385,52 @@ def test_trials_that_are_there_are_not_repeated(model: Path, text: Calibration, 
     assert "trial 1" not in again.seen
     assert files(tmp_path / "out", "recipe.toml") == files(within, "recipe.toml")
     assert json.loads((tmp_path / "out" / "niwaki.json").read_text())["notes"] == record.notes
+
+
+@pytest.mark.slow
+def test_trials_that_were_measured_on_another_text_are(model: Path, text: Calibration, tmp_path: Path) -> None:
+    """Repeated, although their recipes only have its name."""
+    held = tmp_path / "held.txt"
+    given: dict[str, Any] = {"loss": LOSS, "calibration": text, "measurement": str(held), "compute": CPU}
+    held.write_text("The dog sat on the mat, and the cat lay down beside it. " * 80)
+    with pytest.raises(KeyboardInterrupt):
+        niwaki.compress(model, tmp_path / "out", **given, progress=StopAtTrial(2))
+    held.write_text("The cat sat on the dog, and the mat lay down beside it. " * 80)
+    again = StopAtTrial(99)
+    niwaki.compress(model, tmp_path / "out", **given, progress=again)
+    assert "trial 1" in again.seen
+
+
+@pytest.mark.parametrize("where", ["niwaki.compression.trials._Folder.move", "niwaki.runs.workplace.Workplace.move"])
+@pytest.mark.slow
+def test_stopped_before_the_chosen_one_is_moved(
+    model: Path, text: Calibration, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a directory that is there. The same call moves it, tries nothing, and says all of it once."""
+    given: dict[str, Any] = {"loss": 5, "calibration": text, "compute": CPU}  # which the first way has
+    out = tmp_path / "out"
+    out.mkdir()
+    is_trial = [*where.split("."), ""][-3] == "_Folder"
+
+    def stopped(place: Any, *arguments: Any) -> None:
+        if is_trial or place._out == out:
+            raise KeyboardInterrupt
+        moved(place)
+
+    moved = Workplace.move
+    with monkeypatch.context() as changed:
+        changed.setattr(where, stopped)
+        with pytest.raises(KeyboardInterrupt):
+            niwaki.compress(model, out, **given)
+    assert not (out / "niwaki.json").exists()
+    again = StopAtTrial(99)
+    record = niwaki.compress(model, out, **given, progress=again)
+    assert not again.seen
+    assert len(record.notes) == len(set(record.notes))
+    assert record.notes == niwaki.Record.load(out / "niwaki.json").notes
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    niwaki.compress(model, tmp_path / "other", **given)
+    assert files(out) == files(tmp_path / "other")
 
 
 @pytest.mark.slow
@@ -535,7 +601,7 @@ def test_the_command(model: Path, niwaki_: Command, tmp_path: Path, monkeypatch:
     said = niwaki_("compress", model, tmp_path / "out", "--size", "0.4", "--plan", *texts)
     assert said.code == 0, said.err
     assert "stage 1: quantize int" in said.out
-    assert "foreseen to lose more:" in said.out
+    assert "foreseen to lose more, where other kinds of text count for 30 %:" in said.out
     assert not (tmp_path / "out").exists()
     done = niwaki_("compress", model, tmp_path / "out", "--size", "0.4", *texts)
     assert done.code == 0, done.err

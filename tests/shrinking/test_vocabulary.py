@@ -275,7 +275,7 @@ def test_refused(tmp_path: Path) -> None:
 
     assert "less than the 259 tokens" in said(UsageError, 200)
     assert f"none of the {whole:,}" in said(UsageError, whole)
-    for wrong in (0, 1, "abc", -5, "used:1.5", "100 %", "used:0", 1.5):
+    for wrong in (0, 1, "abc", -5, "used:1.5", "100 %", "used:0", 1.5, "nan", "used:nan"):
         said(UsageError, wrong)
     effort: dict[str, Any] = {"effort": "balanced"}
     assert "balanced has none; give best" in said(UsageError, 300, **effort)

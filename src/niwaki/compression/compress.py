@@ -8,16 +8,18 @@ from typing import Any
 from niwaki.arguments import checked
 from niwaki.choices import Runtime
 from niwaki.compression.part import with_notes
-from niwaki.compression.plan import Asked, planned, searched
+from niwaki.compression.plan import Asked, Compression, planned, searched
 from niwaki.compression.trials import Trials
-from niwaki.compression.ways import Way
 from niwaki.errors import UsageError
+from niwaki.exports.export import check_is_directory
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.recipes import run
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
+from niwaki.records.wording import size as in_bytes
 from niwaki.runs.session import current_session, remembering
 from niwaki.runs.stage import USUAL_WINDOWS
+from niwaki.runs.workplace import check_output
 from niwaki.texts.sources import usual_calibration
 
 
@@ -80,7 +82,8 @@ def compress(
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
     wanted = Asked(model, size, parameters, loss, speed, runtime, max_time, also)
-    if not current_session().world.first:
+    world = current_session().world
+    if not world.first:
         progress = None  # of several processes the first says how it goes
     calibration, where, measured = Calibration.of(calibration), Compute.of(compute), Measurement.of(measurement)
     if not wanted.searches:
@@ -89,11 +92,18 @@ def compress(
             progress.note(str(plan))
         how: dict[str, Any] = {"calibration": text, "measurement": measurement, "compute": where}
         record = run(model, out, plan.way.stages, **how, restart=restart, progress=progress)
-        return with_notes(record, _compared(plan.way, record), Path(out))
+        told = world.received([*_compared(plan, record, Path(out))] if world.first else [])
+        for note in told:
+            (progress or Progress()).note(note)
+        return with_notes(record, told, Path(out))
     if loss is not None and measured.samples is not None and measured.samples < 2:
         raise UsageError(f"a bound on the loss needs 2 windows to measure on, or more; got {measured.samples}")
     if loss is not None and max_time is not None and measured.text is None:
         raise UsageError("healing trains on what is left of the calibration text; name another text to measure on")
+    if world.first:
+        check_output(wanted.checkpoint.path, out)
+    if wanted.program == "llama.cpp":
+        check_is_directory(Path(out))
     calibration = usual_calibration(calibration, progress or Progress())
     length, samples = measured.length or calibration.length, measured.samples or USUAL_WINDOWS
     texts = tuple(replace(measured, text=text, samples=samples, length=length) for text in also)
@@ -102,10 +112,12 @@ def compress(
     return trials.best(ways.ladder(), bound)
 
 
-def _compared(way: Way, record: Record) -> Iterator[str]:
-    """What was foreseen of ``way`` beside what was measured."""
-    if way.nats is not None:
-        told = f"foreseen to lose about {way.nats:.2g} nats a token"
+def _compared(plan: Compression, record: Record, out: Path) -> Iterator[str]:
+    """How large the files in ``out`` are, and what was foreseen to be lost beside what was measured."""
+    size = sum(file.stat().st_size for kind in ("safetensors", "gguf") for file in out.glob(f"*.{kind}"))
+    yield f"{in_bytes(size)} of weights, {size / plan.before:.2f} of {in_bytes(plan.before)}"
+    if plan.way.nats is not None:
+        told = f"foreseen to lose about {plan.way.nats:.2g} nats a token"
         if {"before", "after"} <= record.perplexity.keys():
             told += f"; measured: {record.perplexity['after'].lost_from(record.perplexity['before']).words}"
         yield told

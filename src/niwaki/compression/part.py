@@ -17,8 +17,8 @@ def finished(directory: Path) -> Record:
 
 
 def with_notes(record: Record, notes: Iterable[str], directory: Path) -> Record:
-    """``record`` with more notes, which that in the output ``directory`` gets too."""
-    notes = list(notes)
+    """``record`` with more notes, but for those that it has, which that in the output ``directory`` gets too."""
+    notes = [note for note in notes if note not in record.notes]
     record.notes += notes
     if current_session().world.first and (directory / _NAME).exists():
         written = finished(directory)

@@ -27,6 +27,7 @@ from niwaki.records.wording import size as in_bytes
 from niwaki.runs.session import current_session, session
 from niwaki.runs.stage import Stage
 from niwaki.shrinking.configuration import numbers
+from niwaki.shrinking.token_choice import PRIOR
 from niwaki.stages import text_of
 from niwaki.texts.sources import usual_calibration
 
@@ -117,8 +118,9 @@ class Compression:
     def __str__(self) -> str:
         now = in_bytes(self.before) + (f" and {_rate(self.speed.dense)}" if self.speed else "")
         lines = [f"{now} now; plan for {self.runtime}: {self.way.words}", f"  {self._told(self.way)}"]
-        lines += [f"  stage {i}: {stage.name} {stage}".rstrip() for i, stage in enumerate(self.way.stages, 1)]
-        for title, ways in (("foreseen to lose more:", self.others), ("other sizes:", self.reach)):
+        lines += [f"  stage {i}: {text_of(stage)}" for i, stage in enumerate(self.way.stages, 1)]
+        weighted = f", where other kinds of text count for {100 * PRIOR:g} %" if self._has_other_texts else ""
+        for title, ways in ((f"foreseen to lose more{weighted}:", self.others), ("other sizes:", self.reach)):
             if ways:
                 lines += [title, *(f"  {self._told(way)}: {way.words}" for way in ways)]
         if self.all_tokens:
@@ -131,13 +133,17 @@ class Compression:
         lines.append(f"stage by stage, with the same options: niwaki run {shlex.join([self.model, 'OUT', *by_hand])}")
         return "\n".join(lines)
 
+    @property
+    def _has_other_texts(self) -> bool:
+        """Whether other kinds of text tell the ways apart: only fewer tokens cost them more than all else does."""
+        return self.searches or any(way.tokens for way in (self.way, *self.others))
+
     def _told(self, way: Way) -> str:
         foreseen = []
         if self.speed and (speed := self.speed.of(way)):
             foreseen.append(_rate(speed))
         if way.nats is not None:
-            has_others = way.tokens or self.searches
-            others = f" ({way.nats + way.elsewhere:.2g} on other kinds of text)" if has_others else ""
+            others = f" ({way.nats + way.elsewhere:.2g} on other kinds of text)" if self._has_other_texts else ""
             foreseen.append(f"{way.nats:.2g} nats a token{others}")
         size = f"{in_bytes(way.size):>8} ({way.size / self.before:.2f})"
         return f"{size}, about {', '.join(foreseen)}" if foreseen else size

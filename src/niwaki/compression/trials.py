@@ -1,12 +1,14 @@
 """The smallest model within a loss, or the largest that is fast enough: found by trying a few, each as a run."""
 
 import contextlib
+import json
 import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 from niwaki.compression.part import PartOf, finished, with_notes
 from niwaki.compression.throughput import Throughput
@@ -23,9 +25,9 @@ from niwaki.records.progress import Progress
 from niwaki.records.recipe import RECIPE, Recipe
 from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
-from niwaki.runs.recipe import begin_recipe, with_texts, with_weights
+from niwaki.runs.recipe import begin_recipe, digests_of_texts, with_texts, with_weights
 from niwaki.runs.session import current_session
-from niwaki.runs.workplace import check_output
+from niwaki.runs.workplace import check_output, is_complete, new_directory
 from niwaki.stages import table_of
 
 #: Standard errors between a loss and the upper end of its interval of 95 %.
@@ -34,8 +36,12 @@ _ERRORS = 1.96
 _MOST = 7
 #: A way that an earlier call has tried is taken for one so many steps from it: speeds are not foreseen the same twice.
 _NEAR = 3
-#: What is in a folder of trials: their outputs, and where runs of theirs work and keep their journals.
-_OURS = re.compile(r"\d+-bytes|\.\d+-bytes\.partial.*")
+#: What all trials of a call have in their recipes.
+_COMMON = ("calibration", "measurement", "compute", "weights", "texts")
+#: What is in a folder of trials: their outputs, where runs of theirs work and keep their journals, and the digests of
+#: the texts that losses are measured on, which recipes do not have.
+_MEASURED = "measured.json"
+_OURS = re.compile(rf"\d+-bytes|\.\d+-bytes\.partial.*|{_MEASURED}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,13 @@ class LossBound:
     compute: Compute = Compute()
     #: Ways are tried from large to small: if one is within the bound, so are those before it.
     from_large: bool = True
+    name: ClassVar[str] = "loss"
     _known: dict[str, Perplexity] = field(default_factory=dict, init=False)
+
+    @property
+    def limit(self) -> float:
+        """What is asked for."""
+        return self.nats
 
     def check(self, trial: Trial) -> tuple[bool, float, str]:
         """Whether it is kept, the most that it may lose, and words for it; UsageError where nothing was measured."""
@@ -69,7 +81,8 @@ class LossBound:
         for each in self.also:
             after, before = evaluate_both(trial.directory, self.dense, each, self.compute, self._known)
             losses[f" on {each.text}"] = after.lost_from(before)
-        most = {on: lost.nats + _ERRORS * (lost.standard_error or math.inf) for on, lost in losses.items()}
+        errors = {on: math.inf if (error := lost.standard_error) is None else error for on, lost in losses.items()}
+        most = {on: lost.nats + _ERRORS * errors[on] for on, lost in losses.items()}
         worst = max(most, key=lambda on: most[on])
         words = "; ".join(f"{lost.words}{on}, at most {most[on]:.4f}" for on, lost in losses.items())
         return self.within(most[worst]), max(most[worst], 1e-4), words
@@ -110,6 +123,12 @@ class SpeedBound:
     compute: Compute
     throughput: Throughput | str = ""  # as foreseen, or why it is not
     from_large: bool = False
+    name: ClassVar[str] = "speed"
+
+    @property
+    def limit(self) -> float:
+        """What is asked for."""
+        return self.times
 
     def check(self, trial: Trial) -> tuple[bool, float, str]:
         """Whether it is kept, the ratio, and words for it."""
@@ -186,8 +205,11 @@ class _Folder:
         self._out, self.path = out, out.with_name(f".{out.name}.trials")
 
     @contextlib.contextmanager
-    def opened(self, source: Path, restart: bool) -> Iterator[None]:
-        """Makes it, for this process alone; UsageError where something else is there, or the model ``source``."""
+    def opened(self, source: Path, restart: bool, measured: Mapping[str, str]) -> Iterator[None]:
+        """Makes it, for this process alone; UsageError where something else is there, or the model ``source``.
+
+        Trials of an earlier call are removed where ``measured``, the digests of texts, is not what it was.
+        """
         if source.is_relative_to(self.path):
             raise UsageError(f"{source} is in {self.path}, where trials are; choose another place for the result")
         if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
@@ -198,8 +220,10 @@ class _Folder:
                 others = [path.name for path in self.path.iterdir() if not _OURS.fullmatch(path.name)]
                 if others:
                     raise UsageError(f"{self.path} has {others[0]!r}, which is of no trial; move it elsewhere")
-                if restart:
+                said, file = json.dumps(dict(measured)), self.path / _MEASURED
+                if restart or (file.exists() and file.read_text() != said):
                     self.clear()
+                file.write_text(said)
                 yield
 
     def numbers(self, ways: Sequence[Way]) -> list[int]:
@@ -218,13 +242,16 @@ class _Folder:
             if _OURS.fullmatch(path.name):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def move(self, directory: Path) -> None:
-        """Makes one of them the output, and removes the others; into a directory that is there it goes file by file."""
-        if self._out.exists():
-            for path in directory.iterdir():
-                shutil.move(path, self._out / path.name)
-        else:
-            directory.replace(self._out)
+    def move(self, directory: Path | None, asked: dict[str, Any], restart: bool = False) -> None:
+        """Makes one of them the output, and removes the others.
+
+        Where that is interrupted the output :func:`is_complete`, and a call that is ``asked`` for the same goes on with
+        it, and has no ``directory``.
+        """
+        with new_directory(self._out, asked, restart) as place:
+            if place and directory:
+                place.rmdir()
+                shutil.move(directory, place)
         self.clear()
         self.path.rmdir()
 
@@ -251,7 +278,13 @@ class Trials:
         source = locate_model(str(self.model))
         out = world.received(check_output(source, self.out) if world.first else Path())
         folder = _Folder(out)
-        with folder.opened(source, self.restart) if world.first else contextlib.nullcontext():
+        text = Measurement.of(self.measurement).text
+        measured = digests_of_texts(Calibration(text)) if isinstance(text, str) else {}
+        with folder.opened(source, self.restart, measured) if world.first else contextlib.nullcontext():
+            if world.received(is_complete(out) and not self.restart if world.first else False):
+                if world.first:
+                    folder.move(None, self._asked(bound, source))
+                return finished(out)
             return self._best(ways, bound, source, folder)
 
     def _best(self, ways: Sequence[Way], bound: LossBound | SpeedBound, source: Path, folder: _Folder) -> Record:
@@ -283,12 +316,13 @@ class Trials:
             kept = f"what was tried is in {folder.path}, and is used again"
             raise UsageError(f"{bound.refusal(tried[min(tried)][2])} ({kept})")
         trial, _, words = tried[chosen]
-        told = [f"tried: {each.way.words}: {said}" for _, (each, _, said) in sorted(tried.items())]
+        made = [(each.way, said) for _, (each, _, said) in sorted(tried.items())]
+        told = [f"tried: {in_bytes(way.size)}, {way.words}: {said}" for way, said in made]
         note = f"the {'smallest' if bound.from_large else 'largest'} within the bound is {trial.way.words}: {words}"
         told.append(note if certain else f"{note}; there may be a better one, {_MOST} were tried")
         with_notes(trial.record, told, trial.directory)
         if world.first:
-            folder.move(trial.directory)
+            folder.move(trial.directory, self._asked(bound, source), self.restart)
         self.progress.note(trial.record.notes[-1])
         self.progress.end(trial.record)
         return trial.record
@@ -301,6 +335,11 @@ class Trials:
             return there
         texts = {"calibration": self.calibration, "measurement": self.measurement, "compute": self.compute}
         return run(self.model, directory, way.stages, **texts, progress=PartOf(self.progress, f"trial {number}"))  # type: ignore[arg-type]
+
+    def _asked(self, bound: LossBound | SpeedBound, source: Path) -> dict[str, Any]:
+        """What has to be the same for a call to go on with the move of the output that an earlier one chose."""
+        recipe = self._recipe(source)
+        return {bound.name: bound.limit, **{name: getattr(recipe, name) for name in _COMMON}}
 
     def _recipe(self, source: Path) -> Recipe:
         """What all trials have in their recipes; the files are read once for it."""
@@ -317,10 +356,9 @@ class Trials:
             return None
         wanted = replace(self._recipe(source), stages=[table_of(stage) for stage in way.stages])
         found = Recipe.read(directory / RECIPE)
-        names = ("stages", "calibration", "measurement", "compute", "weights", "texts")
         texts = *Calibration.of(self.calibration).texts, Measurement.of(self.measurement).text or ""
         has_names = all(isinstance(text, str) for text in texts)
-        if has_names and all(getattr(found, name) == getattr(wanted, name) for name in names):
+        if has_names and all(getattr(found, name) == getattr(wanted, name) for name in ("stages", *_COMMON)):
             return finished(directory)
         shutil.rmtree(directory)
         return None

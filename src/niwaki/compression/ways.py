@@ -12,16 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from niwaki.checkpoints.tensors import DTYPES
 from niwaki.choices import Runtime
 from niwaki.compression.fewer_tokens import FEWEST, TokenCosts
 from niwaki.compression.foresight import Foresight
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.exports.export import Export, Pack
+from niwaki.exports.gguf_file import Gguf
 from niwaki.layer.grid import Grid
 from niwaki.models.ends import embedding_keys
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.embeddings import QuantizeEmbeddings
 from niwaki.pruning.prune import Prune, Quantize
+from niwaki.records.progress import Progress
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.stage import Stage
 from niwaki.shrinking.combinations import Combinations
@@ -31,9 +34,8 @@ from niwaki.shrinking.token_choice import PRIOR
 from niwaki.shrinking.units import mlps
 from niwaki.shrinking.vocabulary import ShrinkVocabulary
 
-#: Weights that share a scale, and bytes of a scale.
+#: Weights that share a scale.
 _GROUPS = {"niwaki": 64, "llama.cpp": 32}
-_SCALE = 2
 #: What a foreseen size may be too small by, relative; and what headers of files have beside names, in all and for each
 #: tensor: a matrix is at most three of them, its numbers, scales and mask.
 _MARGIN, _HEADER, _ENTRY, _TENSORS = 0.002, 4096, 100, 3
@@ -99,7 +101,7 @@ class Parts:
     """What a model is made of: numbers of weights, of which some go with neurons, bytes of all else, and of headers.
 
     The tokenizer is in the same file for llama.cpp, and has no bytes elsewhere. ``least`` is the share of the
-    parameters that has to stay where parts are removed.
+    parameters that has to stay where parts are removed, and ``scale`` the bytes of a scale.
     """
 
     matrices: int
@@ -109,6 +111,7 @@ class Parts:
     headers: int
     tokenizer: int = 0
     least: float = 0.0
+    scale: int = 2
 
     @classmethod
     def of(cls, model: StreamedModel, runtime: Runtime) -> "Parts":
@@ -123,20 +126,23 @@ class Parts:
                 f"{odd[0].key!r} of {model.checkpoint.path} has rows of {odd[0].shape[1]}, which do not divide into "
                 f"groups of {group}, as {runtime} has them"
             )
-        entries = model.checkpoint.entries
+        checkpoint, entries = model.checkpoint, model.checkpoint.entries
         keys = {*embedding_keys(model)}
-        embeddings = numbers(model.checkpoint, keys)
+        embeddings = numbers(checkpoint, keys)
         of_blocks = {matrix.key for matrix in matrices}
-        others = sum(entry.size for key, entry in entries.items() if key not in keys | of_blocks)
-        tokenizer, file, least = 0, model.checkpoint.path / "tokenizer.json", 1.0
+        rest = entries.keys() - keys - of_blocks
+        tokenizer, least = 0, 1.0
         if runtime == "llama.cpp":
-            others *= 2  # in float32
-            least = fewest_parameters(model) / numbers(model.checkpoint, entries)
-            tokenizer = int(1.25 * file.stat().st_size) if file.is_file() else 0
+            tokenizer = Gguf(checkpoint, "Q8_0", {}, Progress()).tokenizer_size
+            least = fewest_parameters(model) / numbers(checkpoint, entries)
+            others, scale = 4 * numbers(checkpoint, rest), 2  # in float32 and in float16
+        else:  # in the model's own dtypes
+            others = sum(entries[key].size for key in rest)
+            scale = max(DTYPES[entries[key].dtype].itemsize for key in entries.keys() - rest)
         tensors = (len(key) + _ENTRY for key in [*entries, *(_TENSORS - 1) * [*keys, *of_blocks]])
         headers = _HEADER + sum(tensors)
         size = sum(matrix.size for matrix in matrices)
-        return cls(size, embeddings, others, weights_of_neurons(model), headers, tokenizer, least)
+        return cls(size, embeddings, others, weights_of_neurons(model), headers, tokenizer, least, max(2, scale))
 
 
 def fewest_parameters(model: StreamedModel) -> int:
@@ -355,8 +361,8 @@ class Ways(_Foreseen):
         return way.with_tokens(self.tokens, self.costs) if self.tokens is not None and self.costs else way
 
     def _bytes(self, bits: float, ends: int, matrices: float) -> int:
-        scale = _SCALE / _GROUPS[self.runtime]
         parts = self.parts
+        scale = parts.scale / _GROUPS[self.runtime]
         whole = matrices * (bits / 8 + scale) + parts.embeddings * (ends / 8 + scale) + parts.others + parts.tokenizer
         return int(whole * (1 + _MARGIN)) + parts.headers
 

@@ -79,6 +79,12 @@ def _opened(
     return form
 
 
+def check_is_directory(out: Path) -> None:
+    """UsageError where the output of a run, which is always a directory, has the name of a file for llama.cpp."""
+    if out.suffix.lower() == GGUF:
+        raise UsageError(f"{out} would be a directory with a file in it; give it a name without {GGUF}")
+
+
 @checked_names
 @dataclass(frozen=True)
 class Export(Stage):
@@ -129,8 +135,7 @@ class Exporting(Task):
 
     def __init__(self, stage: Export, run: Run) -> None:
         self._format = stage.format
-        if run.out.suffix.lower() == GGUF:
-            raise UsageError(f"{run.out} would be a directory with a file in it; give it a name without {GGUF}")
+        check_is_directory(run.out)
         checkpoint = Checkpoint(run.reading)
         checkpoint.config = {**checkpoint.config, **run.foreseen}
         form = _opened(stage.format, checkpoint, run.model, run.progress, run.foreseen)

@@ -124,6 +124,11 @@ class Gguf(Form):
         """That of the file, where a directory is written."""
         return f"model-{self._kind}.gguf"
 
+    @property
+    def tokenizer_size(self) -> int:
+        """Bytes of the file that the tokenizer takes."""
+        return self._tokenizer.file_size
+
     def carries(self, name: Path) -> bool:
         """What tells people of the model; all that programs need is in the file."""
         is_recipe = EARLIER_RECIPE.fullmatch(str(name)) is not None

@@ -72,6 +72,13 @@ class Tokenizer:
         self.starts, self.ends = self._find_ends()
         self.stops = self._find_stops(config_end)
 
+    @property
+    def file_size(self) -> int:
+        """How many bytes of a file it takes, within a few hundred: strings with their lengths, and kinds of tokens."""
+        template = self._tokenizer.chat_template or ""
+        templates = template.values() if isinstance(template, dict) else [template]
+        return 4 * len(self.kinds) + sum(8 + len(text.encode()) for text in (*self.tokens, *self._merges, *templates))
+
     def write(self, writer: Any) -> None:
         """Adds it to a ``GGUFWriter``."""
         tokenizer = self._tokenizer

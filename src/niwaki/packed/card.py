@@ -18,6 +18,8 @@ says that there are no weights, and to delete `quantization_config`, which does 
     niwaki unpack DIR DENSE    # the dense model, which loads everywhere
 
 ```python
+import niwaki
+
 model = niwaki.load("DIR")  # a model of transformers
 ```
 """

@@ -51,7 +51,7 @@ def check_output(source: Path | None, given: str | Path, *read: Path) -> Path:
     out = given_path(given, _LONGER).resolve()
     path = _place(out)
     # What is in it may be our own where a run was stopped while it moved its directory.
-    if _taken(out, path) and not _is_complete(path):
+    if _taken(out, path) and not is_complete(out):
         raise _exists(out)
     for directory in filter(None, (source, *read)):
         if out.is_relative_to(directory.resolve()):
@@ -298,13 +298,13 @@ def workplace(out: Path, asked: list[dict[str, Any]], restart: bool | None = Non
 
 
 @contextlib.contextmanager
-def new_directory(out: Path, asked: dict[str, Any]) -> Iterator[Path | None]:
+def new_directory(out: Path, asked: dict[str, Any], restart: bool | None = None) -> Iterator[Path | None]:
     """An empty directory that becomes ``out`` at the end; after an error nothing is left of it.
 
     None where an earlier run that was ``asked`` for the same was stopped while it moved a complete directory into
     place: nothing is left to write. Errors are those of :func:`workplace`.
     """
-    with workplace(out, [asked]) as place:
+    with workplace(out, [asked], restart) as place:
         if place.journal.complete:
             yield None
         else:
@@ -373,10 +373,11 @@ def _exists(out: Path) -> UsageError:
     return UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
 
 
-def _is_complete(place: Path) -> bool:
-    """Whether an earlier run only has to move its output."""
+def is_complete(out: Path) -> bool:
+    """Whether an earlier run for ``out`` only has to move its output there."""
+    journal = _journal(_place(out))
     with contextlib.suppress(OutputError):
-        return _journal(place).exists() and Journal.read(_journal(place)).complete
+        return journal.exists() and Journal.read(journal).complete
     return False
 
 
