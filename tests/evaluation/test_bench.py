@@ -20,7 +20,7 @@ from niwaki.options import Compute
 from niwaki.records.progress import Progress
 from niwaki.records.speed import Speed
 from support.covering import FULL
-from support.models import message, random_tokens, save_model
+from support.models import EMBEDDED, message, random_tokens, save_model
 
 
 class Clock:
@@ -155,6 +155,15 @@ def test_a_model_of_which_nothing_can_be_packed(tmp_path: Path, monkeypatch: pyt
     (note,) = notes.said
     assert "only the dense model is measured" in note
     assert ("F64" if kind == "float64" else f"no matrix of {model} would be smaller") in note
+
+
+def test_a_gguf_file_is_not_measured_in_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    niwaki.export(EMBEDDED, tmp_path / "model.gguf", "gguf-f16")
+    monkeypatch.setattr(measuring, "measured", measuring.measure)
+    notes = Notes()
+    measuring.bench(tmp_path / "model.gguf", prompt_tokens=4, tokens=3, repeats=1, compute="cpu", progress=notes)
+    assert "use llama-bench" in notes.said[0]
 
 
 @pytest.mark.parametrize("wrong", [{"prompt_tokens": 0}, {"tokens": 1}, {"repeats": 0}, {"tokens": 2.5}])

@@ -224,7 +224,11 @@ class _Folder:
                 if restart or (file.exists() and file.read_text() != said):
                     self.clear()
                 file.write_text(said)
-                yield
+                try:
+                    yield
+                finally:
+                    if [*self.path.glob("*")] == [file]:  # no trial was begun
+                        self._remove()
 
     def numbers(self, ways: Sequence[Way]) -> list[int]:
         """Those of ``ways`` that an earlier call has tried, and after them the one that it was trying."""
@@ -252,6 +256,9 @@ class _Folder:
             if place and directory:
                 place.rmdir()
                 shutil.move(directory, place)
+        self._remove()
+
+    def _remove(self) -> None:
         self.clear()
         self.path.rmdir()
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from niwaki.arguments import checked
+from niwaki.checkpoints.reading import ORIGIN
 from niwaki.choices import BRIEFLY, LONG, SPINS
 from niwaki.errors import UnsupportedModelError, UsageError, WorkerError
 from niwaki.models.device import find_device, peak_memory
@@ -70,6 +71,10 @@ def bench(
     numbers = (prompt_tokens, tokens, repeats)
     path = locate_model(str(model))
     check_continues(path, "bench")
+    if (path / ORIGIN).exists():
+        progress.note(
+            "weights of a GGUF file are measured as transformers and niwaki hold them; for llama.cpp use llama-bench"
+        )
     with _forms(path, str(model), progress) as forms:
         speeds = []
         for name, directory in forms.items():
