@@ -38,9 +38,9 @@ _MOST = 7
 _NEAR = 3
 #: What all trials of a call have in their recipes.
 _COMMON = ("calibration", "measurement", "compute", "weights", "texts")
-#: What is in a folder of trials: their outputs, where runs of theirs work and keep their journals, and the digests of
-#: the texts that losses are measured on, which recipes do not have.
+#: Digests of the texts that losses are measured on, which recipes do not have.
 _MEASURED = "measured.json"
+#: What is in a folder of trials: that, their outputs, and where runs of theirs work and keep their journals.
 _OURS = re.compile(rf"\d+-bytes|\.\d+-bytes\.partial.*|{_MEASURED}")
 
 
@@ -55,9 +55,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class LossBound:
-    """At most so many ``nats`` a token above the model, at the upper end of the 95 % interval of what is measured."""
+    """At most ``limit`` nats a token above the model, at the upper end of the 95 % interval of what is measured."""
 
-    nats: float
+    limit: float
     #: Texts on which it has to be kept besides that of the runs, and how they are measured.
     also: tuple[Measurement, ...] = ()
     dense: Path = Path()
@@ -66,11 +66,6 @@ class LossBound:
     from_large: bool = True
     name: ClassVar[str] = "loss"
     _known: dict[str, Perplexity] = field(default_factory=dict, init=False)
-
-    @property
-    def limit(self) -> float:
-        """What is asked for."""
-        return self.nats
 
     def check(self, trial: Trial) -> tuple[bool, float, str]:
         """Whether it is kept, the most that it may lose, and words for it; UsageError where nothing was measured."""
@@ -89,7 +84,7 @@ class LossBound:
 
     def within(self, value: float) -> bool:
         """Whether a way of which ``check`` says that value is kept."""
-        return value <= self.nats
+        return value <= self.limit
 
     def expected(self, way: Way) -> float:
         """That value of a way, before any is tried; without foresight losses grow as powers of the size, say."""
@@ -108,27 +103,22 @@ class LossBound:
     def refusal(self, told: str) -> str:
         """What to say where no way is within the bound."""
         return (
-            f"a loss of {self.nats:g} cannot be kept: the largest form has {told}; measure on more text (--text, "
+            f"a loss of {self.limit:g} cannot be kept: the largest form has {told}; measure on more text (--text, "
             "--text-samples) or allow more"
         )
 
 
 @dataclass(frozen=True)
 class SpeedBound:
-    """At least ``times`` as many tokens a second as the dense model, measured on this machine."""
+    """At least ``limit`` times as many tokens a second as the dense model, measured on this machine."""
 
-    times: float
+    limit: float
     before: int  # bytes of the dense model's weights
     dense: Path
     compute: Compute
     throughput: Throughput | str = ""  # as foreseen, or why it is not
     from_large: bool = False
     name: ClassVar[str] = "speed"
-
-    @property
-    def limit(self) -> float:
-        """What is asked for."""
-        return self.times
 
     def check(self, trial: Trial) -> tuple[bool, float, str]:
         """Whether it is kept, the ratio, and words for it."""
@@ -142,7 +132,7 @@ class SpeedBound:
 
     def within(self, value: float) -> bool:
         """Whether a way of that ratio is kept."""
-        return value >= self.times
+        return value >= self.limit
 
     def expected(self, way: Way) -> float:
         """The ratio as foreseen; where that is not known, as if time were proportional to bytes."""
@@ -160,7 +150,7 @@ class SpeedBound:
 
     def refusal(self, told: str) -> str:
         """What to say where no way is fast enough."""
-        return f"{self.times:g} times the speed cannot be reached here: the smallest form has {told}"
+        return f"{self.limit:g} times the speed cannot be reached here: the smallest form has {told}"
 
 
 def _foreseen(ways: Sequence[Way], known: Mapping[int, float], number: int, expected: Callable[[Way], float]) -> float:

@@ -306,7 +306,8 @@ class Ways(_Foreseen):
 
     def check(self, asked: float) -> None:
         """UsageError where the size cannot be reached; before there is foresight, not with fewer tokens either."""
-        fewest = replace(self.parts, embeddings=int(FEWEST * self.parts.embeddings))
+        ends, tokenizer = (int(FEWEST * count) for count in (self.parts.embeddings, self.parts.tokenizer))
+        fewest = replace(self.parts, embeddings=ends, tokenizer=tokenizer)
         others = self._with_fewer_tokens() if self.foresight else [replace(self, parts=fewest)]
         if asked < (least := self.smallest).size and all(asked < each.smallest.size for each in others):
             raise UsageError(
