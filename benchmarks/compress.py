@@ -15,7 +15,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -120,7 +120,8 @@ def recipes(
     length: Length = 512,
 ) -> None:
     """What the recipe of compress and others of the same size lose, and how large they are."""
-    bench = _Bench(model, corpus, work, record, texts, samples, text_samples, length)
+    program = {} if runtime == "niwaki" else {"runtime": runtime}
+    bench = _Bench(model, corpus, work, record, texts, samples, text_samples, length, program)
     for size in common.fractions(sizes):
         plan = plan_compression(model, size, runtime=runtime, calibration=bench.books)
         print(plan, flush=True)
@@ -161,9 +162,18 @@ class _Bench:
     """Models that are made from one on books, and what is measured of them, on a sheet."""
 
     def __init__(
-        self, model: Path, corpus: Path, work: Path, record: Path, texts: str, samples: int, measured: int, length: int
+        self,
+        model: Path,
+        corpus: Path,
+        work: Path,
+        record: Path,
+        texts: str,
+        samples: int,
+        measured: int,
+        length: int,
+        program: Mapping[str, str] = {},
     ) -> None:
-        settings = {"samples": samples, "text_samples": measured, "length": length, "model": model.name}
+        settings = {"samples": samples, "text_samples": measured, "length": length, "model": model.name, **program}
         self.sheet = common.Sheet(record, settings)
         made = Texts(model, corpus, work, samples, length)
         held = {name: made.to_measure(name, measured) for name in common.chosen(texts, MEASURED)}
