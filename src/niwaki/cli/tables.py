@@ -122,7 +122,7 @@ def inspection_tables(
     beside = [[each.name, str(len(each.keys)), size(each.size), each.what] for each in extra]
     head_of_beside = ["not in transformers' model", "tensors", "size", "what it is"]
     return [
-        _table(head, by_kind, ["matrix"], title="the matrices that niwaki changes (n:m: groups of m with at most n non-zero)"),
+        _table(head, by_kind, ["matrix"], title="what niwaki changes (n:m: groups of m with at most n non-zero)"),
         *([_table(head_of_rest, stays, ["what stays dense", "why"])] if stays else []),
         *([_table(head_of_beside, beside, head_of_beside[::3])] if beside else []),
         _table(["block", *map(short, names)], by_block, [], title="zeros, %"),
