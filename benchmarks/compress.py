@@ -140,7 +140,7 @@ def programs(
     corpus: Corpus,
     work: Work,
     record: Annotated[Path, Option(help="Write JSON there after each model, and resume from it.")],
-    sizes: Annotated[str, Option(help="Shares of the model's bytes, for llama.cpp.")] = "0.75,0.6,0.45",
+    sizes: Annotated[str, Option(help="Shares of the model's bytes, for llama.cpp.")] = "0.75,0.6,0.45,0.35",
     parameters: Annotated[str, Option(help="Shares of the parameters, for transformers.")] = "0.9,0.75",
     texts: common.Measured = ALL_MEASURED,
     samples: Samples = 16,

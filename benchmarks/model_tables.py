@@ -42,7 +42,7 @@ def _default_solver(made: Any) -> str:
 
 
 #: Of the models for llama.cpp and for transformers, those that README's table has.
-_FOR_LLAMA_CPP, _PARAMETERS = 0.45, 0.9
+_FOR_LLAMA_CPP, _PARAMETERS = (0.45, 0.35), 0.9
 
 
 def small(made: Any, measured: Any, others: Any) -> Lines:
@@ -59,7 +59,7 @@ def small(made: Any, measured: Any, others: Any) -> Lines:
         name = "the model, in transformers" if size == 1 else f"`--size {size:g}`"
         add(name, found[size], f"{speeds[size]:.0f}")
     for cell in others["cells"]:
-        if cell.get("size") == _FOR_LLAMA_CPP:
+        if cell.get("size") in _FOR_LLAMA_CPP:
             add(f"`--size {cell['size']:g} --for llama.cpp`", cell, "")
         elif cell.get("parameters") == _PARAMETERS:
             add(f"`--parameters {cell['parameters']:g}`, in transformers", cell, "")
