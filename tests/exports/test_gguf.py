@@ -17,8 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import niwaki
 from niwaki import Calibration, Measurement
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CalibrationError, CheckpointError, NiwakiError, UnsupportedModelError, UsageError
 from niwaki.exports import gguf_file
+from niwaki.records.progress import Progress
 from support.llama_cpp import LLAMA_CPP, ask, distance
 from support.models import (
     EMBEDDED,
@@ -351,3 +353,13 @@ def test_llama_cpp_computes_what_niwaki_made(tmp_path: Path, made: str) -> None:
     for kind in kinds:
         niwaki.export(model, tmp_path / f"{kind}.gguf", format_of(kind))
     compare(tmp_path, [(model, tmp_path / f"{kind}.gguf", far) for kind, far in kinds.items()])
+
+
+def test_how_many_bytes_a_tokenizer_takes(tmp_path: Path) -> None:
+    """Before a file is there: within what its other keys take."""
+    form = gguf_file.Gguf(Checkpoint(EMBEDDED), "F16", {}, Progress())
+    niwaki.export(EMBEDDED, tmp_path / "model.gguf", "gguf-f16")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    taken = sum(part.nbytes for name, field in fields.items() if name.startswith("tokenizer") for part in field.parts)
+    assert 0 <= taken - form.tokenizer_size < 1000
+    assert form.tokenizer_size > 100_000
