@@ -335,7 +335,7 @@ def speeds(made: Any) -> Lines:
 
 
 #: Fewer recipes than these at one size are no search.
-_A_FEW = 8
+_A_FEW = 4
 #: How many of the recipes at a size are shown.
 _SHOWN = 4
 
@@ -361,7 +361,8 @@ def by_hand(*records: Any) -> Lines:
             for kind in ("for all", "zeros"):
                 alike = [value for recipe, value in nats.items() if kind in recipe]
                 shown.append(f"{min(alike):.4f}" if alike else "")
-            rows.append(["SmolLM2-135M" if made["model"] == "smollm2" else made["model"], f"{size:g}", *shown])
+            model = "SmolLM2-135M" if made["model"] == "smollm2" else made["model"]
+            rows.append([", for ".join(filter(None, (model, made.get("runtime")))), f"{size:g}", *shown])
     kinds = ["best with the same bits for all", "best with zeros"]
     return [
         *markdown(["model", "size", "compress", "nats", "tried", "best of them", "difference", *kinds], rows),

@@ -35,7 +35,12 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/benchmarks.md", "table3", tables.table3, ("table3",)),
     ("docs/benchmarks.md", "third", model_tables.real, ("third",)),
     ("docs/compress.md", "bounds", model_tables.bounds, ("compress_bounds", "compress_bounds_smollm2")),
-    ("docs/compress.md", "by_hand", model_tables.by_hand, ("compress", "compress_demo", "compress_qwen3")),
+    (
+        "docs/compress.md",
+        "by_hand",
+        model_tables.by_hand,
+        ("compress", "compress_llama_cpp", "compress_demo", "compress_qwen3"),
+    ),
     ("docs/compress.md", "programs", model_tables.programs, ("compress_programs",)),
     ("docs/compress.md", "recipes", model_tables.recipes, ("compress",)),
     ("docs/compress.md", "speeds", model_tables.speeds, ("compress_speed",)),

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import niwaki
+from niwaki import Measurement
 from niwaki.errors import CheckpointError
 from niwaki.exports.gguf_grids import groups_of
 from support.healing import TOKENS
-from support.models import FEW_TOKENS, add_small_tokenizer, format_of, message, random_model
+from support.models import FEW_TOKENS, add_small_tokenizer, format_of, message, random_model, random_tokens
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -83,6 +84,15 @@ def test_files_have_the_weights_of_the_grid(tmp_path: Path, grid: str, kind: Any
             W = turned(W, heads[name])
         # Weights are stored in bfloat16, whole numbers times scales in full.
         assert torch.equal(torch.from_numpy(read[name]).bfloat16(), W), name
+
+
+def test_five_bits_stay_five(tmp_path: Path) -> None:
+    source, heldout = on_grid(tmp_path, "int5:32", embeddings="int8:32"), random_tokens(4, 24, seed=1)
+    (note,) = niwaki.export(source, tmp_path / "model.gguf", format_of("Q4_0"))
+    assert "more bits are in Q5_0" in note
+    assert not any(t.tensor_type.name == "Q4_0" for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors)
+    before, after = (niwaki.evaluate(path, Measurement(heldout)) for path in (source, tmp_path / "model.gguf"))
+    assert after.above(before).nats == pytest.approx(0, abs=1e-3)
 
 
 def test_matrices_of_mixed_bits_have_theirs(tmp_path: Path) -> None:

@@ -100,9 +100,12 @@ class Gguf(Form):
         self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
 
     def _keep_more_bits(self) -> None:
-        """Of matrices of mixed bits, those that have more stay so in a file of fewer."""
+        """Of matrices of mixed bits, those that have more stay so in a file of fewer; and so do those of 5 bits.
+
+        A format of 5 bits cannot be asked for. One of 8 can, so that fewer are meant where they are asked for.
+        """
         grid = grid_of(self.checkpoint)
-        if grid is None or not grid.is_mixed:
+        if grid is None or not (grid.is_mixed or grid.bits == 5):
             return
         counts = Counter[str]()
         for tensor in self._tensors:
