@@ -335,7 +335,7 @@ def speeds(made: Any) -> Lines:
 
 
 #: Fewer recipes than these at one size are no search.
-_A_FEW = 4
+_A_FEW = 2
 #: How many of the recipes at a size are shown.
 _SHOWN = 4
 
