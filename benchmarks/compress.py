@@ -47,18 +47,14 @@ LEFT = (0.9, 0.75, 0.5)
 #: What padding may take, a share of the size.
 PADDING = 0.002
 EFFORTS = ("fast", "balanced")
-#: The last stages for llama.cpp: each matrix has the type of its own bits.
-IN_GGUF: list[Stage] = [QuantizeEmbeddings("int8:32"), Export("gguf-q4_0")]
 
 
 def _by_hand(model: StreamedModel, asked: int, runtime: Runtime) -> Iterator[tuple[str, list[Stage]]]:
     """Recipes of that size in bytes as somebody would make them by hand, by their names."""
     parts, allowed = Parts.of(model, runtime), (1 - PADDING) * asked
-    return (
-        _for_llama_cpp(parts, allowed, model.config.vocab_size)
-        if runtime == "llama.cpp"
-        else _for_niwaki(parts, allowed)
-    )
+    if runtime == "llama.cpp":
+        return _for_llama_cpp(parts, allowed, model.config.vocab_size)
+    return _for_niwaki(parts, allowed)
 
 
 def _for_niwaki(parts: Parts, allowed: float) -> Iterator[tuple[str, list[Stage]]]:
@@ -99,9 +95,15 @@ def _for_llama_cpp(parts: Parts, allowed: float, tokens: int) -> Iterator[tuple[
         tail = f"{words}, {effort}"
         if 4 <= mixed < 8:
             bits = f"{math.floor(100 * mixed) / 100:.2f}"
-            yield f"{bits} bits{tail}", [*first, Quantize(f"int{bits}:32", effort=effort), *IN_GGUF]
+            yield f"{bits} bits{tail}", [*first, Quantize(f"int{bits}:32", effort=effort), *_in_gguf()]
         if alike := max((each for each in (4, 5, 8) if each <= mixed), default=None):
-            yield f"{alike} bits for all{tail}", [*first, Quantize(f"int{alike}:32", effort=effort), *IN_GGUF]
+            last = _in_gguf(eight=alike == 8)
+            yield f"{alike} bits for all{tail}", [*first, Quantize(f"int{alike}:32", effort=effort), *last]
+
+
+def _in_gguf(eight: bool = False) -> list[Stage]:
+    """The last stages for llama.cpp; in a file of 4 bits, matrices of mixed bits and of 5 keep theirs."""
+    return [QuantizeEmbeddings("int8:32"), Export("gguf-q8_0" if eight else "gguf-q4_0")]
 
 
 @remembering()
