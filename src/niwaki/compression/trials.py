@@ -281,7 +281,10 @@ class Trials:
             if world.received(is_complete(out) and not self.restart if world.first else False):
                 if world.first:
                     folder.move(None, self._asked(bound, source))
-                return finished(out)
+                record = world.received(finished(out) if world.first else None)
+                assert record
+                self.progress.end(record)
+                return record
             return self._best(ways, bound, source, folder)
 
     def _best(self, ways: Sequence[Way], bound: LossBound | SpeedBound, source: Path, folder: _Folder) -> Record:
