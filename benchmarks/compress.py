@@ -33,6 +33,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import Runtime
 from niwaki.compression.plan import plan_compression
 from niwaki.compression.ways import Parts
+from niwaki.files import weights_size
 from niwaki.models.streamed import StreamedModel
 from niwaki.runs.session import remembering
 from niwaki.runs.stage import Stage
@@ -191,7 +192,7 @@ class _Bench:
         with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
             out = Path(scratch) / "out"
             done = niwaki.run(self.dense.checkpoint.path, out, stages, calibration=self.books, measurement=None)
-            size = sum(file.stat().st_size for kind in ("safetensors", "gguf") for file in out.glob(f"*.{kind}"))
+            size = weights_size(out)
             seconds = done.seconds.get("total", 0.0)
             words = [f"{stage.name} {stage}".strip() for stage in stages]
             dense = self.dense.checkpoint.path if any(stage.changes_tokens for stage in stages) else None
@@ -234,7 +235,7 @@ def bounds(
         with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
             out, began = Path(scratch) / "out", time.perf_counter()
             done = niwaki.compress(model, out, loss=loss, also=others, calibration=text, measurement=measurement)
-            weights = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+            weights = weights_size(out)
             facts: dict[str, Any] = {"bytes": weights, "seconds": time.perf_counter() - began, "said": done.notes[-1]}
             trials = sum(note.startswith("tried") for note in done.notes)
             fewer = model if done.structure and done.structure.vocabulary else None

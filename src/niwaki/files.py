@@ -46,6 +46,11 @@ def is_model(source: str | os.PathLike[str]) -> bool:
     return given_path(source).is_dir() or "/" in os.fspath(source)
 
 
+def weights_size(directory: Path) -> int:
+    """Bytes of the files in ``directory`` that have a model's weights, dense, packed or for llama.cpp."""
+    return sum(file.stat().st_size for ending in (".safetensors", GGUF) for file in directory.glob(f"*{ending}"))
+
+
 def is_gguf_file(out: str | os.PathLike[str], form: str) -> bool:
     """Whether ``out`` is one file for llama.cpp, by its name; UsageError where ``form`` is a format of directories."""
     if Path(out).suffix.lower() != GGUF:

@@ -12,6 +12,7 @@ from niwaki.compression.plan import Asked, Compression, planned, searched
 from niwaki.compression.trials import Trials
 from niwaki.errors import UsageError
 from niwaki.exports.export import check_is_directory
+from niwaki.files import weights_size
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.recipes import run
 from niwaki.records.progress import Progress
@@ -114,7 +115,7 @@ def compress(
 
 def _compared(plan: Compression, record: Record, out: Path) -> Iterator[str]:
     """How large the files in ``out`` are, and what was foreseen to be lost beside what was measured."""
-    size = sum(file.stat().st_size for kind in ("safetensors", "gguf") for file in out.glob(f"*.{kind}"))
+    size = weights_size(out)
     yield f"{in_bytes(size)} of weights, {size / plan.before:.2f} of {in_bytes(plan.before)}"
     if plan.way.nats is not None:
         told = f"foreseen to lose about {plan.way.nats:.2g} nats a token"
