@@ -1,6 +1,6 @@
 """A pruned model trained further with TRL, with its zeros kept and without: what a step takes, and what comes out.
 
-python scripts/smollm2.py MODEL
+python scripts/real_models.py . smollm2
 python benchmarks/finetune.py MODEL CORPUS WORK --record benchmarks/results/finetune.json
 """
 

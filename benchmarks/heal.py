@@ -1,6 +1,6 @@
 """A model pruned and healed: what is left of the distance from the dense model, and what text does best.
 
-python scripts/smollm2.py MODEL
+python scripts/real_models.py . smollm2
 python benchmarks/heal.py distance MODEL CORPUS WORK --max-time 40m --record benchmarks/results/heal.json
 python benchmarks/heal.py texts demo CORPUS WORK
 """

@@ -1,6 +1,6 @@
 """A real language model, calibrated on several kinds of text and measured on several others.
 
-    python scripts/smollm2.py MODEL
+    python scripts/real_models.py . smollm2
     python benchmarks/real.py compare MODEL CORPUS WORK --record benchmarks/results/real.json
     python benchmarks/real.py sizes MODEL CORPUS --record benchmarks/results/sizes.json
     python benchmarks/real.py grids MODEL CORPUS WORK --record benchmarks/results/grids.json
