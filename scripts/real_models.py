@@ -189,7 +189,9 @@ def off_grid(source: Path) -> tuple[Any, Any]:
         for block in model.model.layers:
             _move_scales(block, model.config.model_type.startswith("gemma"), generator)
         after = model(**probe).logits
-    print(f"{source.name}: logits differ by {(after - before).abs().max():.1e}, of {before.abs().max():.0f}", flush=True)
+    print(
+        f"{source.name}: logits differ by {(after - before).abs().max():.1e}, of {before.abs().max():.0f}", flush=True
+    )
     return model, tokenizer
 
 

@@ -165,6 +165,11 @@ def test_what_the_owner_should_know(copy: Path) -> None:
     said = " ".join(Publication(copy, "me/small", BASE).notes)
     assert "there is no recipe.toml" in said
     assert "/home/me/model" in said
+    assert "keys or passwords" not in said
+    for name in ("added_tokens.json", "hf_token.txt", "server.pem"):
+        (copy / name).write_text("{}")
+    said = " ".join(Publication(copy, "me/small", BASE).notes)
+    assert "by their names these may be keys or passwords: hf_token.txt, server.pem; remove" in said
 
 
 def test_the_command(result: Path, hub: Hub, niwaki_: Command) -> None:  # noqa: F811

@@ -15,7 +15,7 @@ from niwaki.errors import CheckpointError, OutputError
 from niwaki.layer.solvers import Magnitude, describe, make_solver
 from niwaki.records.comparison import shown
 from niwaki.records.data import plain
-from niwaki.records.perplexity import Perplexity
+from niwaki.records.perplexity import Difference, Perplexity
 from niwaki.records.record import FitRecord, MatrixRecord, Record
 from niwaki.records.speed import SpeedRecord
 from niwaki.records.structure import StructureRecord
@@ -163,3 +163,12 @@ def test_records_that_cannot_be_read(tmp_path: Path, text: str, said: str) -> No
     assert str(tmp_path) in message(lambda: Record.load(tmp_path), CheckpointError)
     with pytest.raises(CheckpointError):
         SpeedRecord.from_json(text)
+
+
+@pytest.mark.parametrize(("windows", "quantile"), [(4, 3.182446), (8, 2.364624), (16, 2.131450), (128, 1.978820)])
+def test_the_most_that_may_be_lost_is_by_students_distribution(windows: int, quantile: float) -> None:
+    assert Difference(0.5, 0.1, windows=windows).most == pytest.approx(0.5 + 0.1 * quantile, rel=5e-4)
+
+
+def test_few_windows_bound_nothing() -> None:
+    assert Difference(0.5, 0.1, windows=3).most == Difference(0.5, None).most == math.inf

@@ -242,7 +242,7 @@ def test_the_same_call_resumes(model: Path, tmp_path: Path) -> None:
         ({"speed": float("inf")}, "speed is a number"),
         ({"parameters": 1e12}, "not more than"),
         ({"loss": 0.1, "max_time": "5s", "measurement": None}, "name another text"),
-        ({"loss": 0.1, "measurement": Measurement(samples=1)}, "2 windows"),
+        ({"loss": 0.1, "measurement": Measurement(samples=3)}, "4 windows"),
         ({"speed": "50%"}, "speed is a number"),
         ({"speed": 2.0, "runtime": "llama.cpp"}, "not measured here"),
         ({"size": 0.4, "runtime": "2:4"}, "one form"),

@@ -15,6 +15,7 @@ from niwaki.exports.export import check_is_directory
 from niwaki.files import weights_size
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.recipes import run
+from niwaki.records.perplexity import FEWEST_WINDOWS
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
@@ -97,8 +98,10 @@ def compress(
         for note in told:
             (progress or Progress()).note(note)
         return with_notes(record, told, Path(out))
-    if loss is not None and measured.samples is not None and measured.samples < 2:
-        raise UsageError(f"a bound on the loss needs 2 windows to measure on, or more; got {measured.samples}")
+    if loss is not None and measured.samples is not None and measured.samples < FEWEST_WINDOWS:
+        raise UsageError(
+            f"a bound on the loss needs {FEWEST_WINDOWS} windows to measure on, or more; got {measured.samples}"
+        )
     if loss is not None and max_time is not None and measured.text is None:
         raise UsageError("healing trains on what is left of the calibration text; name another text to measure on")
     if world.first:

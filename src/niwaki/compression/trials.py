@@ -20,7 +20,7 @@ from niwaki.files import locked, output_errors
 from niwaki.models.locate import locate_model
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.recipes import run
-from niwaki.records.perplexity import Perplexity
+from niwaki.records.perplexity import FEWEST_WINDOWS, Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import RECIPE, Recipe
 from niwaki.records.record import Record
@@ -30,8 +30,6 @@ from niwaki.runs.session import current_session
 from niwaki.runs.workplace import check_output, is_complete, new_directory
 from niwaki.stages import table_of
 
-#: Standard errors between a loss and the upper end of its interval of 95 %.
-_ERRORS = 1.96
 #: The most ways that are tried.
 _MOST = 7
 #: A way that an earlier call has tried is taken for one so many steps from it: speeds are not foreseen the same twice.
@@ -76,11 +74,14 @@ class LossBound:
         for each in self.also:
             after, before = evaluate_both(trial.directory, self.dense, each, self.compute, self._known)
             losses[f" on {each.text}"] = after.lost_from(before)
-        errors = {on: math.inf if (error := lost.standard_error) is None else error for on, lost in losses.items()}
-        most = {on: lost.nats + _ERRORS * errors[on] for on, lost in losses.items()}
-        worst = max(most, key=lambda on: most[on])
-        words = "; ".join(f"{lost.words}{on}, at most {most[on]:.4f}" for on, lost in losses.items())
-        return self.within(most[worst]), max(most[worst], 1e-4), words
+        for on, lost in losses.items():
+            if lost.windows < FEWEST_WINDOWS:
+                raise UsageError(
+                    f"a bound on the loss needs {FEWEST_WINDOWS} windows to measure on{on}; give more text"
+                )
+        most = max(lost.most for lost in losses.values())
+        words = "; ".join(f"{lost.words}{on}, at most {lost.most:.4f}" for on, lost in losses.items())
+        return self.within(most), max(most, 1e-4), words
 
     def within(self, value: float) -> bool:
         """Whether a way of which ``check`` says that value is kept."""

@@ -26,6 +26,11 @@ _RELATION = "base_model_relation"
 _OF_THE_HUB = {".gitattributes"}
 #: Where a path begins in a command, and the path.
 _LOCAL = re.compile(r"(?<![\w.])(/[^\s'\"/]+/[^\s'\"]*)")
+#: Names of files that are likely to be keys or passwords, but for two of tokenizers.
+_SECRET = re.compile(
+    r"id_(rsa|dsa|ecdsa|ed25519)|.*\.(pem|key|p12|pfx|jks|kdbx)|.*(credential|secret|passw(or)?d|api_?key).*"
+    r"|(?!special_tokens_map\.json|added_tokens\.json)(.*[^a-z])?tokens?([^a-z].*)?"
+)
 #: For models whose base is nowhere on the hub.
 NO_BASE = "none"
 
@@ -96,6 +101,8 @@ class Publication:
     def notes(self) -> list[str]:
         """What the owner should know before others see the model."""
         said = []
+        if secret := [path for path in self._paths if _SECRET.fullmatch(Path(path).name.lower())]:
+            said.append(f"by their names these may be keys or passwords: {several(secret, 3)}; remove what is secret")
         if not ModelCard(self._contents[_CARD].decode()).data.get("license"):
             said.append("the card names no license; the base model's says which may be given")
         if RECIPE not in self._paths:

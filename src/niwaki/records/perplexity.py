@@ -15,6 +15,17 @@ from niwaki.records.wording import counted, is_cut, number
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Of which a bound on a mean is computed at least: the spread of fewer says next to nothing.
+FEWEST_WINDOWS = 4
+#: The coefficients of the expansion of Student's quantiles in powers of 1 / n, for powers of the normal quantile z:
+#: Abramowitz and Stegun 26.7.5.
+_EXPANSION = (
+    (4, {3: 1, 1: 1}),
+    (96, {5: 5, 3: 16, 1: 3}),
+    (384, {7: 3, 5: 19, 3: 17, 1: -15}),
+    (92160, {9: 79, 7: 776, 5: 1482, 3: -1920, 1: -945}),
+)
+
 
 class Difference(NamedTuple):
     """The difference of two models' mean losses on the same windows, in nats a token.
@@ -23,12 +34,20 @@ class Difference(NamedTuple):
 
     The standard error is that of the windows' own differences ("paired"). It is much smaller than that of either loss,
     because what makes a window hard for one model makes it hard for the other. None if the windows' losses were not
-    kept.
+    kept. ``windows`` is how many it comes from.
     """
 
     nats: float
     standard_error: float | None
     unit: str = "nats a token"
+    windows: int = 0
+
+    @property
+    def most(self) -> float:
+        """The upper end of the 95 % interval, by Student's t distribution; infinite for fewer than 4 windows."""
+        if self.standard_error is None or self.windows < FEWEST_WINDOWS:
+            return math.inf
+        return self.nats + _quantile(self.windows - 1) * self.standard_error
 
     @property
     def clear(self) -> bool:
@@ -130,12 +149,13 @@ class Perplexity:
             pairs = zip(self.bits_of_windows(), other.bits_of_windows(), strict=True)
             bits = [mine - theirs for mine, theirs in pairs]
             error = statistics.stdev(bits) / math.sqrt(len(bits)) if len(bits) > 1 else None
-            return Difference(self.bits - other.bits, error, "bits a byte")
+            return Difference(self.bits - other.bits, error, "bits a byte", len(bits))
         nats = self.nats - other.nats
         if len(self.losses) != len(other.losses) or len(self.losses) < 2:
             return Difference(nats, None)
         differences = [mine - theirs for mine, theirs in zip(self.losses, other.losses, strict=True)]
-        return Difference(nats, statistics.stdev(differences) / math.sqrt(len(differences)))
+        error = statistics.stdev(differences) / math.sqrt(len(differences))
+        return Difference(nats, error, windows=len(differences))
 
     def lost_from(self, before: Perplexity) -> Difference:
         """As :meth:`above`, in nats for each token of the model ``before`` also where this one has others."""
@@ -143,7 +163,8 @@ class Perplexity:
         if found.unit == Difference(0.0, None).unit:
             return found
         scale = math.log(2) * sum(before.bytes) / before.tokens
-        return Difference(scale * found.nats, found.standard_error and scale * found.standard_error)
+        error = found.standard_error and scale * found.standard_error
+        return Difference(scale * found.nats, error, windows=found.windows)
 
     @property
     def protocol(self) -> str:
@@ -178,3 +199,13 @@ class Perplexity:
 
     def __str__(self) -> str:
         return f"{self.figure} ({self.tokens:,} tokens of {self.text}, context {self.context:,}){self.by_bytes}"
+
+
+def _quantile(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t distribution, within 0.2 % from 3 degrees of freedom on."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    terms = (
+        sum(factor * z**power for power, factor in powers.items()) / (divisor * degrees**i)
+        for i, (divisor, powers) in enumerate(_EXPANSION, 1)
+    )
+    return z + math.fsum(terms)
