@@ -209,6 +209,82 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "zamba2": lambda: _case("zamba2", 6, heads=4, **_ZAMBA2),
 }
 
+_SOME_SEE_ALL = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+_WINDOWS: dict[str, Any] = {"sliding_window": 6, "layer_types": _SOME_SEE_ALL}
+_GEMMA_HEADS: dict[str, Any] = {"head_dim": 16, "pad_token_id": 2}
+_GRANITE: dict[str, Any] = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 0.5,
+    "residual_multiplier": 0.7,
+}
+_LONG: dict[str, Any] = {
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "short_factor": [1.0, 1.1, 1.3, 1.5],
+        "original_max_position_embeddings": 256,
+    },
+}
+_PLAIN = {"rope_type": "default", "rope_theta": 500.0}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "original_max_position_embeddings": 16,
+    "factor": 8.0,
+}
+#: More of them, which llama.cpp runs: with more blocks and widths of their own, so that nothing fits by chance.
+FOR_LLAMA_CPP: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gemma": lambda: _case("gemma", heads=1, **_GEMMA_HEADS),
+    "gemma2": lambda: _case("gemma2", 5, sliding_window=6, query_pre_attn_scalar=16, **_GEMMA_HEADS),
+    "gemma2 pattern": lambda: _case("gemma2", 5, query_pre_attn_scalar=16, **_GEMMA_HEADS, **_WINDOWS),
+    "gemma3_text": lambda: _case("gemma3_text", 7, sliding_window=6, query_pre_attn_scalar=16, **_GEMMA_HEADS),
+    "gemma3_text pattern": lambda: _case("gemma3_text", 5, query_pre_attn_scalar=16, **_GEMMA_HEADS, **_WINDOWS),
+    "gemma3 pictures": lambda: _pictures(
+        "gemma3",
+        {"sliding_window": 6, "query_pre_attn_scalar": 16, **_GEMMA_HEADS, **_LAST_SEES_ALL},
+        mm_tokens_per_image=4,
+    ),
+    "smollm3": lambda: _case("smollm3", 5, pad_token_id=2),
+    "phi3": CASES["phi3"],
+    "phi3 long": lambda: _case("phi3", pad_token_id=2, **_LONG),
+    "phi3 partial": lambda: _case("phi3", pad_token_id=2, head_dim=8, partial_rotary_factor=0.5),
+    "olmo2": CASES["olmo2"],
+    "olmo3": lambda: _case(
+        "olmo3", 5, rope_parameters={"full_attention": _YARN, "sliding_attention": _PLAIN}, **_WINDOWS
+    ),
+    "granite": lambda: _case("granite", 3, **_GRANITE),
+    "granitemoe": lambda: _case("granitemoe", num_local_experts=4, num_experts_per_tok=2, **_GRANITE),
+    "glm4": lambda: _case("glm4", head_dim=8, pad_token_id=2, partial_rotary_factor=0.5),
+    "lfm2": lambda: _case(
+        "lfm2",
+        3,
+        pad_token_id=2,
+        block_auto_adjust_ff_dim=True,
+        block_multiple_of=16,
+        layer_types=["conv", "full_attention", "conv"],
+    ),
+    "gpt_oss": lambda: _case("gpt_oss", 5, head_dim=8, **_WINDOWS, **_EXPERTS),
+    "ministral3": lambda: _case(
+        "ministral3",
+        head_dim=8,
+        pad_token_id=2,
+        rope_parameters={
+            **_YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
+    "mixtral": CASES["mixtral"],
+    "qwen2_moe": CASES["qwen2_moe"],
+    "starcoder2": lambda: _case("starcoder2", pad_token_id=2),
+    "cohere2": lambda: _case("cohere2", 5, pad_token_id=2, **_WINDOWS),
+}
+
 #: One of each kind: matrices on their own and joined, transposed ones, experts one by one and in one tensor.
 COMMON = ("llama grouped", "phi3", "gpt2", "mixtral", "gpt_oss")
 #: Blocks get keys and values from others, which no other kind of model tries.
@@ -298,7 +374,7 @@ def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
 def random_model(case: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A model with every parameter random, also those that transformers starts at 0 or 1."""
     torch.manual_seed(seed)
-    config = CASES[case]()
+    config = (CASES | FOR_LLAMA_CPP)[case]()
     config.update(changes)
     auto: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,11 +15,12 @@ from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, U
 from niwaki.exports.gguf_architectures import (
     ARCHITECTURES,
     ExportedTensor,
+    Source,
     check_configuration,
     context_length,
     find_tensors,
     numbers,
-    rope_factors,
+    stretched,
 )
 from niwaki.exports.gguf_grids import BITS, GROUP, Kind, groups_of, tensors_on_grids
 from niwaki.exports.gguf_tokenizer import Tokenizer
@@ -28,7 +28,7 @@ from niwaki.files import check_space, given_path, new_file
 from niwaki.models.extra import find_extra
 from niwaki.models.scales import grid_of
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.structure import read_config, refusals
+from niwaki.models.structure import config_of_text, read_config, refusals
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import EARLIER_RECIPE, RECIPE
 from niwaki.records.record import Record
@@ -56,6 +56,12 @@ such as Ollama and LM Studio.
 
     llama-cli -m {file}
 {notes}"""
+#: Routers and short convolutions, which llama.cpp takes in float32.
+_PRECISE = ("ffn_gate_inp", "shortconv.conv")
+_WITHOUT_TOWERS = (
+    "of {} the file has the language model alone, without what reads images or sound; llama.cpp takes that from a file "
+    "of its own, which niwaki does not write"
+)
 #: In names of models llama.cpp takes these as a reason to treat special tokens otherwise.
 _NAMES = ("phi-3", "phi3", "modern-bert")
 
@@ -77,25 +83,31 @@ class Gguf(Form):
         super().__init__(checkpoint, progress)
         self._gguf, self._kind, self.size = _package(), kind, checkpoint.size
         path = checkpoint.path
-        model_type = str(checkpoint.config.get("model_type"))
-        if model_type not in ARCHITECTURES or checkpoint.config.get("quantization_config") is not None:
-            raise UnsupportedModelError(
-                f"{path} ({model_type}) cannot be exported to GGUF; niwaki knows {', '.join(ARCHITECTURES)}, in 16 "
-                "bits. 'niwaki pack' writes pruned and quantized models of all kinds"
-            )
         with refusals(path / "config.json"):
-            stored = read_config(path)
-        self._architecture = architecture = ARCHITECTURES[model_type]
+            whole = read_config(path)
+            stored = whole if whole.model_type in ARCHITECTURES else config_of_text(whole)
+        if stored.model_type not in ARCHITECTURES or checkpoint.config.get("quantization_config") is not None:
+            raise UnsupportedModelError(
+                f"{path} ({whole.model_type}) cannot be exported to GGUF; niwaki knows {', '.join(ARCHITECTURES)}, in "
+                "16 bits. 'niwaki pack' writes pruned and quantized models of all kinds"
+            )
+        self._architecture = architecture = ARCHITECTURES[stored.model_type]
         config = copy.copy(stored)
         for name, value in changes.items():
             setattr(config, name, value)
         check_configuration(config, architecture, path)
-        self._numbers = numbers(config, architecture, path)
-        self._factors = rope_factors(config, architecture, path)
-        self._tensors = find_tensors(checkpoint, stored, architecture)
+        self._positions = stretched(config, architecture, path)
+        self._numbers = numbers(config, architecture, path) | self._positions.numbers
+        self._streamed = StreamedModel(checkpoint, "cpu", "float32")  # of which only names are asked for
+        self._tensors = find_tensors(self._streamed, stored, architecture)
         self._tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
-        self._notes = [context_length(config)[1], *_choose_kinds(self._tensors, kind)]
-        self._left: list[str] = []  # those that are not on their grid any more
+        self._notes = [
+            context_length(config, architecture)[1],
+            self._positions.note,
+            _WITHOUT_TOWERS.format(whole.model_type) if stored is not whole else "",
+            *_choose_kinds(self._tensors, kind),
+        ]
+        self._left: list[Source] = []  # those that are not on their grid any more
         has_grids = bool(checkpoint.pruning.quantization or checkpoint.pruning.embeddings)
         self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
 
@@ -109,18 +121,14 @@ class Gguf(Form):
             return
         counts = Counter[str]()
         for tensor in self._tensors:
-            bits = [self._on_grids[key].bits for key in tensor.keys if key in self._on_grids]
+            entries = [source.entry for source in tensor.sources]
+            bits = [self._on_grids[entry].bits for entry in entries if entry in self._on_grids]
             if tensor.kind == "Q4_0" and bits:
                 tensor.kind = next(kind for kind, each in BITS.items() if each >= max(bits))
                 counts[tensor.kind] += 1
         del counts["Q4_0"]
         for kind, count in counts.items():
             self._notes.append(f"{counted(count, 'matrix', 'matrices')} of more bits are in {kind}")
-
-    @functools.cached_property
-    def _streamed(self) -> StreamedModel:
-        """The model, of which only names are asked for."""
-        return StreamedModel(self.checkpoint, "cpu", "float32")
 
     @property
     def file_name(self) -> str:
@@ -166,7 +174,7 @@ class Gguf(Form):
             if not any(each in name.lower() for each in _NAMES):
                 writer.add_name(name)
             for add, number in self._numbers.items():
-                getattr(writer, add)(number)
+                getattr(writer, add)(gguf.RopeScalingType(number) if isinstance(number, str) else number)
             tokenizer.write(writer)
             writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{self._kind}"))
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -177,20 +185,22 @@ class Gguf(Form):
     def _is_rounded(self) -> bool:
         """Whether the file, once it is written, has other numbers than the model."""
         in_groups = (tensor for tensor in self._tensors if tensor.kind in BITS)
-        return bool(self._left) or not all(self._fits(tensor, key) for tensor in in_groups for key in tensor.keys)
+        return bool(self._left) or not all(self._fits(tensor, one) for tensor in in_groups for one in tensor.sources)
 
     def _rounding(self) -> Iterator[str]:
         """What there is to say of the weights that were rounded."""
         on_grids, kind, left = self._on_grids, self._kind, self._left
-        groups = [(tensor, key) for tensor in self._tensors if tensor.kind in BITS for key in tensor.keys]
-        odd = [on_grids[key].grid for tensor, key in groups if key in on_grids and not self._fits(tensor, key)]
+        groups = [(tensor, one) for tensor in self._tensors if tensor.kind in BITS for one in tensor.sources]
+        odd = [
+            on_grids[one.entry].grid for tensor, one in groups if one.entry in on_grids and not self._fits(tensor, one)
+        ]
         if odd:
             yield (
                 f"weights on the grid {odd[0]} are rounded to the nearest of {kind}, which does not have its numbers; "
                 f"quantize onto int{BITS[kind]}:{GROUP} for it"
             )
-        in_blocks = [key for tensor, key in groups if tensor.name.startswith("blk.")]
-        plain = [key for key in in_blocks if key not in on_grids]
+        in_blocks = [one for tensor, one in groups if tensor.name.startswith("blk.")]
+        plain = [one.key for one in in_blocks if one.entry not in on_grids]
         if 0 < len(plain) < len(in_blocks):
             yield (
                 f"{len(plain)} of {len(in_blocks)} matrices, such as {plain[0]!r}, are on no grid, and are rounded to "
@@ -202,17 +212,17 @@ class Gguf(Form):
                 "for much of what that changes"
             )
         if left:
+            first, has = left[0], "has" if len(left) == 1 else "have"
             yield (
-                f"{counted(len(left), 'tensor')}, such as {left[0]!r}, {'has' if len(left) == 1 else 'have'} weights "
-                f"that are not on their grid {on_grids[left[0]].grid} any more; they are rounded to the nearest of "
-                f"{kind}"
+                f"{counted(len(left), 'tensor')}, such as {first.key!r}, {has} weights that are not on their grid "
+                f"{on_grids[first.entry].grid} any more; they are rounded to the nearest of {kind}"
             )
 
     def _write_tensors(self, writer: Any) -> None:
         """Writes the header, and then the tensors one after the other."""
-        gguf, factors = self._gguf, self._factors
-        if factors is not None:
-            writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+        gguf, factors = self._gguf, self._positions.tensors
+        for name, values in factors.items():
+            writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
         for tensor in self._tensors:
             stored = getattr(gguf.GGMLQuantizationType, tensor.kind)
             shape = tensor.whole_shape
@@ -222,40 +232,41 @@ class Gguf(Form):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        if factors is not None:
-            writer.write_tensor_data(factors)
+        for values in factors.values():
+            writer.write_tensor_data(values)
         for number, tensor in enumerate(self._tensors, 1):
             self.progress.status("exporting, tensor", number, len(self._tensors))
-            parts = [self._stored(tensor, key) for key in tensor.keys]
+            parts = [self._stored(tensor, source) for source in tensor.sources]
             writer.write_tensor_data(np.stack(parts) if len(tensor.whole_shape) > len(tensor.shape) else parts[0])
 
-    def _stored(self, tensor: ExportedTensor, key: str) -> np.ndarray[Any, Any]:
-        """The tensor ``key``, as numbers or bytes of the file, with rows in the order that llama.cpp has.
+    def _stored(self, tensor: ExportedTensor, source: Source) -> np.ndarray[Any, Any]:
+        """The part ``source`` of a tensor, as numbers or bytes of the file, with rows in the order that llama.cpp has.
 
         UnsupportedModelError for values that its form cannot hold.
         """
-        W = self.checkpoint.read(key).float()
-        stored = None
-        if self._fits(tensor, key):
-            on = self._on_grids[key]
+        key, W, stored = source.key, source.read(self.checkpoint), None
+        if self._fits(tensor, source):
+            on = self._on_grids[source.entry]
             scales = on.scales()
             if on.grid.has(W, scales):
-                _check_values(key, W.numpy(), tensor.kind, scales.float().numpy())
-                stored = groups_of(on.grid.codes(W, scales.float()), scales, tensor.kind)
+                codes, scales = on.grid.codes(W, scales.float())[source.rows], scales[source.rows]
+                _check_values(key, W[source.rows].numpy(), tensor.kind, scales.float().numpy())
+                stored = groups_of(codes, scales, tensor.kind)
             else:
-                self._left.append(key)
+                self._left.append(source)
         if stored is None:
-            _check_values(key, W.numpy(), tensor.kind)
+            value = (W[source.rows].reshape(tensor.shape) + tensor.added).numpy()
+            _check_values(key, value, tensor.kind)
             gguf = self._gguf
-            stored = gguf.quants.quantize(W.numpy(), getattr(gguf.GGMLQuantizationType, tensor.kind))
+            stored = gguf.quants.quantize(value, getattr(gguf.GGMLQuantizationType, tensor.kind))
         if tensor.heads:
             halves = stored.reshape(tensor.heads, 2, -1, *stored.shape[1:])
             stored = halves.swapaxes(1, 2).reshape(stored.shape)
         return np.ascontiguousarray(stored)
 
-    def _fits(self, tensor: ExportedTensor, key: str) -> bool:
-        """Whether the form of ``tensor`` has the numbers of the grid that ``key`` is on, if it is on one."""
-        on = self._on_grids.get(key)
+    def _fits(self, tensor: ExportedTensor, source: Source) -> bool:
+        """Whether the form of ``tensor`` has the numbers of the grid that ``source`` is on, if it is on one."""
+        on = self._on_grids.get(source.entry)
         return on is not None and tensor.kind in BITS and on.fits(tensor.kind, tensor.shape[-1])
 
 
@@ -297,7 +308,7 @@ def _choose_kinds(tensors: list[ExportedTensor], kind: Kind) -> list[str]:
     """Gives matrices the form they are stored in; what there is to say of it."""
     odd = []
     for tensor in tensors:
-        if len(tensor.shape) != 2 or "ffn_gate_inp" in tensor.name:  # norms, biases, routers
+        if len(tensor.shape) != 2 or any(each in tensor.name for each in _PRECISE):  # norms, biases...
             continue
         is_end = tensor.name in ("token_embd.weight", "output.weight")
         tensor.kind = "Q8_0" if kind == "Q4_0" and is_end else kind
@@ -307,8 +318,8 @@ def _choose_kinds(tensors: list[ExportedTensor], kind: Kind) -> list[str]:
     if not odd:
         return []
     return [
-        f"{len(odd)} of {len(tensors)} tensors are in F16, such as {odd[0].keys[0]!r}: {kind} needs rows of a multiple "
-        f"of {GROUP}, and not of {odd[0].shape[1]}"
+        f"{len(odd)} of {len(tensors)} tensors are in F16, such as {odd[0].sources[0].key!r}: {kind} needs rows of a "
+        f"multiple of {GROUP}, and not of {odd[0].shape[1]}"
     ]
 
 

@@ -43,21 +43,23 @@ class TensorOnGrid:
         return self.bits <= BITS[kind] and (self.grid.group or columns) % GROUP == 0
 
 
-def tensors_on_grids(model: StreamedModel) -> dict[str, TensorOnGrid]:
-    """By key, those that ``model`` has on a grid: matrices of its blocks, and embeddings and head.
+def tensors_on_grids(model: StreamedModel) -> dict[tuple[str, int | None], TensorOnGrid]:
+    """By key and index, those that ``model`` has on a grid: matrices of its blocks, and embeddings and head.
 
     CheckpointError where config.json names no grid that there is.
     """
-    checkpoint, found = model.checkpoint, dict[str, TensorOnGrid]()
+    checkpoint, found = model.checkpoint, dict[tuple[str, int | None], TensorOnGrid]()
     grid, ends = grid_of(checkpoint), embedding_grid_of(checkpoint)
     if grid is not None:
         for matrix in model.matrices():
             if checkpoint.pruning.includes(matrix.block):
                 of_it = checkpoint, matrix, grid
-                found[matrix.key] = TensorOnGrid(grid, partial(read_scales, *of_it), partial(bits_in, *of_it))
+                found[matrix.entry] = TensorOnGrid(grid, partial(read_scales, *of_it), partial(bits_in, *of_it))
     if ends is not None:
         for key in embedding_keys(model):
-            found[key] = TensorOnGrid(ends, partial(read_embedding_scales, checkpoint, key, ends), lambda: ends.bits)
+            found[key, None] = TensorOnGrid(
+                ends, partial(read_embedding_scales, checkpoint, key, ends), lambda: ends.bits
+            )
     return found
 
 

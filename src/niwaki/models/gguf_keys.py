@@ -80,7 +80,7 @@ _STRETCHES = {
 #: Model types all of whose layers look back through one window.
 _WINDOWED = {"phi3", "starcoder2"}
 #: Gemmas whose scores are divided by the square root of a head's share of the hidden size, by their number of blocks.
-_SHARES = {"gemma2": 46, "gemma3_text": 62}
+SHARES = {"gemma2": 46, "gemma3_text": 62}
 #: Stretched positions of which files have nothing but the factors: those of LLaMA 3.1 and 3.2.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _STRETCHED = [{"rope_type": "llama3", "factor": factor, **_LLAMA3} for factor in (8.0, 32.0)]
@@ -122,8 +122,8 @@ def follow_keys(config: PreTrainedConfig, file: Path, fields: Mapping[str, Any])
         name = _name(config, names)
         if key in own and name and own[key] not in _NEUTRAL.get(key, ()) and not _is(getattr(config, name), own[key]):
             setattr(config, name, own[key])
-    if config.model_type in _SHARES:
-        is_share = config.num_hidden_layers == _SHARES[config.model_type]
+    if config.model_type in SHARES:
+        is_share = config.num_hidden_layers == SHARES[config.model_type]
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_share else config.head_dim
     for key, value in own.items():
         if key not in _FITTING | _STRETCHES and not _says(config, key, value, own):
