@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,6 +27,7 @@ from support.models import (
     EMBEDDED,
     EMBEDDED_VOCABULARY,
     FEW_TOKENS,
+    FOR_LLAMA_CPP,
     add_small_tokenizer,
     edit_json,
     format_of,
@@ -39,6 +41,7 @@ from support.models import (
 gguf: Any = pytest.importorskip("gguf")
 
 formulas: Any = pytest.importorskip("support.gguf_formulas")
+gguf_files: Any = pytest.importorskip("support.gguf_files")
 
 TEXT = "The old man sat by the river in 1984, and didn't say a word.\n\n  </s> WE'LL go: Größe 東京 ½"
 
@@ -82,6 +85,38 @@ def test_transformers_reads_the_same_model(tmp_path: Path, case: str) -> None:
         for path, options in [(source, {}), (tmp_path, {"gguf_file": "model.gguf"})]
     )
     assert ours(TEXT).input_ids == theirs(TEXT).input_ids
+
+
+#: Made by scripts/compare_gguf.py.
+CONVERTED = json.loads((Path(__file__).parent / "converter.json").read_text())
+#: Keys that say what llama.cpp takes without them too, and what the converter leaves out although it is needed.
+SAID = {"vocab_size", "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base"}
+SAID |= {"attention.sliding_window_pattern", "expert_feed_forward_length", "rope.scaling.attn_factor"}
+#: What niwaki says in another way, or has reasons to say otherwise.
+OTHERWISE = {
+    *(
+        ("phi3 long", "context_length"),
+        ("cohere2", "rope.scaling.type"),
+        ("ministral3", "rope.scaling.yarn_log_multiplier"),
+    ),
+    *(("gpt_oss", f"rope.scaling.yarn_beta_{speed}") for speed in ("fast", "slow")),
+    *((case, "rope.scaling.original_context_length") for case in ("phi3", "phi3 partial")),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in FOR_LLAMA_CPP])
+def test_the_same_as_llama_cpps_converter(tmp_path: Path, case: str) -> None:
+    file, _ = exported(tmp_path, case)
+    ours, theirs = gguf_files.summary(file), CONVERTED[case]
+    assert ours["name"] == theirs["name"]
+    differing = {key for key in ours["keys"] | theirs["keys"] if ours["keys"].get(key) != theirs["keys"].get(key)}
+    assert {(case, key) for key in differing - SAID} <= OTHERWISE
+    assert {name: shape for name, (shape, _) in ours["tensors"].items()} == {
+        name: shape for name, (shape, _) in theirs["tensors"].items()
+    }
+    for tensor in gguf.GGUFReader(file).tensors:
+        far = np.linalg.norm(tensor.data.astype(np.float64)) / 1000
+        assert ours["tensors"][tensor.name][1] == pytest.approx(theirs["tensors"][tensor.name][1], abs=far), tensor.name
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -309,6 +344,8 @@ def test_llama_cpp_computes_the_same(tmp_path: Path) -> None:
         ("llama", "Q4_0", {"head_dim": 16}),
         ("llama", "F16", {"rope_parameters": {"rope_type": "linear", **rope}}),
         ("llama", "F16", {"rope_parameters": {"rope_type": "llama3", **rope, **bands}}),
+        ("qwen3", "F16", {"rope_parameters": {"rope_type": "linear", **rope}}),
+        ("qwen2", "F16", {"rope_parameters": {"rope_type": "yarn", **rope, "original_max_position_embeddings": 16}}),
         ("qwen3", "F16", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 0.3}),
         ("mistral window", "F16", {}),
         ("qwen2 window", "F16", {}),

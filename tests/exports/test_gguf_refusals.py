@@ -47,6 +47,7 @@ def rope(kind: str, **values: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10_000.0, **values}
 
 
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = rope("yarn", factor=2.0, original_max_position_embeddings=64)
 
 
@@ -65,9 +66,19 @@ YARN = rope("yarn", factor=2.0, original_max_position_embeddings=64)
         ("qwen2", {"head_dim": 16}, "4 heads of 16 are not as wide as the model (32)"),
         ("llama", {"is_causal": False}, "is_causal is False"),
         ("llama", {"attention_chunk_size": 4}, "attention_chunk_size is 4"),
-        ("llama", {"rope_parameters": YARN}, "'yarn'"),
+        ("gemma2", {"rope_parameters": YARN}, "'yarn'"),
+        ("qwen3", {"rope_parameters": {**YARN, "beta_fast": 2.0}}, "'yarn'"),
         ("llama", {"rope_parameters": rope("dynamic", factor=2.0)}, "'dynamic'"),
-        ("qwen3", {"rope_parameters": rope("linear", factor=2.0)}, "'linear'"),
+        ("smollm3", {"rope_parameters": LLAMA3}, "'llama3'"),
+        ("olmo3", {"rope_parameters": {"full_attention": rope("default"), "sliding_attention": YARN}}, "'yarn'"),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 0]}, "no_rope_layers is [1, 1, 1, 1, 0]"),
+        ("gemma3_text", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar is 24"),
+        ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping is None"),
+        ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings is False"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("phi3", {"head_dim": 16}, "not as wide as the model"),
+        ("qwen2_moe", {"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e39}}, "rope_theta is 1e+39"),
         ("llama", {"sliding_window": "x"}, "sliding_window is 'x'"),
     ],

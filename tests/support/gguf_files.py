@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 
 #: Fields are (value, types), as the package has them.
 Fields = dict[str, tuple[Any, list[Any]]]
@@ -31,6 +32,18 @@ def changed(file: Path, change: Callable[[Fields, dict[str, Any]], object], out:
     writer.write_tensors_to_file()
     writer.close()
     return out or file
+
+
+def summary(file: Path) -> dict[str, Any]:
+    """The architecture of a file, its keys, and by name the shape of each tensor and a sum that order matters to."""
+    reader = gguf.GGUFReader(file)
+    name = reader.fields["general.architecture"].contents()
+    keys = {key: field.contents() for key, field in reader.fields.items() if key.startswith(f"{name}.")}
+    tensors = {}
+    for each in sorted(reader.tensors, key=lambda tensor: tensor.name):
+        values = each.data.astype(np.float64).ravel()
+        tensors[each.name] = [each.shape.tolist(), round(float(values @ np.cos(np.arange(len(values)))), 4)]
+    return {"name": name, "keys": {key.removeprefix(f"{name}."): keys[key] for key in sorted(keys)}, "tensors": tensors}
 
 
 def text(value: str) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ class File:
 
     def __getitem__(self, key: str) -> Any:
         return self.keys[f"{self.family}.{key}"]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.keys.get(f"{self.family}.{key}", default)
 
     @property
     def length(self) -> int:
@@ -82,14 +86,28 @@ class File:
         angles = float(self["rope.freq_base"]) ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
         if "rope_freqs.weight" in self.tensors:
             angles = angles / self.tensors["rope_freqs.weight"]
+        angles, length = self._stretched(angles), float(self.get("rope.scaling.attn_factor", 1.0))
+        if self.get("rope.scaling.type") == "yarn":
+            length *= 1 + 0.1 * math.log(self["rope.scaling.factor"])
         turns = torch.polar(
-            torch.ones(x.shape[1], width // 2, dtype=torch.float64),
+            torch.full((x.shape[1], width // 2), length, dtype=torch.float64),
             torch.arange(x.shape[1], dtype=torch.float64)[:, None] * angles,
         )
         if self.family == "llama":  # neighbours
             return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns).flatten(-2)
         turned = torch.complex(*x.chunk(2, dim=-1)) * turns
         return torch.cat([turned.real, turned.imag], dim=-1)
+
+    def _stretched(self, angles: Tensor) -> Tensor:
+        """Those that turn fewer than 32 times within the original context are stretched, the more the fewer."""
+        slow = angles / float(self.get("rope.scaling.factor", 1.0))
+        if self.get("rope.scaling.type") != "yarn":
+            return slow
+        of_turns = [self["rope.scaling.original_context_length"] / (2 * math.pi * turns) for turns in (32, 1)]
+        first, last = (len(angles) * math.log(each) / math.log(float(self["rope.freq_base"])) for each in of_turns)
+        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * len(angles) - 1)
+        share = ((torch.arange(len(angles)) - first) / max(last - first, 0.001)).clamp(0, 1)
+        return slow * share + angles * (1 - share)
 
     def _neurons(self, block: int, x: Tensor) -> Tensor:
         gate, up = (self._linear(x, f"blk.{block}.ffn_{name}") for name in ("gate", "up"))

@@ -238,6 +238,8 @@ _YARN: dict[str, Any] = {
 }
 #: More of them, which llama.cpp runs: with more blocks and widths of their own, so that nothing fits by chance.
 FOR_LLAMA_CPP: dict[str, Callable[[], PreTrainedConfig]] = {
+    **{case: CASES[case] for case in ("llama grouped", "llama biases", "llama tied", "mistral", "mixtral", "phi3")},
+    **{case: CASES[case] for case in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "olmo2")},
     "gemma": lambda: _case("gemma", heads=1, **_GEMMA_HEADS),
     "gemma2": lambda: _case("gemma2", 5, sliding_window=6, query_pre_attn_scalar=16, **_GEMMA_HEADS),
     "gemma2 pattern": lambda: _case("gemma2", 5, query_pre_attn_scalar=16, **_GEMMA_HEADS, **_WINDOWS),
@@ -245,14 +247,19 @@ FOR_LLAMA_CPP: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3_text pattern": lambda: _case("gemma3_text", 5, query_pre_attn_scalar=16, **_GEMMA_HEADS, **_WINDOWS),
     "gemma3 pictures": lambda: _pictures(
         "gemma3",
-        {"sliding_window": 6, "query_pre_attn_scalar": 16, **_GEMMA_HEADS, **_LAST_SEES_ALL},
+        {
+            "vocab_size": FEW_TOKENS,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 16,
+            **_GEMMA_HEADS,
+            **_LAST_SEES_ALL,
+        },
         mm_tokens_per_image=4,
+        image_token_index=FEW_TOKENS - 1,
     ),
     "smollm3": lambda: _case("smollm3", 5, pad_token_id=2),
-    "phi3": CASES["phi3"],
     "phi3 long": lambda: _case("phi3", pad_token_id=2, **_LONG),
     "phi3 partial": lambda: _case("phi3", pad_token_id=2, head_dim=8, partial_rotary_factor=0.5),
-    "olmo2": CASES["olmo2"],
     "olmo3": lambda: _case(
         "olmo3", 5, rope_parameters={"full_attention": _YARN, "sliding_attention": _PLAIN}, **_WINDOWS
     ),
@@ -279,8 +286,6 @@ FOR_LLAMA_CPP: dict[str, Callable[[], PreTrainedConfig]] = {
             "llama_4_scaling_beta": 0.1,
         },
     ),
-    "mixtral": CASES["mixtral"],
-    "qwen2_moe": CASES["qwen2_moe"],
     "starcoder2": lambda: _case("starcoder2", pad_token_id=2),
     "cohere2": lambda: _case("cohere2", 5, pad_token_id=2, **_WINDOWS),
 }

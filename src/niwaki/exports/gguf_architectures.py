@@ -643,8 +643,10 @@ def stretched(config: PreTrainedConfig, architecture: Architecture, path: Path) 
     rope, local = _rope(config), config.rope_parameters.get("sliding_attention", {})
     kind, found = rope.get("rope_type"), Positions()
     same = {"rope_type": "default"} | ({} if architecture.two_bases else {"rope_theta": rope["rope_theta"]})
-    if any(local.get(key, value) != value for key, value in same.items()):
-        raise _unsupported(path, f"positions within its windows are {shown(local)}", f"llama.cpp has them as {same}")
+    for key, value in same.items():
+        if local.get(key, value) != value:
+            what = f"{key} is {local[key]!r} where a window is seen"
+            raise _unsupported(path, what, f"llama.cpp computes it as with {value!r}")
     if kind == "default":
         return found
     known = ", ".join((*architecture.stretches, "plain"))
