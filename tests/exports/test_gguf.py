@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import niwaki
 from niwaki import Calibration, Measurement
@@ -321,14 +321,16 @@ def compare(path: Path, files: list[tuple[Path, Path, float]]) -> None:
         assert not answer.error, f"{source}: {answer.error}"
         tokenizer = AutoTokenizer.from_pretrained(source)
         assert answer.split == [tokenizer(text).input_ids for text in (TEXT, "a")]
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager")
+        config = AutoConfig.from_pretrained(source)
+        auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        model = auto.from_pretrained(source, dtype=torch.float32, experts_implementation="eager")
         with torch.no_grad():
             expected = model(tokens).logits[0]
-        if far > 0.01:
+        if far > 0.05:
             expected = formulas.File(file).logits(tokens[0].tolist())
         off = distance(answer.logits, expected)[: answer.length]
         # Inputs are rounded there, so that a token may go to another expert.
-        assert off.quantile(0.75 if hasattr(model.config, "num_experts") else 1.0) < far, f"{source}: {off}"
+        assert off.quantile(0.75 if hasattr(config, "num_experts_per_tok") else 1.0) < far, f"{source}: {off}"
 
 
 @pytest.mark.slow
@@ -338,7 +340,7 @@ def test_llama_cpp_computes_the_same(tmp_path: Path) -> None:
     rope = {"rope_theta": 100.0, "factor": 8.0}
     bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     cases: list[tuple[str, Any, dict[str, Any]]] = [
-        *((case, "F16", {}) for case in ("llama grouped", "llama biases", "mistral", "qwen2", "qwen3", "qwen3_moe")),
+        *((case, "F16", {}) for case in FOR_LLAMA_CPP),
         ("llama tied", "Q8_0", {"intermediate_size": 179}),
         ("qwen3_moe", "Q8_0", {"moe_intermediate_size": 36, "num_experts_per_tok": 1}),
         ("llama", "Q4_0", {"head_dim": 16}),
@@ -354,7 +356,8 @@ def test_llama_cpp_computes_the_same(tmp_path: Path) -> None:
     for i, (case, kind, changes) in enumerate(cases):
         (place := tmp_path / str(i)).mkdir()
         file, _ = exported(place, case, kind, **changes)
-        files.append((place / "source", file, {"F16": 0.01, "Q8_0": 0.1, "Q4_0": 0.2}[kind]))
+        far = {"F16": 0.03 if "gemma" in case else 0.01, "Q8_0": 0.1, "Q4_0": 0.2}
+        files.append((place / "source", file, far[kind]))
     begins(files[0][0])
     files[0][1].unlink()
     niwaki.export(files[0][0], files[0][1], "gguf-f16")

@@ -113,15 +113,36 @@ def test_matrices_of_mixed_bits_have_theirs(tmp_path: Path) -> None:
             assert torch.equal(torch.from_numpy(read[f"blk.{block}.{name}.weight"]).bfloat16(), W)
 
 
+@pytest.mark.parametrize(
+    ("case", "expert"),
+    [
+        ("qwen3_moe", lambda weights, i: weights[f"mlp.experts.{i}.up_proj.weight"]),
+        ("mixtral", lambda weights, i: weights[f"block_sparse_moe.experts.{i}.w3.weight"]),
+        ("granitemoe", lambda weights, i: weights["block_sparse_moe.input_linear.weight"][i, 128:]),
+        ("gpt_oss", lambda weights, i: weights["mlp.experts.gate_up_proj"][i].T[1::2]),
+    ],
+)
 @pytest.mark.slow
-def test_experts_have_theirs(tmp_path: Path) -> None:
-    source = on_grid(tmp_path, "int4:32", "qwen3_moe", calibration=TOKENS)
+def test_experts_have_theirs(tmp_path: Path, case: str, expert: Any) -> None:
+    """One by one or in one tensor, in which gate and up are one after the other or in turns."""
+    source = on_grid(tmp_path, "int4:32", case, calibration=TOKENS)
     niwaki.export(source, tmp_path / "model.gguf", "gguf-q4_0")
     read, weights = values(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
-    experts = read["blk.0.ffn_up_exps.weight"]
-    for expert, values_ in enumerate(experts):
-        W = weights[f"model.layers.0.mlp.experts.{expert}.up_proj.weight"]
-        assert torch.equal(torch.from_numpy(values_).bfloat16(), W)
+    block = {key.removeprefix("model.layers.0."): value for key, value in weights.items()}
+    for i, values_ in enumerate(read["blk.0.ffn_up_exps.weight"]):
+        assert torch.equal(torch.from_numpy(values_).bfloat16(), expert(block, i))
+
+
+@pytest.mark.slow
+def test_norms_of_gemma_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    source = on_grid(tmp_path, "int8:32", "gemma3_text")
+    assert niwaki.export(source, tmp_path / "model.gguf", "gguf-q8_0") == []
+    read, weights = values(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
+    rows = {"attn_k": "self_attn.k_proj", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "pre_feedforward_layernorm"}
+    for name, key in rows.items():
+        W = weights[f"model.layers.1.{key}.weight"]
+        written = torch.from_numpy(read[f"blk.1.{name}.weight"].copy())
+        assert torch.equal(written - 1, W.float()) if "norm" in name else torch.equal(written.bfloat16(), W)
 
 
 @pytest.mark.slow
