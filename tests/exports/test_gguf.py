@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from niwaki import Calibration, Measurement
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CalibrationError, CheckpointError, NiwakiError, UnsupportedModelError, UsageError
 from niwaki.exports import gguf_file
+from niwaki.exports.gguf_architectures import ARCHITECTURES
 from niwaki.records.progress import Progress
 from support.llama_cpp import LLAMA_CPP, ask, distance
 from support.models import (
@@ -117,6 +119,18 @@ def test_the_same_as_llama_cpps_converter(tmp_path: Path, case: str) -> None:
     for tensor in gguf.GGUFReader(file).tensors:
         far = np.linalg.norm(tensor.data.astype(np.float64)) / 1000
         assert ours["tensors"][tensor.name][1] == pytest.approx(theirs["tensors"][tensor.name][1], abs=far), tensor.name
+
+
+def test_the_types_that_the_documentation_lists() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "llama-cpp.md").read_text()
+    table = page.split("## Types of models")[1].split("\n\n")[1].splitlines()[2:]
+    listed = {}
+    for row in table:
+        _, types, name, *_ = row.split("|")
+        listed |= dict.fromkeys(re.findall("`(.+?)`", re.sub(r"\(also within .*\)", "", types)), name.strip(" `"))
+    names = gguf.MODEL_ARCH_NAMES
+    known = {kind: names[gguf.MODEL_ARCH[each.name]] for kind, each in ARCHITECTURES.items()}
+    assert listed == known
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -249,10 +263,21 @@ def test_other_families_and_places(tmp_path: Path) -> None:
     source = save_model(tmp_path / "source", "gpt2")
     said = message(lambda: niwaki.export(source, tmp_path / "model.gguf", "gguf-q8_0"), UnsupportedModelError)
     assert "gpt2" in said
-    assert "qwen3_moe" in said
+    assert all(kind in said for kind in ARCHITECTURES)
     (tmp_path / "there.gguf").touch()
     assert "exists" in message(lambda: niwaki.export("demo", tmp_path / "there.gguf", "gguf-q8_0"))
     assert "no directory" in message(lambda: niwaki.export("demo", tmp_path / "none" / "model.gguf", "gguf-q8_0"))
+
+
+def test_names_without_that_of_the_model(tmp_path: Path) -> None:
+    """As embedding models have them, which have no head."""
+    model = random_model("qwen3", vocab_size=FEW_TOKENS, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "whole")
+    model.model.save_pretrained(tmp_path / "bare")
+    assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "bare" / "model.safetensors")
+    for name in ("whole", "bare"):
+        niwaki.export(add_small_tokenizer(tmp_path / name), tmp_path / f"{name}.gguf", "gguf-f16")
+    assert gguf_files.summary(tmp_path / "bare.gguf") == gguf_files.summary(tmp_path / "whole.gguf")
 
 
 def test_no_place_of_the_model(tmp_path: Path) -> None:

@@ -631,8 +631,12 @@ def numbers(config: PreTrainedConfig, architecture: Architecture, path: Path) ->
 
 @dataclass
 class Positions:
-    """How rotary positions are stretched in the file: by ``numbers``, as of :func:`numbers`, and ``tensors``."""
+    """How rotary positions are stretched in the file: by ``numbers``, as of :func:`numbers`, and ``tensors``.
 
+    ``stretch`` is a name in gguf.RopeScalingType, or "".
+    """
+
+    stretch: str = ""
     numbers: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     note: str = ""
@@ -669,7 +673,7 @@ def stretched(config: PreTrainedConfig, architecture: Architecture, path: Path) 
         for length in ("long", "short"):
             found.tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
     else:
-        found.numbers = {"add_rope_scaling_type": kind, "add_rope_scaling_factor": float(rope["factor"])}
+        found.stretch, found.numbers = kind, {"add_rope_scaling_factor": float(rope["factor"])}
         ours = plain / rope["factor"]
     if kind in ("longrope", "yarn"):
         found.numbers["add_rope_scaling_orig_ctx_len"] = rope["original_max_position_embeddings"]

@@ -45,6 +45,12 @@ _LARGEST = 65504.0  # in float16
 #: How far all of a tensor may be from itself in float16, relative to its norm: that is 0.0005 at most where numbers
 #: are not too small for it.
 _FAR = 0.01
+#: Routers and short convolutions, which llama.cpp takes in float32.
+_PRECISE = ("ffn_gate_inp", "shortconv.conv")
+_WITHOUT_TOWERS = (
+    "of {} the file has the language model alone, without what reads images or sound; llama.cpp takes that from a file "
+    "of its own, which niwaki does not write"
+)
 #: What the directory of a file has too: what the model is, how it was made, and what may be done with it.
 _CARRIED = {"README.md", "README.base.md", "niwaki.json", "niwaki.base.json", RECIPE}
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
@@ -56,12 +62,6 @@ such as Ollama and LM Studio.
 
     llama-cli -m {file}
 {notes}"""
-#: Routers and short convolutions, which llama.cpp takes in float32.
-_PRECISE = ("ffn_gate_inp", "shortconv.conv")
-_WITHOUT_TOWERS = (
-    "of {} the file has the language model alone, without what reads images or sound; llama.cpp takes that from a file "
-    "of its own, which niwaki does not write"
-)
 #: In names of models llama.cpp takes these as a reason to treat special tokens otherwise.
 _NAMES = ("phi-3", "phi3", "modern-bert")
 
@@ -98,6 +98,8 @@ class Gguf(Form):
         check_configuration(config, architecture, path)
         self._positions = stretched(config, architecture, path)
         self._numbers = numbers(config, architecture, path) | self._positions.numbers
+        if how := self._positions.stretch:
+            self._numbers["add_rope_scaling_type"] = self._gguf.RopeScalingType(how)
         self._streamed = StreamedModel(checkpoint, "cpu", "float32")  # of which only names are asked for
         self._tensors = find_tensors(self._streamed, stored, architecture)
         self._tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
@@ -174,7 +176,7 @@ class Gguf(Form):
             if not any(each in name.lower() for each in _NAMES):
                 writer.add_name(name)
             for add, number in self._numbers.items():
-                getattr(writer, add)(gguf.RopeScalingType(number) if isinstance(number, str) else number)
+                getattr(writer, add)(number)
             tokenizer.write(writer)
             writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{self._kind}"))
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
