@@ -14,8 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import niwaki
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UnsupportedModelError
+from niwaki.exports import gguf_file
+from niwaki.models.gguf_source_tokenizer import SPLITTINGS
+from niwaki.records.progress import Progress
 from support.covering import in_turns
+from support.llama_cpp import LLAMA_CPP, ask
 from support.models import (
     EMBEDDED_VOCABULARY,
     add_tokenizer,
@@ -24,6 +29,7 @@ from support.models import (
     random_model,
     save_model_with_tokenizer,
 )
+from support.small_tokenizers import SPACES, save_with_pieces
 
 gguf: Any = pytest.importorskip("gguf")
 formulas: Any = pytest.importorskip("support.gguf_formulas")
@@ -161,6 +167,7 @@ def tokenizer(path: Path, change: Any) -> Path:
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = {**BYTES, "use_regex": False}
 LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
@@ -235,11 +242,9 @@ def taken(content: dict[str, Any]) -> None:
         (steps(split(QWEN, behavior="Removed"), {**BYTES, "use_regex": False}), "'behavior': 'Removed'"),
         (steps(split(QWEN, invert=True), {**BYTES, "use_regex": False}), "'invert': True"),
         (steps(split(QWEN), BYTES), "'use_regex': True"),
-        (steps(split(QWEN), {**BYTES, "use_regex": False}, ignore_merges=True), "ignore_merges True"),
         (steps(split(QWEN.replace("s|'t", "s")), {**BYTES, "use_regex": False}), "splits text in a way"),
         (steps({"type": "Whitespace"}), "splits text in a way"),
-        (model(ignore_merges=True), "ignore_merges True"),
-        (model(byte_fallback=True), "byte_fallback True"),
+        (model(byte_fallback=True), "the decoder ByteLevel"),
         (model(dropout=0.5), "dropout 0.5"),
         (model(end_of_word_suffix="</w>"), "end_of_word_suffix '</w>'"),
         (normalizer("Lowercase"), "Lowercase"),
@@ -248,9 +253,8 @@ def taken(content: dict[str, Any]) -> None:
         (added("<x", rstrip=True), "'<x' with rstrip"),
         (added("<x", single_word=True), "'<x' with single_word"),
         (added("<x", "x>"), "'<x' and 'x>', which can overlap"),
-        (template("</s>", "A"), "adds tokens to a text"),
+        (added("ab", "bab"), "'ab' and 'bab', which can overlap"),
         (template("<s>", "<s>", "A"), "adds tokens to a text"),
-        (taken, "the ordinary token '<EOT>'"),
         (lambda content: content.update(decoder={"type": "Fuse"}), "decoder Fuse"),
     ],
 )
@@ -273,6 +277,23 @@ def test_tokenizers(tmp_path: Path, change: Any, said: str) -> None:
         (template("<s>", "A", "</s>"), "gpt-2"),
         (added("<x", "Größe", special=True), "gpt-2"),
         (added("a<x>b", "<x>", normalized=True), "gpt-2"),
+        (added("\n\n", "\n\n\n", "\n\n\n\n"), "gpt-2"),
+        (template("</s>", "A"), "gpt-2"),
+        *(
+            (steps(*map(split, SPLITTINGS[name].expressions), WORDS, ignore_merges=SPLITTINGS[name].whole), name)
+            for name in ("deepseek-r1-qwen", "qwen35", "seed-coder", "deepseek-v3")
+        ),
+        # As files of models write the same: lines' ends as such, and what is not matched, which is nothing, removed.
+        (steps(split(LLAMA.replace(r"\r", "\r").replace(r"\n", "\n")), WORDS), "smaug-bpe"),
+        (steps(split(LLAMA, behavior="Removed", invert=True), WORDS), "smaug-bpe"),
+        (
+            steps(
+                *map(split, SPLITTINGS["deepseek-coder"].expressions),
+                {"type": "Digits", "individual_digits": True},
+                WORDS,
+            ),
+            "deepseek-coder",
+        ),
         (lambda content: content["model"]["merges"].append(content["model"]["merges"][0]), "gpt-2"),
     ],
 )
@@ -285,10 +306,130 @@ def test_tokenizers_that_are_written(tmp_path: Path, change: Any, name: str) -> 
     assert file.split(TEXT) == AutoTokenizer.from_pretrained(source)(TEXT).input_ids
 
 
-def test_composed_letters_are_said(tmp_path: Path) -> None:
-    source = tokenizer(tmp_path, normalizer("NFC"))
-    (note,) = niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
-    assert "NFC" in note
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (normalizer("NFC"), "NFC"),
+        (taken, "llama.cpp takes '<EOT>' for special, or for the end of a text"),
+        (added("[EOT]"), "llama.cpp ends a text at '[EOT]', which is an ordinary token here"),
+        (added("<x", lstrip=True, special=True), "llama.cpp keeps the spaces beside '<x'"),
+        (added("<|x|>", rstrip=True), "llama.cpp keeps the spaces beside '<|x|>'"),
+        (added("&&T<<", "<|xy|>"), "the longer one of '&&T<<' and '<|xy|>' where they overlap, as in '&&T<<|xy|>'"),
+        (added("a<x>b", normalized=True, special=True), ""),
+        (steps(split(SPLITTINGS["gpt-4o"].expressions[0]), WORDS), "capitals beyond A to Z"),
+        (steps(split(SPLITTINGS["tekken"].expressions[0]), WORDS, ignore_merges=True), "capitals beyond A to Z"),
+        (model(ignore_merges=True), ""),
+        (
+            lambda content: content["model"].update(merges=content["model"]["merges"][:-1], ignore_merges=True),
+            "llama.cpp splits '",
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_tokenizers_with_a_note(tmp_path: Path, change: Any, said: str) -> None:
+    notes = niwaki.export(tokenizer(tmp_path, change), tmp_path / "model.gguf", "gguf-f16")
+    assert len(notes) == bool(said)
+    assert said in "".join(notes)
+
+
+def test_spaces_that_phi_3_takes_away(tmp_path: Path) -> None:
+    """llama.cpp does so for models of that name, whatever their special tokens are."""
+
+    def change(content: dict[str, Any]) -> None:
+        added("<unk>", "<|endoftext|>", "<|user|>", "<|end|>", special=True)(content)
+        for token in content["added_tokens"]:
+            token["rstrip"] = token["content"] in ("</s>", "<|user|>", "<|end|>")
+
+    source = tokenizer(tmp_path, change)
+    assert niwaki.export(source, tmp_path / "model.gguf", "gguf-f16") == []
+    assert formulas.File(tmp_path / "model.gguf").keys["general.name"] == "source (phi-3)"
+
+
+def test_what_stands_around_a_text(tmp_path: Path) -> None:
+    """Qwen3-Embedding ends texts with another token than answers; GLM 4 begins them with two."""
+
+    def change(content: dict[str, Any]) -> None:
+        added("<|im_end|>", special=True)(content)
+        template("A", "</s>")(content)
+
+    source = tokenizer(tmp_path / "first", change)
+    edit_json(source / "tokenizer_config.json", eos_token="<|im_end|>")
+    (source / "generation_config.json").unlink(missing_ok=True)
+    edit_json(source / "config.json", eos_token_id=None)
+    (note,) = niwaki.export(source, tmp_path / "first.gguf", "gguf-f16")
+    assert "llama.cpp also ends a text at '</s>'" in note
+    file = formulas.File(tmp_path / "first.gguf")
+    assert [file.keys[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot")] == [1, EMBEDDED_VOCABULARY - 1]
+    assert file.split(TEXT) == AutoTokenizer.from_pretrained(source)(TEXT).input_ids
+    source = tokenizer(tmp_path / "second", template("<s>", "</s>", "A"))
+    (source / "chat_template.jinja").write_text("<s></s>{% for message in messages %}{{ message.content }}{% endfor %}")
+    (note,) = niwaki.export(source, tmp_path / "second.gguf", "gguf-f16")
+    assert "does not put '<s></s>' before a text" in note
+    file = formulas.File(tmp_path / "second.gguf")
+    assert file.split(TEXT) == AutoTokenizer.from_pretrained(source)(TEXT, add_special_tokens=False).input_ids
+
+
+PIECES = [
+    *("The old men sat by the river", "word", "a  b   c    d     e", "x=1 == y === z ======", "a</s>b<|im_end|>c"),
+    *("\n", "a\n\n\n\nb\n\n", "Größe 東京 ½ 😀", "<h1>the</h1> <h1>", "<unk>", "", "tab\tx", "▁▁ the"),
+]
+
+
+@pytest.mark.parametrize(("spaces", "runs"), [*((spaces, False) for spaces in SPACES), ("replaced", True)])
+def test_tokenizers_of_sentencepiece(tmp_path: Path, spaces: str, runs: bool) -> None:
+    """What was merged by ranks is merged by scores, in the formulas, by niwaki's own reader, and in llama.cpp."""
+    source, out = save_with_pieces(tmp_path / "source", spaces, runs), tmp_path / "model.gguf"
+    notes = niwaki.export(source, out, "gguf-f16")
+    assert [note for note in notes if "puts a space" not in note] == []
+    assert len(notes) == (spaces == "before the first")
+    own: Any = AutoTokenizer.from_pretrained(source)
+    expected = [own(text).input_ids for text in PIECES]
+    file = formulas.File(out)
+    kinds = dict(zip(file.keys["tokenizer.ggml.tokens"], file.keys["tokenizer.ggml.token_type"], strict=True))
+    assert (file.keys["tokenizer.ggml.model"], file.keys["tokenizer.ggml.pre"]) == ("llama", "default")
+    assert file.keys["tokenizer.ggml.add_space_prefix"] == spaces.startswith("before")
+    wanted = {"<unk>": 3, "</s>": 3, "<0x0A>": 6, "the": 1, "\n\n": 4, "<|im_end|>": 3, "<h1>": 4}
+    assert {token: kinds.get(token) for token in wanted} == wanted
+    assert file.keys["tokenizer.ggml.token_type"][-2:] == [5, 5]
+    inner = spaces == "before the first"  # behind special tokens there is none, which the note says
+    texts = [i for i, text in enumerate(PIECES) if not (inner and ("<" in text or "\n" in text or text[:1] == "▁"))]
+    assert [file.split(PIECES[i]) for i in texts] == [expected[i] for i in texts]
+    if LLAMA_CPP.exists():
+        (answer,) = ask(tmp_path, [(out, PIECES, [1, 2])])
+        assert not answer.error
+        assert [answer.split[i] for i in texts] == [expected[i] for i in texts]
+
+
+def test_how_many_bytes_scores_take(tmp_path: Path) -> None:
+    source = save_with_pieces(tmp_path / "source")
+    form = gguf_file.Gguf(Checkpoint(source), "F16", {}, Progress())
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    taken = sum(part.nbytes for name, field in fields.items() if name.startswith("tokenizer") for part in field.parts)
+    assert 0 <= taken - form.tokenizer_size < 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda content: content["model"].update(merges=content["model"]["merges"][::2]), "in an order of its own"),
+        (lambda content: content["model"].update(ignore_merges=True), "ignore_merges True"),
+        (lambda content: content.update(normalizer={"type": "NFKC"}), "'NFKC'"),
+        (lambda content: content["model"]["vocab"].pop("<0x41>"), "no token for 1 bytes"),
+        (lambda content: content["added_tokens"].pop(2), "the ordinary token '</s>'"),
+        (lambda content: content.update(decoder={"type": "BPEDecoder", "suffix": "x"}), "the decoder BPEDecoder"),
+    ],
+)
+def test_tokenizers_of_sentencepiece_that_are_refused(tmp_path: Path, change: Any, said: str) -> None:
+    source = save_with_pieces(tmp_path / "source")
+    content = json.loads((source / "tokenizer.json").read_text())
+    if "</s>" in said:  # which texts give, where it is an ordinary token
+        content["model"]["merges"] += [["<", "/"], ["s", ">"], ["</", "s>"]]
+        content["model"]["vocab"] |= {"</": 351, "s>": 352, "<": 353, "/": 354, ">": 355}
+        edit_json(source / "tokenizer_config.json", eos_token="<s>")
+    change(content)
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    assert said in refusal(source)
 
 
 def composing(**flags: Any) -> Any:
@@ -303,7 +444,7 @@ def composing(**flags: Any) -> Any:
 
 def test_tokens_that_are_composed_themselves(tmp_path: Path) -> None:
     said = refusal(tokenizer(tmp_path / "first", composing(normalized=True)))
-    assert "normalized, and brings it into the form NFC" in said
+    assert "normalized, which makes '<é>' of it" in said
     source = tokenizer(tmp_path / "second", composing(normalized=False))
     niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
 

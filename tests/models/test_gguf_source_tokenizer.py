@@ -36,9 +36,10 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
 DIGITS = {"type": "Digits", "individual_digits": True}
 
 
-def split_by(expression: str) -> list[dict[str, Any]]:
-    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
-    return [split, {**BYTES, "use_regex": False}]
+def split_by(*expressions: str) -> list[dict[str, Any]]:
+    how = {"type": "Split", "behavior": "Isolated", "invert": False}
+    splits = [{**how, "pattern": {"Regex": expression}} for expression in expressions]
+    return [*splits, {**BYTES, "use_regex": False}]
 
 
 #: By the names in files, how a tokenizer.json says it.
@@ -46,8 +47,17 @@ OWN: dict[str, Any] = {
     "gpt-2": BYTES,
     "smollm": {"type": "Sequence", "pretokenizers": [DIGITS, BYTES]},
     **{
-        name: {"type": "Sequence", "pretokenizers": split_by(SPLITTINGS[name].expression)}
-        for name in ("qwen2", "llama-bpe")
+        name: {"type": "Sequence", "pretokenizers": split_by(*SPLITTINGS[name].expressions)}
+        for name in (
+            "qwen2",
+            "llama-bpe",
+            "qwen35",
+            "tekken",
+            "gpt-4o",
+            "seed-coder",
+            "deepseek-v3",
+            "deepseek-r1-qwen",
+        )
     },
 }
 

@@ -17,10 +17,21 @@ from torch.nn import functional
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _CASED = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_HAN = "[一-龥\u3040-\u309f\u30a0-\u30ff]+"
 _EXPRESSIONS = {
     "gpt-2": [_GPT2],
     "smollm": [r"\p{N}", _GPT2],
     "qwen2": [_CASED + _REST],
+    "deepseek-r1-qwen": [_CASED + _REST],
+    "qwen35": [(_CASED + _REST).replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")],
+    "seed-coder": [_CASED + r"| ?[^\s\p{L}\p{N}\r\n]+" + _REST[_REST.index(r"|\s*[\r\n]+") :]],
+    "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        _HAN,
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*" + _REST[_REST.index(r"|\s*[\r\n]+") :],
+    ],
     "llama-bpe": [_CASED + "{1,3}" + _REST],
     "smaug-bpe": [_CASED + "{1,3}" + _REST],
 }
@@ -129,12 +140,15 @@ class File:
         """The tokens of a text, with what is added before and behind."""
         words = self.keys["tokenizer.ggml.tokens"]
         self._numbers = {word: number for number, word in enumerate(words)}
-        merges = [tuple(each.split(" ")) for each in self.keys["tokenizer.ggml.merges"]]
+        merges = [tuple(each.split(" ")) for each in self.keys.get("tokenizer.ggml.merges", [])]
         self._ranks = {pair: rank for rank, pair in reversed(list(enumerate(merges)))}
+        scores = self.keys.get("tokenizer.ggml.scores", [])
+        self._scores = dict(zip(words, scores, strict=True)) if scores else {}
         kinds = self.keys["tokenizer.ggml.token_type"]
         special = sorted((w for w, kind in zip(words, kinds, strict=True) if kind in (3, 4)), key=len, reverse=True)
         tokens = [self._numbers[part] if known else part for part, known in _partition(text, special)]
-        found = [one for part in tokens for one in ([part] if isinstance(part, int) else self._split_plain(part))]
+        plain = self._split_pieces if self._scores else self._split_plain
+        found = [one for part in tokens for one in ([part] if isinstance(part, int) else plain(part))]
         if self.keys.get("tokenizer.ggml.add_bos_token", self.keys["tokenizer.ggml.pre"] == "llama-bpe"):
             found.insert(0, self.keys["tokenizer.ggml.bos_token_id"])
         if self.keys.get("tokenizer.ggml.add_eos_token"):
@@ -146,6 +160,27 @@ class File:
         for expression in _EXPRESSIONS[self.keys["tokenizer.ggml.pre"]]:
             pieces = [part for piece in pieces for part in _matches(expression, piece)]
         return [number for piece in pieces for number in self._merge(piece)]
+
+    def _split_pieces(self, text: str) -> list[int]:
+        """By scores: of all that are side by side and make a token, those with the highest first."""
+        prefix = self.keys.get("tokenizer.ggml.add_space_prefix", True)
+        symbols = list((" " * prefix + text).replace(" ", "▁"))
+        while pairs := [
+            (-self._scores[left + right], i)
+            for i, (left, right) in enumerate(itertools.pairwise(symbols))
+            if left + right in self._scores
+        ]:
+            _, at = min(pairs)
+            symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
+        return [
+            number
+            for one in symbols
+            for number in (
+                [self._numbers[one]]
+                if one in self._numbers
+                else [self._numbers[f"<0x{byte:02X}>"] for byte in one.encode()]
+            )
+        ]
 
     def _merge(self, piece: str) -> list[int]:
         symbols = ["".join(_CHARACTERS[byte] for byte in piece.encode())]

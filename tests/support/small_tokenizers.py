@@ -115,3 +115,67 @@ def save_with_tokenizer(path: Path, kind: str, case: str = "llama", rows: int = 
     model.generation_config.eos_token_id = [first + 1, first + 2]
     model.save_pretrained(path)
     return write_tokenizer(path, kind)
+
+
+#: What a tokenizer of SentencePiece's kind does to spaces, as files of tokenizers have it: Gemma, Phi-3, and LLaMA 2 in
+#: transformers 4 and 5.
+SPACES: dict[str, tuple[Any, Any]] = {
+    "replaced": (
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
+    ),
+    "before each": (
+        {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ],
+        },
+        None,
+    ),
+    "before the first": (
+        None,
+        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False},
+    ),
+    "never before": (
+        None,
+        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False},
+    ),
+}
+
+
+def write_pieces(path: Path, spaces: str = "replaced", runs: bool = False) -> Path:
+    """The files of a tokenizer of SentencePiece's kind, which has all merges that make a token, in the tokens' order.
+
+    With ``runs`` those of runs of spaces come first, in turns with others, the longest left parts before all others.
+    """
+    trained: dict[str, Any] = json.loads(_trained("fallback").to_str())
+    pieces = [*trained["model"]["vocab"], "▁▁", "▁▁▁", "▁▁▁▁", "=", "==", "===", "===="]
+    vocabulary = {token: i for i, token in enumerate(("<unk>", "<s>", "</s>", *BYTES, *dict.fromkeys(pieces)))}
+    pairs = [(token[:i], token[i:]) for token in vocabulary for i in range(1, len(token)) if token[0] != "<"]
+    merges = [pair for pair in pairs if vocabulary.keys() >= {*pair}]
+    if runs:
+        merges.sort(key=lambda pair: (len({*"".join(pair)}) > 1, -len(pair[0]) * (len({*"".join(pair)}) == 1)))
+    normalizer, splits = SPACES[spaces]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = [{"id": i, "content": token, **flags, "special": True} for token, i in vocabulary.items() if i < 3]
+    count = len(vocabulary)
+    more = ("<|im_end|>", "\n\n", "\n\n\n", "<h1>")
+    added = [{"id": count + i, "content": token, **flags, "special": i == 0} for i, token in enumerate(more)]
+    model = {**trained["model"], "vocab": vocabulary, "merges": merges, "byte_fallback": True, "fuse_unk": True}
+    content = {**trained, "model": {**model, "unk_token": "<unk>"}, "added_tokens": [*special, *added]}
+    content |= {"normalizer": normalizer, "pre_tokenizer": splits, "post_processor": None}
+    path.mkdir(exist_ok=True)
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
+    return path
+
+
+def save_with_pieces(path: Path, spaces: str = "replaced", runs: bool = False) -> Path:
+    """A random LLaMA with such a tokenizer."""
+    write_pieces(path, spaces, runs)
+    count = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size()
+    random_model("llama", vocab_size=count + 2, bos_token_id=1, eos_token_id=2).save_pretrained(path)
+    return path

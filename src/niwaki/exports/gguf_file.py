@@ -62,8 +62,6 @@ such as Ollama and LM Studio.
 
     llama-cli -m {file}
 {notes}"""
-#: In names of models llama.cpp takes these as a reason to treat special tokens otherwise.
-_NAMES = ("phi-3", "phi3", "modern-bert")
 
 
 class Gguf(Form):
@@ -173,8 +171,8 @@ class Gguf(Form):
             contextlib.closing(gguf.GGUFWriter(file, architecture)) as writer,
             np.errstate(all="ignore"),  # values are looked at before
         ):
-            if not any(each in name.lower() for each in _NAMES):
-                writer.add_name(name)
+            if known := tokenizer.name(name):
+                writer.add_name(known)
             for add, number in self._numbers.items():
                 getattr(writer, add)(number)
             tokenizer.write(writer)

@@ -5,7 +5,7 @@ step, with all that changes tokens, is one that llama.cpp has a name for, or the
 """
 
 import json
-import unicodedata
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,13 @@ from niwaki.checkpoints.tensors import read_json
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.gguf_source_tokenizer import SPLITTINGS
 from niwaki.models.tokens import load_tokenizer
+from niwaki.records.wording import several
 
 #: llama.cpp's names for ways of splitting that have been tried there with what is exported. It knows more.
-_SPLITTINGS = ("gpt-2", "smollm", "qwen2", "llama-bpe", "smaug-bpe")
+_SPLITTINGS = (
+    *("gpt-2", "smollm", "qwen2", "deepseek-r1-qwen", "qwen35", "llama-bpe", "smaug-bpe", "tekken", "gpt-4o"),
+    *("seed-coder", "deepseek-coder", "deepseek-v3"),
+)
 #: What changes no tokens of a step.
 _HARMLESS = {"trim_offsets"}
 #: Values of the model of merges, of which llama.cpp has no others. Unknown characters are none: all have their bytes.
@@ -24,21 +28,50 @@ _MERGING: dict[str, tuple[Any, ...]] = {
     "dropout": (None, 0.0),
     "continuing_subword_prefix": (None, ""),
     "end_of_word_suffix": (None, ""),
-    "byte_fallback": (False, None),
 }
-#: Ordinary tokens of these names end texts in llama.cpp, or are special.
-_TAKEN = {
+#: In names of tokens of DeepSeek.
+_BAR = "\N{FULLWIDTH VERTICAL LINE}"
+#: Tokens of these names end texts in llama.cpp, whatever their kind.
+_ENDS = {
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>"),
     *("[EOT]", "[EOS]", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<|return|>", "<|call|>"),
-    *("<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[e~[", "<|channel|>", "<|message|>", "<|start|>"),
-    *("<|constrain|>", "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "<|code_prefix|>", "<|prefix|>"),
-    *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "<|code_suffix|>", "<|suffix|>"),
-    *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "<|code_middle|>", "<|middle|>"),
-    *("<|fim_pad|>", "<fim-pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>"),
-    *("<reponame>", "<|file_sep|>"),
+    *("<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[e~[", f"<{_BAR}end▁of▁sentence{_BAR}>"),
+    *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>"),
+    *("<REPO>", "<reponame>", "<|file_sep|>"),
 }
+#: Ordinary tokens of these names end texts in llama.cpp, or are special.
+_TAKEN = _ENDS | {
+    *("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"),
+    *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>"),
+    *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>"),
+    *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>"),
+    *(f"<{_BAR}fim▁{name}{_BAR}>" for name in ("begin", "hole", "end")),
+}
+#: What stands beside a token in texts that are tried.
+_BESIDE = ("", " ", "\n", "a", "S", "1", "<", ">", "/", "|", "[", "]", "_", ".", "é", "東")
 #: Kinds of tokens.
-_NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5
+_NORMAL, _CONTROL, _USER, _UNUSED, _BYTE = 1, 3, 4, 5, 6
+#: Steps of tokenizers of SentencePiece's kind, and whether they put a space before a text: always, or where none is.
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_NO_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+_METASPACE = {"type": "Metaspace", "replacement": _SPACE, "split": False}
+_PREFIXES: list[tuple[list[dict[str, Any]], list[dict[str, Any]], bool, str]] = [
+    ([{"type": "Prepend", "prepend": _SPACE}, _SPACES], [], True, ""),
+    ([_SPACES], [], False, ""),
+    ([_SPACES], [_NO_SPLIT], False, ""),  # after which there is no space to split at
+    ([], [{**_METASPACE, "prepend_scheme": "never"}], False, ""),
+    ([], [{**_METASPACE, "prepend_scheme": "first"}], True, "only before a text that begins with none"),
+    ([], [{**_METASPACE, "prepend_scheme": "always"}], True, "only where there is none"),
+]
+_FALLING_BACK = {"Replace", "ByteFallback", "Fuse", "Strip"}
+#: If a model is named so, llama.cpp takes spaces away behind its special tokens but for some; it needs all of these.
+_STRIPPING = ("phi-3", "phi3")
+_UNSTRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
+#: Ways of splitting whose expressions know no marks in llama.cpp, and A to Z alone as capitals.
+_CASED = ("tekken", "gpt-4o")
+#: Expressions that match all of a text.
+_WHOLE = {each.expressions[0] for each in SPLITTINGS.values() if len(each.expressions) == 1}
 
 
 class Tokenizer:
@@ -54,48 +87,69 @@ class Tokenizer:
             not any((path / name).exists() for name in ("tokenizer.json", "vocab.json"))
             and (path / "tokenizer.model").exists()
         ):
-            raise self._unsupported("is tokenizer.model alone, of SentencePiece", "niwaki knows byte-level BPE only")
+            raise self._unsupported(
+                "is tokenizer.model alone, of SentencePiece", "niwaki reads tokenizer.json, which transformers saves"
+            )
         self._tokenizer = load_tokenizer(path)
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is None or not hasattr(backend, "to_str"):
+        self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._backend is None or not hasattr(self._backend, "to_str"):
             raise self._unsupported(f"is a {type(self._tokenizer).__name__}", "niwaki takes those of tokenizers alone")
         if self._tokenizer.split_special_tokens:
             raise self._unsupported("has split_special_tokens True", "llama.cpp looks for special tokens in texts")
-        self._content: dict[str, Any] = json.loads(backend.to_str())
+        self._content: dict[str, Any] = json.loads(self._backend.to_str())
         self._model: dict[str, Any] = self._content["model"]
         self._added: list[dict[str, Any]] = self._content["added_tokens"]
+        self._changes = _steps(self._content["normalizer"], "normalizers")
+        self._splits = _steps(self._content["pre_tokenizer"], "pretokenizers")
+        #: Whether unknown characters become tokens of their bytes, as with SentencePiece: llama.cpp merges by scores.
+        self._falls_back = bool(self._model.get("byte_fallback"))
         self._check_merges()
         self._check_alphabet()
         self._check_added()
-        self.splitter = self._find_splitter()
+        self._check_names()
+        self._check_overlaps()
+        self._prefix = self._falls_back and self._find_prefix()
+        self._splitter = "default" if self._falls_back else self._find_splitter()
         self.tokens, self.kinds = self._list_tokens()
-        self.starts, self.ends = self._find_ends()
-        self.stops = self._find_stops(config_end)
+        self._scores = self._find_scores() if self._falls_back else []
+        self._start, self._end = self._find_ends()
+        self._stops = self._find_stops(config_end)
 
     @property
     def file_size(self) -> int:
-        """How many bytes of a file it takes, within a few hundred: strings with their lengths, and kinds of tokens."""
+        """How many bytes of a file it takes, within a few hundred: strings with their lengths, kinds and scores."""
         template = self._tokenizer.chat_template or ""
         templates = template.values() if isinstance(template, dict) else [template]
-        return 4 * len(self.kinds) + sum(8 + len(text.encode()) for text in (*self.tokens, *self._merges, *templates))
+        texts = (*self.tokens, *([] if self._falls_back else self._merges), *templates)
+        return 4 * (len(self.kinds) + len(self._scores)) + sum(8 + len(text.encode()) for text in texts)
+
+    def name(self, model: str) -> str:
+        """What a file may say that the ``model`` is named: llama.cpp concludes from it what special tokens do."""
+        if any(each in model.lower() for each in _STRIPPING) == self._strips and "modern-bert" not in model.lower():
+            return model
+        return f"{model} ({_STRIPPING[0]})" if self._strips else ""
 
     def write(self, writer: Any) -> None:
         """Adds it to a ``GGUFWriter``."""
         tokenizer = self._tokenizer
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(self.splitter)
+        writer.add_tokenizer_model("llama" if self._falls_back else "gpt2")
+        writer.add_tokenizer_pre(self._splitter)
         writer.add_token_list(self.tokens)
         writer.add_token_types(self.kinds)
-        writer.add_token_merges(self._merges)
-        for name in ("bos", "unk", "pad", "sep", "mask"):
-            if (number := getattr(tokenizer, f"{name}_token_id")) is not None and number < self.size:
+        if self._falls_back:
+            writer.add_token_scores(self._scores)
+            writer.add_add_space_prefix(self._prefix)
+        else:
+            writer.add_token_merges(self._merges)
+        numbers = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "unk", "pad", "sep", "mask")}
+        if self._start is not None:
+            numbers["bos"] = self._start
+        numbers |= dict(zip(("eos", "eot", "eom"), self._stops, strict=False))
+        for name, number in numbers.items():
+            if number is not None and number < self.size:
                 getattr(writer, f"add_{name}_token_id")(number)
-        for add, number in zip(
-            (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id), self.stops, strict=False
-        ):
-            add(number)
-        writer.add_add_bos_token(self.starts)
-        writer.add_add_eos_token(self.ends)
+        writer.add_add_bos_token(self._start is not None)
+        writer.add_add_eos_token(self._end is not None)
         if template := tokenizer.chat_template:
             named = isinstance(template, dict)
             writer.add_chat_template([{"name": k, "template": v} for k, v in template.items()] if named else template)
@@ -112,26 +166,29 @@ class Tokenizer:
         self._merges = [one if isinstance(one, str) else " ".join(one) for one in self._model["merges"]]
         if not self._merges or any(merge.count(" ") != 1 for merge in self._merges):
             raise self._unsupported("has no merges, or some with spaces", "llama.cpp writes each with one space")
-        decoder = self._content["decoder"] or {}
-        if decoder.get("type") != "ByteLevel":
-            raise self._unsupported(f"has the decoder {decoder.get('type')}", "llama.cpp makes text of bytes")
-        normalizers = _steps(self._content["normalizer"], "normalizers")
-        if normalizers == [{"type": "NFC"}]:
+        decoders = [str(step.get("type")) for step in _steps(self._content["decoder"], "decoders")]
+        if not decoders or {*decoders} - (_FALLING_BACK if self._falls_back else {"ByteLevel"}):
+            made = "of letters and bytes" if self._falls_back else "of bytes"
+            raise self._unsupported(f"has the decoder {', '.join(decoders)}", f"llama.cpp makes text {made}")
+        if self._falls_back:
+            return
+        if self._changes == [{"type": "NFC"}]:
             self.notes.append(
                 "llama.cpp does not bring text into the form NFC, as this tokenizer does: a letter with its accent "
                 "as a character of its own gives other tokens there"
             )
-        elif normalizers:
-            kinds = ", ".join(str(one.get("type")) for one in normalizers)
+        elif self._changes:
+            kinds = ", ".join(str(one.get("type")) for one in self._changes)
             raise self._unsupported(f"changes texts ({kinds})", "llama.cpp takes them as they are")
 
     def _check_alphabet(self) -> None:
         """Where a byte has no token, one program leaves it out before merging, the other after."""
-        byte_of = _bytes_of_characters()
+        byte_of = {_byte_token(byte): byte for byte in range(0x100)} if self._falls_back else _bytes_of_characters()
         missing = {byte for character, byte in byte_of.items() if character not in self._model["vocab"]}
-        missing -= {0xC0, 0xC1, *range(0xF5, 0x100)}  # no text has them
+        if not self._falls_back:
+            missing -= {0xC0, 0xC1, *range(0xF5, 0x100)}  # no text has them
         rare = {*range(32), 0x7F, *range(0xF1, 0xF5)} - set(b"\t\n\r")
-        if missing - rare or (missing and self._model.get("unk_token") is not None):
+        if missing - rare or (missing and (self._falls_back or self._model.get("unk_token") is not None)):
             raise self._unsupported(f"has no token for {len(missing)} bytes", "llama.cpp leaves them out")
         if missing:
             self.notes.append(
@@ -141,51 +198,134 @@ class Tokenizer:
 
     def _check_added(self) -> None:
         """Tokens that are looked for in a text before it is split."""
-        texts = {each["content"] for each in self._added}
-        normalizers = _steps(self._content["normalizer"], "normalizers")
+        stripping = [each["content"] for each in self._added if each.get("lstrip") or each.get("rstrip")]
         for each in self._added:
+            text = each["content"]
             flags = [name for name in ("lstrip", "rstrip", "single_word") if each.get(name)]
-            if flags or not each["content"] or "\0" in each["content"]:
+            if (
+                not text
+                or "\0" in text
+                or "single_word" in flags
+                or (flags and not (_is_special(each) or text in _TAKEN))
+            ):
                 raise self._unsupported(
-                    f"has the token {each['content']!r} with {' and '.join(flags) or 'no text'}",
+                    f"has the token {text!r} with {' and '.join(flags) or 'no text'}",
                     "llama.cpp looks for its text alone",
                 )
-            is_changed = bool(normalizers) and each.get("normalized")  # by NFC: all else has been refused
-            if is_changed and not unicodedata.is_normalized("NFC", each["content"]):
+            changed = self._backend.normalizer.normalize_str(text) if self._changes else text
+            if each.get("normalized") and changed.replace(_SPACE, " ") != text.replace(_SPACE, " "):
                 raise self._unsupported(
-                    f"has the token {each['content']!r}, normalized, and brings it into the form NFC",
+                    f"has the token {text!r}, normalized, which makes {changed!r} of it",
                     "llama.cpp looks for its text as it is",
                 )
-        ordinary = sorted((self._model["vocab"].keys() & _TAKEN) - texts)
-        if ordinary:
-            raise self._unsupported(
-                f"has the ordinary token {ordinary[0]!r}", "llama.cpp ends texts at that, or takes it as special"
-            )
-        starts: dict[str, str] = {text[:i]: text for text in texts for i in range(1, len(text))}
-        for text in sorted(texts):
-            for i in range(1, len(text)):
-                other = starts.get(text[i:])
-                if other is not None and text not in other and other not in text:
-                    raise self._unsupported(
-                        f"has the tokens {text!r} and {other!r}, which can overlap", "llama.cpp takes the longer one"
-                    )
-        whole = {each["content"] for each in self._added if not each.get("normalized")}
-        for text in sorted(texts - whole):
-            if inner := [one for one in sorted(whole) if one in text]:
+        #: Whether they take spaces away behind them as llama.cpp has it for models that are named so.
+        self._strips = bool(stripping) and {each["content"] for each in self._added} >= {*_UNSTRIPPED, "</s>"}
+        self._strips &= all(
+            (bool(each.get("lstrip")), bool(each.get("rstrip"))) == (False, each["content"] not in _UNSTRIPPED)
+            for each in self._added
+        )
+        if stripping and not self._strips:
+            self.notes.append(f"llama.cpp keeps the spaces beside {_named(stripping)}, which this tokenizer takes away")
+
+    def _check_names(self) -> None:
+        """Names of tokens from which llama.cpp concludes what they are."""
+        texts = {each["content"] for each in self._added}
+        taken = (
+            _TAKEN - {"</s>"} if "<|tool_response>" in texts | self._model["vocab"].keys() else _TAKEN
+        )  # as it has it
+        names = sorted((self._model["vocab"].keys() & taken) - texts)
+        for name in names:
+            if self._is_made(name):
                 raise self._unsupported(
-                    f"has the token {text!r}, but {inner[0]!r} in it is found first", "llama.cpp takes the longer one"
+                    f"has the ordinary token {name!r}", "llama.cpp ends texts at that, or takes it as special"
                 )
+        if names:
+            self.notes.append(
+                f"llama.cpp takes {_named(names)} for special, or for the end of a text, and finds it in texts; "
+                "this tokenizer gives it for none"
+            )
+        ordinary = sorted(each["content"] for each in self._added if not _is_special(each))
+        if ends := [text for text in ordinary if text in taken & _ENDS]:
+            self.notes.append(f"llama.cpp ends a text at {_named(ends)}, which is an ordinary token here")
+
+    def _is_made(self, name: str) -> bool:
+        """Whether a text gives an ordinary token, alone or beside something."""
+        text = name.replace(_SPACE, " ")
+        texts = [f"{before}{text}{behind}" for before in _BESIDE for behind in _BESIDE]
+        number = self._model["vocab"][name]
+        return any(number in made.ids for made in self._backend.encode_batch(texts, add_special_tokens=False))
+
+    def _check_overlaps(self) -> None:
+        """Where two tokens overlap in a text, this tokenizer takes the first one, and llama.cpp the longer one."""
+        added = {each["content"]: each for each in self._added}
+        beginnings = defaultdict[str, list[str]](list)
+        for text in added:
+            for i in range(1, len(text)):
+                beginnings[text[:i]].append(text)
+        found: list[tuple[str, str, str]] = []
+        for left in sorted(added):
+            for i in range(1, len(left)):
+                found += [
+                    (left, right, left[:i] + right)
+                    for right in beginnings.get(left[i:], ())
+                    if _are_taken_otherwise(added, left, right, left[:i] + right)
+                ]
+        whole = [text for text, each in added.items() if not each.get("normalized")]  # which is looked for first
+        found += [(one, text, text) for text in sorted({*added} - {*whole}) for one in whole if one in text]
+        for left, right, _ in found:
+            if not any(_is_special(added[one]) for one in (left, right)):
+                raise self._unsupported(
+                    f"has the tokens {left!r} and {right!r}, which can overlap", "llama.cpp takes the longer one"
+                )
+        if found:
+            left, right, text = found[0]
+            self.notes.append(
+                f"llama.cpp takes the longer one of {left!r} and {right!r} where they overlap, as in {text!r}"
+            )
 
     def _find_splitter(self) -> str:
-        steps = _steps(self._content["pre_tokenizer"], "pretokenizers")
-        keeps = bool(self._model.get("ignore_merges"))
-        for name in _SPLITTINGS:
-            if steps == _steps(SPLITTINGS[name].steps, "pretokenizers") and keeps == SPLITTINGS[name].whole:
-                return name
-        shown = [{key: value for key, value in step.items() if key != "pattern"} for step in steps]
+        whole, composed = bool(self._model.get("ignore_merges")), bool(self._changes)
+        splits = [_plain(step) for step in self._splits]
+        names = [name for name in _SPLITTINGS if splits == _steps(SPLITTINGS[name].steps, "pretokenizers")]
+        if not names:
+            shown = [{key: value for key, value in step.items() if key != "pattern"} for step in splits]
+            raise self._unsupported(
+                f"splits text in a way that llama.cpp has no name for ({shown})",
+                f"niwaki knows those of {', '.join(_SPLITTINGS)}",
+            )
+        best = min(names, key=lambda name: (SPLITTINGS[name].whole != whole, SPLITTINGS[name].composed != composed))
+        if SPLITTINGS[best].whole != whole and (unlike := self._not_merged()):
+            does, other = ("splits", "takes") if whole else ("takes", "splits")
+            self.notes.append(f"llama.cpp {does} {_named(unlike)}, which this tokenizer {other} as a whole")
+        if best in _CASED:
+            self.notes.append(
+                "llama.cpp splits words otherwise at marks that are characters of their own (of Hindi or Thai) and at "
+                "capitals beyond A to Z: such words can give other tokens"
+            )
+        return best
+
+    def _not_merged(self) -> list[str]:
+        """Tokens that merging does not make of their own text."""
+        content = {**self._content, "model": {**self._model, "ignore_merges": False}}
+        merging = type(self._backend).from_str(json.dumps(content)).model
+        ordinary = self._model["vocab"].keys() - {each["content"] for each in self._added}
+        return [text for text in sorted(ordinary) if [one.value for one in merging.tokenize(text)] != [text]]
+
+    def _find_prefix(self) -> bool:
+        """Whether there is a space before each text."""
+        for changes, splits, prefix, unlike in _PREFIXES:
+            if (self._changes, self._splits) == (changes, splits) and not self._model.get("ignore_merges"):
+                if unlike:
+                    self.notes.append(
+                        "llama.cpp puts a space before each text and behind each special token, this tokenizer "
+                        f"{unlike}"
+                    )
+                return prefix
+        steps = [{k: v for k, v in step.items() if k != "pattern"} for step in (*self._changes, *self._splits)]
         raise self._unsupported(
-            f"splits text in a way that llama.cpp has no name for ({shown}, ignore_merges {keeps})",
-            "niwaki knows those of GPT-2, SmolLM2, Qwen 2 and LLaMA 3",
+            f"treats spaces in a way that llama.cpp has no name for ({steps}, ignore_merges "
+            f"{bool(self._model.get('ignore_merges'))})",
+            "niwaki knows those of Gemma, LLaMA 2 and Phi-3",
         )
 
     def _list_tokens(self) -> tuple[list[str], list[int]]:
@@ -194,7 +334,9 @@ class Tokenizer:
         beyond = [each["content"] for number, each in added.items() if number >= self.size]
         if beyond:
             self.notes.append(f"the model has no place for {', '.join(map(repr, beyond))}; the file leaves that out")
-        named = {**self._model["vocab"], **{each["content"]: number for number, each in added.items()}}
+        texts = {each["content"]: number for number, each in added.items()}
+        vocabulary = {token: number for token, number in self._model["vocab"].items() if token not in texts}
+        named = {**vocabulary, **{self._text_of(each): number for number, each in added.items()}}
         tokens: dict[int, str] = {}
         for token, number in named.items():
             if token in beyond:
@@ -205,9 +347,12 @@ class Tokenizer:
                 raise CheckpointError(f"{self.path} has two tokens {number}: {tokens[number]!r} and {token!r}")
             tokens[number] = token
         kinds = [_NORMAL if number in tokens else _UNUSED for number in range(self.size)]
+        if self._falls_back:
+            for byte in range(0x100):
+                kinds[named[_byte_token(byte)]] = _BYTE
         for number, each in added.items():
             if number < self.size:
-                kinds[number] = _CONTROL if each.get("special") else _USER
+                kinds[number] = self._kind_of(each)
         for number in range(self.size):
             if number not in tokens:
                 tokens[number] = f"[PAD{number}]"
@@ -215,33 +360,125 @@ class Tokenizer:
                     tokens[number] = f"[{tokens[number]}]"
         return [tokens[number] for number in range(self.size)], kinds
 
-    def _find_ends(self) -> tuple[bool, bool]:
-        """Whether the tokens of a text have the beginning of text before them, and its end after them."""
+    def _finds_spaces(self, each: dict[str, Any]) -> bool:
+        """Whether an added token is looked for in a text whose spaces have been replaced."""
+        return self._falls_back and bool(self._changes and each.get("normalized"))
+
+    def _text_of(self, each: dict[str, Any]) -> str:
+        text = str(each["content"])
+        return text.replace(_SPACE, " ") if self._finds_spaces(each) else text
+
+    def _kind_of(self, each: dict[str, Any]) -> int:
+        if _is_special(each):
+            return _CONTROL
+        # Such a one stands for spaces, which are merged, and is looked for only where a text has that very character.
+        is_merged = self._falls_back and _SPACE in each["content"] and not self._finds_spaces(each)
+        return _NORMAL if is_merged else _USER
+
+    def _find_scores(self) -> list[float]:
+        """By number, so that llama.cpp, which makes the token with the highest score first, merges in the same order.
+
+        It also merges what no merge is named for. Tokenizers that were made from SentencePiece have all there can be.
+        """
+        ranks, merges, last, apart = dict[str, int](), {*self._merges}, "", list[str]()
+        for rank, merge in enumerate(self._merges):
+            made = merge.replace(" ", "")
+            if ranks.setdefault(made, rank) < rank and made != last and len({*made}) > 1:  # such runs grow as they are
+                apart.append(made)
+            last = made
+        known = {token for token in self.tokens if len(token) > 1}
+        more = [
+            token
+            for token, kind in zip(self.tokens, self.kinds, strict=True)
+            if kind not in (_CONTROL, _USER)
+            and any(
+                f"{token[:i]} {token[i:]}" not in merges
+                for i in range(1, len(token))
+                if (i == 1 or token[:i] in known) and (i == len(token) - 1 or token[i:] in known)
+            )
+        ]
+        if len(more) + len(apart) > len(ranks) / 100:
+            raise self._unsupported(
+                f"merges {len(more) + len(apart):,} of {len(ranks):,} tokens in an order of its own",
+                "llama.cpp merges by scores, as SentencePiece does",
+            )
+        if unlike := [*more, *apart]:
+            self.notes.append(f"llama.cpp merges {_named(unlike)} in other cases than this tokenizer")
+        return [-float(ranks.get(token, len(self._merges))) for token in self.tokens]
+
+    def _find_ends(self) -> tuple[int | None, int | None]:
+        """The tokens that are put before a text and after it."""
         alone, whole = (self._encode(special) for special in (False, True))
         for start in range(len(whole) - len(alone) + 1):
             if whole[start : start + len(alone)] == alone:
                 before, after = whole[:start], whole[start + len(alone) :]
-                if before in ([], [self._tokenizer.bos_token_id]) and after in ([], [self._tokenizer.eos_token_id]):
-                    return bool(before), bool(after)
+                if len(before) <= 1 and len(after) <= 1 and all(one < self.size for one in (*before, *after)):
+                    return (before[0] if before else None), (after[0] if after else None)
+                template, text = str(self._tokenizer.chat_template), str(self._tokenizer.decode(before))
+                if not after and text in template:  # GLM 4 has two
+                    self.notes.append(f"llama.cpp does not put {text!r} before a text; the chat template has it")
+                    return None, None
         raise self._unsupported(
-            f"adds tokens to a text ({whole} for {alone})", "llama.cpp adds the beginning and the end of text alone"
+            f"adds tokens to a text ({whole} for {alone})", "llama.cpp adds one before it and one after it"
         )
 
     def _encode(self, special: bool) -> list[int]:
         return list(self._tokenizer("a", add_special_tokens=special).input_ids)
 
     def _find_stops(self, config_end: Any) -> list[int]:
-        """Tokens at which llama.cpp has to end a text, the tokenizer's own first."""
+        """Tokens at which llama.cpp has to end a text: first the one that it puts there, then the tokenizer's own."""
         file = self.path / "generation_config.json"
         given = read_json(file).get("eos_token_id") if file.is_file() else config_end
         given = given if isinstance(given, list) else [given]
-        own = self._tokenizer.eos_token_id
-        stops = list(dict.fromkeys(one for one in (own, *given) if isinstance(one, int) and 0 <= one < self.size))
+        wanted = (self._tokenizer.eos_token_id, *given)
+        stops = list(
+            dict.fromkeys(one for one in (self._end, *wanted) if isinstance(one, int) and 0 <= one < self.size)
+        )
+        if self._end is not None and self._end not in wanted:
+            self.notes.append(f"llama.cpp also ends a text at {self.tokens[self._end]!r}, as it puts that behind each")
         if not stops:
-            self.notes.append(f"no token ends a text; llama.cpp ends one at the token 11, {self.tokens[11:12]}")
-        if unsaid := [self.tokens[one] for one in stops[3:] if self.tokens[one] not in _TAKEN]:
-            self.notes.append(f"llama.cpp does not end texts at {', '.join(map(repr, unsaid))}, as transformers does")
+            number = 2 if self._falls_back else 11
+            self.notes.append(
+                f"no token ends a text; llama.cpp ends one at the token {number}, {self.tokens[number:][:1]}"
+            )
+        if unsaid := [self.tokens[one] for one in stops[3:] if self.tokens[one] not in _ENDS]:
+            self.notes.append(f"llama.cpp does not end texts at {_named(unsaid)}, as transformers does")
         return stops[:3]
+
+
+def _named(texts: list[str]) -> str:
+    return several([repr(text) for text in texts], 3)
+
+
+def _is_special(token: dict[str, Any]) -> bool:
+    """Whether an added token is for programs, not for texts; by its looks too, as llama.cpp's own converter has it."""
+    text = token["content"]
+    around = (("<|", "|>"), (f"<{_BAR}", f"{_BAR}>"), ("<unused", ">"))
+    looks = text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or any(
+        text.startswith(first) and text.endswith(last) for first, last in around
+    )
+    return bool(token.get("special")) or looks
+
+
+def _are_taken_otherwise(added: dict[str, dict[str, Any]], left: str, right: str, text: str) -> bool:
+    """Whether llama.cpp finds another one of two added tokens that overlap in a text."""
+    taken, other = left, right  # the first one, but what is not normalized is looked for before all else
+    if added[left].get("normalized") and not added[right].get("normalized"):
+        taken, other = right, left
+    if left == right or len(other.encode()) < len(taken.encode()):
+        return False
+    return taken is right or not any(text[:n] in added for n in range(len(left) + 1, len(text) + 1))
+
+
+def _plain(step: dict[str, Any]) -> dict[str, Any]:
+    """A step that splits by an expression, as it is written in other files."""
+    if step["type"] != "Split" or "Regex" not in step["pattern"]:
+        return step
+    expression = step["pattern"]["Regex"].replace("\r", r"\r").replace("\n", r"\n")
+    plain = {**step, "pattern": {"Regex": expression}}
+    # The expressions that stand alone match all of a text: what they do not match, and this removes, is nothing.
+    is_kept = (step["behavior"], step["invert"]) == ("Removed", True)
+    return {**plain, "behavior": "Isolated", "invert": False} if is_kept and expression in _WHOLE else plain
 
 
 def _steps(value: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
@@ -251,6 +488,10 @@ def _steps(value: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
     if value["type"] == "Sequence":
         return [step for part in value[several] for step in _steps(part, several)]
     return [{key: each for key, each in value.items() if key not in _HARMLESS}]
+
+
+def _byte_token(byte: int) -> str:
+    return f"<0x{byte:02X}>"
 
 
 def _bytes_of_characters() -> dict[str, int]:

@@ -27,10 +27,10 @@ _CASED_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
 
 @dataclass(frozen=True)
 class _Splitting:
-    """How a text is split into words: by an expression, or GPT-2's own after each of its digits alone."""
+    """How a text is split into words: by expressions, one after another, or by GPT-2's own one."""
 
-    expression: str = ""
-    digits: bool = False
+    expressions: tuple[str, ...] = ()
+    digits: bool = False  # whether each digit is alone: before GPT-2's expression, or after all others
     composed: bool = False  # whether characters are composed first (NFC)
     whole: bool = False  # whether a word that is a token is not split, whatever the merges say
     begins: bool = False  # whether a text begins with BOS in files that do not say
@@ -45,12 +45,10 @@ class _Splitting:
 
     def into(self, backend: Tokenizer) -> None:
         """Makes ``backend`` split in this way."""
-        own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.expression)
-        first: list[Any] = []
+        own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.expressions)
+        first: list[Any] = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in self.expressions]
         if self.digits:
             first.append(pre_tokenizers.Digits(individual_digits=True))
-        if self.expression:
-            first.append(pre_tokenizers.Split(Regex(self.expression), behavior="isolated"))
         backend.pre_tokenizer = pre_tokenizers.Sequence([*first, own]) if first else own
         if self.composed:
             backend.normalizer = normalizers.NFC()
@@ -63,6 +61,14 @@ _QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p
 _TEKKEN = f"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*" + r"|\p{N}" + _CASED_OTHERS
 _END = f"{_CONTRACTIONS}?"
 _GPT4O = f"{_BEFORE}{_UPPER}*{_LOWER}+{_END}|{_BEFORE}{_UPPER}+{_LOWER}*{_END}" + r"|\p{N}{1,3}" + _CASED_OTHERS
+_SEED_CODER = _CONTRACTIONS + _LETTERS + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _SPACES
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",  # noqa: RUF001
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    + _SPACES,
+)
 
 #: By the names in files.
 SPLITTINGS: Mapping[str, _Splitting] = {
@@ -71,14 +77,18 @@ SPLITTINGS: Mapping[str, _Splitting] = {
     **dict.fromkeys(["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"], _DIGITS),
     **dict.fromkeys(
         ["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"],
-        _Splitting(_LLAMA3, whole=True, begins=True),
+        _Splitting((_LLAMA3,), whole=True, begins=True),
     ),
-    **dict.fromkeys(["dbrx", "smaug-bpe", "glm4", "chatglm-bpe"], _Splitting(_LLAMA3)),
-    "qwen2": _Splitting(_QWEN2, composed=True),
-    **dict.fromkeys(["deepseek-r1-qwen", "kormo", "megrez", "f2llmv2", "stablelm2", "hunyuan"], _Splitting(_QWEN2)),
-    "qwen35": _Splitting(_QWEN35, composed=True),
-    "tekken": _Splitting(_TEKKEN, whole=True, begins=True),
-    **dict.fromkeys(["gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"], _Splitting(_GPT4O)),
+    "glm4": _Splitting((_LLAMA3,), whole=True),
+    **dict.fromkeys(["dbrx", "smaug-bpe", "chatglm-bpe"], _Splitting((_LLAMA3,))),
+    "qwen2": _Splitting((_QWEN2,), composed=True),
+    **dict.fromkeys(["deepseek-r1-qwen", "kormo", "megrez", "f2llmv2", "stablelm2", "hunyuan"], _Splitting((_QWEN2,))),
+    "qwen35": _Splitting((_QWEN35,), composed=True),
+    "tekken": _Splitting((_TEKKEN,), whole=True, begins=True),
+    **dict.fromkeys(["gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"], _Splitting((_GPT4O,))),
+    "seed-coder": _Splitting((_SEED_CODER,)),
+    "deepseek-coder": _Splitting(_DEEPSEEK_CODER, digits=True),
+    **dict.fromkeys(["deepseek-v3", "hunyuan-dense"], _Splitting(_DEEPSEEK3)),
 }
 #: Kinds of tokens.
 _CONTROL, _USER = 3, 4
