@@ -202,12 +202,8 @@ class Tokenizer:
         for each in self._added:
             text = each["content"]
             flags = [name for name in ("lstrip", "rstrip", "single_word") if each.get(name)]
-            if (
-                not text
-                or "\0" in text
-                or "single_word" in flags
-                or (flags and not (_is_special(each) or text in _TAKEN))
-            ):
+            is_word = "single_word" in flags or (flags and not (_is_special(each) or text in _TAKEN))
+            if is_word or not text or "\0" in text:
                 raise self._unsupported(
                     f"has the token {text!r} with {' and '.join(flags) or 'no text'}",
                     "llama.cpp looks for its text alone",
@@ -230,9 +226,8 @@ class Tokenizer:
     def _check_names(self) -> None:
         """Names of tokens from which llama.cpp concludes what they are."""
         texts = {each["content"] for each in self._added}
-        taken = (
-            _TAKEN - {"</s>"} if "<|tool_response>" in texts | self._model["vocab"].keys() else _TAKEN
-        )  # as it has it
+        is_gemma4 = "<|tool_response>" in texts | self._model["vocab"].keys()  # of which it knows that </s> is ordinary
+        taken = _TAKEN - {"</s>"} if is_gemma4 else _TAKEN
         names = sorted((self._model["vocab"].keys() & taken) - texts)
         for name in names:
             if self._is_made(name):
