@@ -854,7 +854,7 @@ def test_values_that_no_kernel_knows(dtype: str, whole: Path, tmp_path: Path) ->
     assert "cannot be packed" in message(lambda: niwaki.load(directory, "cpu"), CheckpointError)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 3e38, 3e36])
+@pytest.mark.parametrize("scale", [0.0, math.nan, math.inf, 3e38, -3e38, 3e36])
 @pytest.mark.slow
 def test_forged_scales(scale: float, tmp_path: Path) -> None:
     """They never make anything that is not finite. 3e36 does if its whole numbers are large."""
@@ -867,7 +867,7 @@ def test_forged_scales(scale: float, tmp_path: Path) -> None:
 
     directory = forged(tmp_path, tmp_path, change)
     said = message(lambda: niwaki.load(directory, "cpu"), CheckpointError)
-    assert re.search("not above 0|NaN or infinite|infinite values", said)
+    assert re.search("is 0 or not|NaN or infinite|infinite values", said)
 
 
 def test_what_readers_of_json_differ_about(whole: Path, tmp_path: Path) -> None:

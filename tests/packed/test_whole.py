@@ -255,9 +255,9 @@ class TestParts:
         for at, value in ((32 + 6, 1), (32, 0x10), (63, 0x10), (4 * 64 + 32 + 31, 1), (4 * 64 + 63, 0xF0)):
             assert "after column 70" in self.refused(4, values=self.values(4, at, value))
 
-    @pytest.mark.parametrize("scale", [0.0, -1.0, torch.nan])
-    def test_a_scale_that_is_not_above_0(self, scale: float) -> None:
-        assert "not above 0" in self.refused(scales=torch.tensor([[1.0]] * 4 + [[scale]]))
+    @pytest.mark.parametrize("scale", [0.0, torch.nan])
+    def test_a_scale_that_is_0(self, scale: float) -> None:
+        assert "is 0 or not a number" in self.refused(scales=torch.tensor([[1.0]] * 4 + [[scale]]))
 
     def test_what_is_no_whole_numbers(self) -> None:
         assert "needs whole numbers and scales" in self.refused(scales=None)
@@ -586,14 +586,14 @@ class TestForged:
         with pytest.raises(ValueError, match="cannot be whole numbers"):
             dataclasses.replace(stored, packed=False).check()
 
-    @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 3e38])
+    @pytest.mark.parametrize("scale", [0.0, math.nan, math.inf, 3e38, -3e38])
     def test_scales(self, scale: float, packed: dict[int, Path], tmp_path: Path) -> None:
         def change(_: dict[str, Any], tensors: dict[str, Raw], key: str) -> None:
             dtype, shape, data = tensors[f"{key}.scales"]
             tensors[f"{key}.scales"] = dtype, shape, struct.pack("<f", scale) + data[4:]
 
         said = self.refused(packed[8], tmp_path, change, "q_proj")
-        assert any(words in said for words in ("not above 0", "NaN or infinite", "infinite values"))
+        assert any(words in said for words in ("is 0 or not", "NaN or infinite", "infinite values"))
 
     def test_a_byte_that_changed(self, packed: dict[int, Path], tmp_path: Path) -> None:
         directory = shutil.copytree(packed[4], tmp_path / "copy")

@@ -285,21 +285,19 @@ def test_weights_off_the_grid_are_found(tmp_path: Path, what: str) -> None:
     assert message(lambda: export(out, tmp_path / "packed"), OutputError) == said
 
 
-def test_scales_are_positive(tmp_path: Path) -> None:
-    """Of a negative one the weights may well be on the grid."""
+def test_scales_are_not_0(tmp_path: Path) -> None:
+    """Of a row of zeros the weights may well be on the grid."""
     model, out, key = save_model(tmp_path / "model"), tmp_path / "out", "model.layers.1.mlp.up_proj.weight"
     run(model, out)
     path = out / FILE
     data, scales = bytearray(path.read_bytes()), load_file(path)[f"{key}_scale"]
-    q = codes(tensors(out)[key], scales)
-    row = int((q.amin(dim=1) > -8).nonzero()[0])  # -8 would be 8
     at = data.index(raw(scales))
-    scales[row] *= -1
+    scales[0] = 0
     data[at : at + scales.nbytes] = raw(scales)
     path.write_bytes(data)
     streamed = StreamedModel(Checkpoint(model), "cpu")
     said = message(lambda: verify_grid(out, streamed.matrices(), Grid(4)), CheckpointError)
-    assert f"'{key}_scale' has scales that are not above 0 and finite" in said
+    assert f"'{key}_scale' has scales that are 0 or not finite" in said
 
 
 # Packed

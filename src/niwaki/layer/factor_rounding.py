@@ -32,7 +32,7 @@ def factors_onto_grid(
     damped = problem.gram.damped(damping)
     scaled = Normalized(LayerProblem(problem.W, damped))
     scales_right = grid.scales(B, problem.gram.H.diagonal().clamp(min=0), dtype)
-    # Adding +0.0 makes +0.0 of -0.0.
+    # Adding +0.0 makes +0.0 of -0.0, which small numbers may round to.
     B = grid.project(B, scales_right, dtype).add_(0.0)
     V = B * damped.norm
     VH = V @ scaled.new_H()

@@ -31,7 +31,7 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
     Both are in the dtype of W, with values that ``dtype`` has. UsageError if the grid does not fit W.
 
     Each row takes the best of its weights rounded to the nearest, the end of the sweeps below, and that with scales
-    fitted to it.
+    fitted to it. Rows of the solver's weights that are W's and on the grid already stay as they are, to the bit.
 
     Scales s are those of :meth:`Grid.scales` for the solver's weights and diag(H). With P(.) the nearest point of the
     grid on the mask M, R = rho (H + rho I)^-1 in coordinates where H has unit diagonal, Z the solver's weights, U = 0,
@@ -72,7 +72,7 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
             better = (losses < least).unsqueeze(1)
             best, chosen = torch.where(better, candidate, best), torch.where(better, s, chosen)
             least = torch.minimum(losses, least)
-        weights[rows], scales[rows] = best, chosen
+        weights[rows], scales[rows] = best, grid.finest(best, chosen, dtype)
     return problem.solution(weights, solution.mask, **solution.stats), scales
 
 
@@ -83,14 +83,15 @@ def to_nearest(W: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tenso
     count the same. Nothing makes up for what rounding changes, so no text is needed: with 8 bits it would gain next
     to nothing. UsageError if the grid does not fit W.
 
-    Cost: W rounded 12 times; memory of a copy of W and some of 1,024 rows.
+    Cost: W rounded about 40 times; memory of a copy of W and some of 1,024 rows.
     """
     weights, scales = torch.empty_like(W), W.new_empty(W.shape[0], grid.groups(W.shape[1]))
     alike = W.new_ones(W.shape[1])
     for start in range(0, W.shape[0], STRIP):
         rows = slice(start, start + STRIP)
-        scales[rows] = grid.scales(W[rows], alike, dtype)
-        weights[rows] = grid.project(W[rows], scales[rows], dtype)
+        first = grid.scales(W[rows], alike, dtype)
+        weights[rows] = grid.project(W[rows], first, dtype)
+        scales[rows] = grid.finest(weights[rows], first, dtype)
     return weights, scales
 
 
@@ -156,7 +157,7 @@ def _swept(W: Tensor, start: Tensor, R: Tensor, nearest: Callable[[Tensor], Tens
 
 
 def _fitted_scales(W: Tensor, codes: Tensor, scales: Tensor, H: Tensor, dtype: torch.dtype) -> Tensor:
-    """(out, groups): the scales with the least squared error for ``codes``; an old one where it is not above 0."""
+    """(out, groups): the scales with the least squared error for ``codes``; an old one where the sign is another."""
     rows, groups = scales.shape
     A, b = W.new_empty(rows, groups, groups), torch.empty_like(scales)
     width = W.shape[1] // groups
@@ -172,11 +173,11 @@ def _fitted_scales(W: Tensor, codes: Tensor, scales: Tensor, H: Tensor, dtype: t
     diagonal.add_(ridge).masked_fill_(~seen, 1.0)
     with products(tf32=False):
         fitted, _ = torch.linalg.solve_ex(A, b)
-    fitted = torch.where(seen & (fitted > 0) & fitted.isfinite(), fitted, scales)
+    fitted = torch.where(seen & (fitted.sign() == scales.sign()) & fitted.isfinite(), fitted, scales)
     return usable(fitted, dtype)
 
 
 def _losses(W: Tensor, Q: Tensor, H: Tensor) -> Tensor:
-    """(out,), the squared error of each row's output."""
+    """(out,), the squared error of each row's output; not below 0, where rounding can take it."""
     D = W - Q
-    return (D @ H).mul_(D).sum(dim=1)
+    return (D @ H).mul_(D).sum(dim=1).clamp_(min=0)

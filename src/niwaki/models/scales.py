@@ -120,8 +120,8 @@ def lost_embeddings(checkpoint: Checkpoint) -> list[str]:
 
 def check_scales(scales: Tensor, file: Path, key: str) -> None:
     """CheckpointError unless the tensor ``key`` of ``file`` can be scales."""
-    if not bool(((scales > 0) & scales.isfinite()).all()):
-        raise CheckpointError(f"{file}: {key!r} has scales that are not above 0 and finite; quantize the model again")
+    if not bool(((scales != 0) & scales.isfinite()).all()):
+        raise CheckpointError(f"{file}: {key!r} has scales that are 0 or not finite; quantize the model again")
 
 
 def verify_grid(directory: Path, matrices: Sequence[Matrix], grid: Grid) -> None:

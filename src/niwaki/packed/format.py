@@ -270,7 +270,7 @@ class PackedCheckpoint(Checkpoint):
         try:
             W = unpacked(mask, values, columns, DTYPES[stored.dtype], *scales)
             # All else is finite. What the largest scale cannot make infinite need not be looked at.
-            risky = W.scales is not None and not (W.scales.max() * 128).to(W.dtype).isfinite()
+            risky = W.scales is not None and not (W.scales.abs().max() * 128).to(W.dtype).isfinite()
             if risky and not expand(W).isfinite().all():
                 raise ValueError("its scales make infinite values")
         except ValueError as error:

@@ -193,6 +193,8 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
         native.niwaki_expand(
             path, ctypes.byref(matrix), W.columns, first, last, raw.data_ptr(), torch.get_num_threads()
         )
+    if W.scales is not None:
+        raw.add_(0.0)  # which makes +0.0 of -0.0, as a scale below 0 makes of 0
     return raw.to(W.dtype)
 
 

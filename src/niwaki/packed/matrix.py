@@ -163,8 +163,8 @@ def unpacked(
     ``scales`` may have another float dtype. ValueError where their contents do not go together: kernels rely on what is
     checked here.
     """
-    if scales is not None and not bool((scales > 0).all()):
-        raise ValueError("a scale is not above 0")
+    if scales is not None and not bool((scales.abs() > 0).all()):
+        raise ValueError("a scale is 0 or not a number")
     wide = None if scales is None else scales.float()
     if mask is None:
         return _checked_whole(PackedMatrix(None, values, columns, dtype, None, wide))
