@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
+from collections.abc import Callable
 from contextlib import nullcontext as nothing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import niwaki
-from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.errors import OutputError, UnsupportedModelError, UsageError
+from niwaki.finetuning.masked_lora import MaskedLinear
 from support.models import message, random_model
 
 #: PEFT's own, of a name that transformers will drop.
@@ -146,6 +152,114 @@ def test_copies_of_matrices() -> None:
         assert sum(int((value == 0).sum()) for name, value in merged.named_parameters() if "proj" in name) == zeros
 
 
+@pytest.mark.parametrize("zeros", ["few rows", "all"])
+def test_copies_that_began_as_zero(zeros: str) -> None:
+    """They are no zeros of pruning, and what they were trained to stays."""
+    model = pruned()
+    with torch.no_grad():
+        model.get_submodule("lm_head").weight[
+            : 1 if zeros == "few rows" else None, : 2 if zeros == "few rows" else None
+        ] = 0  # type: ignore[index, operator]
+    model = with_lora(model, modules_to_save=["lm_head"])
+    niwaki.keep_zeros(model)
+    train(model)
+    trained = logits(model)
+    merged = niwaki.merge_lora(model)
+    torch.testing.assert_close(logits(merged), trained, rtol=1e-4, atol=1e-5)
+    assert bool(merged.get_submodule("lm_head").weight[0].all())  # type: ignore[index]
+
+
+def test_an_adapter_of_a_matrix_of_zeros() -> None:
+    model = pruned()
+    name = "model.layers.0.self_attn.v_proj"
+    with torch.no_grad():
+        model.get_submodule(name).weight.zero_()  # type: ignore[operator, union-attr]
+    model = with_lora(model, target_modules=["v_proj", "q_proj"])
+    niwaki.keep_zeros(model)
+    train(model)
+    trained = logits(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        merged = niwaki.merge_lora(model)
+    torch.testing.assert_close(logits(merged), trained, rtol=1e-4, atol=1e-5)
+    assert bool(merged.get_submodule(name).weight.any())  # type: ignore[operator, union-attr]
+
+
+def tied() -> nn.Module:
+    model = pruned()
+    model.config.tie_word_embeddings = True  # type: ignore[union-attr]
+    model.tie_weights()  # type: ignore[operator]
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight  # type: ignore[operator]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (
+            tied,
+            {"target_modules": ["q_proj", "lm_head"]},
+            "model.embed_tokens.weight and lm_head.weight are one matrix",
+        ),
+        (tied, {"target_modules": ["q_proj", "embed_tokens"]}, "are one matrix, and an adapter of one of them"),
+        (pruned, {"layer_replication": [[0, 2], [1, 2]]}, "are one matrix, and an adapter of one of them"),
+        (pruned, {"lora_bias": True, "bias": "none"}, "has a bias (lora_bias), and the layer has none"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_what_cannot_be_merged(model: Callable[[], nn.Module], options: dict[str, Any], said: str) -> None:
+    adapted = with_lora(model(), **options)
+    before = {name: value.clone() for name, value in adapted.named_parameters()}
+    assert said in message(lambda: niwaki.merge_lora(adapted), UnsupportedModelError)
+    assert all(torch.equal(value, before[name]) for name, value in adapted.named_parameters())
+
+
+def test_layers_that_share_matrices_are_masked() -> None:
+    """The adapters of all of them, which are trained and kept as adapters."""
+    model = with_lora(pruned(), layer_replication=[[0, 2], [1, 2]])
+    niwaki.keep_zeros(model)
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    assert len(layers) == 6
+    assert {type(layer) for layer in layers} == {MaskedLinear}
+
+
+@pytest.mark.filterwarnings("ignore:.*tied:UserWarning")
+def test_a_head_that_is_not_tied_any_more(tmp_path: Path) -> None:
+    """Its configuration says so, and what is saved is what was trained."""
+    model = with_lora(tied(), modules_to_save=["lm_head"])
+    niwaki.keep_zeros(model)
+    train(model)
+    trained = logits(model)
+    merged = niwaki.merge_lora(model)
+    assert not merged.config.tie_word_embeddings  # type: ignore[union-attr]
+    merged.save_pretrained(tmp_path)  # type: ignore[operator]
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), trained, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_by_sequence() -> None:
+    model = with_lora(pruned())
+    niwaki.keep_zeros(model)
+    model.eval()
+    said = message(lambda: model(input_ids=TOKENS, adapter_names=["default", "__base__"]), UnsupportedModelError)
+    assert said.endswith("no adapter_names")
+
+
+def test_what_is_merged_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_lora(pruned())
+    niwaki.keep_zeros(model)
+    train(model)
+    monkeypatch.setattr(MaskedLinear, "merge", lambda self, safe_merge: None)
+    assert "the merged model is not the trained one" in message(lambda: niwaki.merge_lora(model), OutputError)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
+    model = with_lora(pruned(dtype))
+    niwaki.keep_zeros(model)
+    train(model, 2)
+    niwaki.merge_lora(model)
+
+
 def test_copied_and_pickled() -> None:
     """A copy has adapters of its own."""
     model = with_lora(pruned())
@@ -177,6 +291,9 @@ def test_refused() -> None:
     assert "takes a model of PEFT" in message(lambda: niwaki.merge_lora("x"), UsageError)  # type: ignore[arg-type]
     model = with_lora(pruned(), use_dora=True)
     assert "not a plain LoRA" in message(lambda: niwaki.keep_zeros(model), UnsupportedModelError)
+    with pytest.warns(UserWarning, match="lora_bias"):
+        model = with_lora(pruned(), lora_bias=True)
+    assert "(without lora_bias)" in message(lambda: niwaki.keep_zeros(model), UnsupportedModelError)
     model = with_lora(pruned())
     model.merge_adapter()
     assert "was merged already" in message(lambda: niwaki.merge_lora(model), UsageError)

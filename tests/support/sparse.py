@@ -30,7 +30,8 @@ def on_grid(rows: int, columns: int, groups: int, bits: int = 8, zeros: float = 
     if rows > 3:
         codes[1], codes[2] = codes[1] | 1, 0
     scales = (torch.rand(rows, groups, generator=generator) + 0.5).bfloat16().float()
-    W = (codes.float().view(rows, groups, -1) * scales.unsqueeze(2)).view(rows, columns)
+    scales *= torch.randn(rows, groups, generator=generator).sign()
+    W = (codes.float().view(rows, groups, -1) * scales.unsqueeze(2)).view(rows, columns) + 0.0  # no -0.0
     return W.bfloat16(), codes.to(torch.int8), scales
 
 

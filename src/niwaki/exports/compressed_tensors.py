@@ -20,6 +20,10 @@ from niwaki.records.record import Record
 from niwaki.runs.conversion import Form
 from niwaki.runs.model_card import replace_note
 
+_BELOW_0 = (
+    "some scales are below 0, which transformers and vLLM multiply with as with others; not so vLLM 0.25.1 with "
+    "VLLM_MARLIN_INPUT_DTYPE=int8, which is not to be set: https://github.com/vllm-project/vllm/issues/48905"
+)
 #: The note that replaces the one that weights are not packed.
 _PACKED = (
     "weights are packed integers in the format 'pack-quantized' of compressed-tensors, which has to be installed to "
@@ -81,14 +85,14 @@ class CompressedTensors(Form):
     def write(self, directory: Path, name: str) -> list[str]:
         """Writes the shards, and corrects what the other files say of them."""
         self._note(directory)
-        self._write_shards(directory)
+        least = self._write_shards(directory)
         replace_file(directory / "config.json", json.dumps(self._config, indent=2) + "\n")
-        return []
+        return [_BELOW_0] if least < 0 else []
 
-    def _write_shards(self, directory: Path) -> None:
-        """Writes the shards, in which three tensors replace each matrix, and their index."""
+    def _write_shards(self, directory: Path) -> float:
+        """Writes the shards, in which three tensors replace each matrix, and their index; the least of all scales."""
         shards, checkpoint, grid = Shards(directory), self.checkpoint, self._grid
-        matrices, count = {matrix.key: matrix for matrix in self._model.matrices()}, 0
+        matrices, count, least = {matrix.key: matrix for matrix in self._model.matrices()}, 0, 0.0
         for shard in checkpoint.shards:
             tensors: dict[str, Tensor] = {}
             for key in (key for key, entry in checkpoint.entries.items() if entry.shard == shard):
@@ -98,10 +102,12 @@ class CompressedTensors(Form):
                     tensors[key] = W
                     continue
                 scales = read_scales(checkpoint, matrices[key], grid)
+                least = min(least, float(scales.min()))
                 packed = packed_integers(grid.codes(W.float(), scales.float()), grid.bits)
                 tensors |= {f"{key}_packed": packed, f"{key}_scale": scales, f"{key}_shape": torch.tensor(W.shape)}
             shards.write(shard, tensors, tensors.__getitem__)
         shards.finish()
+        return least
 
     def _note(self, directory: Path) -> None:
         """Replaces the note on weights that are not packed, in the record and on the model card."""

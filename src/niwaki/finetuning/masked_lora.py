@@ -5,6 +5,8 @@ from typing import Any
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
+from niwaki.errors import UnsupportedModelError
+
 
 class MaskedLinear(Linear):
     """W + (B A) * (W != 0), as one product: a layer of PEFT becomes one where its class is exchanged for this.
@@ -15,6 +17,8 @@ class MaskedLinear(Linear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """(.., out) of ``x`` (.., in)."""
         adapters = [adapter for adapter in self.active_adapters if adapter in self.lora_A]
+        if kwargs.get("adapter_names"):
+            raise UnsupportedModelError("while zeros are kept, all of a batch has the same adapters: no adapter_names")
         if args or kwargs or self.disable_adapters or self.merged or not adapters:
             return super().forward(x, *args, **kwargs)
         base: Any = self.get_base_layer()

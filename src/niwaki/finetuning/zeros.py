@@ -21,12 +21,10 @@ from niwaki.checkpoints.tensors import read_header, read_json, read_tensor
 from niwaki.choices import TWO_FACTORS
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, shown
 from niwaki.files import replace_file
-from niwaki.finetuning.adapters import mask_lora
+from niwaki.finetuning.adapters import is_pruned, mask_lora
 from niwaki.finetuning.grids import KeptGrid, grid_in, plain_name
 from niwaki.packed.kernels import mask_
 
-#: Matrices with a smaller share of zeros were not pruned: rounding makes some.
-_LEAST = 1e-3
 #: The weights of models; those of adapters, which have no zeros of the model, are called otherwise.
 _WEIGHTS, _ADAPTERS = "model*.safetensors", "adapter_model*"
 #: By bytes of a number, integers as wide.
@@ -54,11 +52,7 @@ class KeptZeros:
         # PEFT keeps those that it trains a copy of.
         named = ((name, value) for name, value in model.named_parameters() if ".original_module." not in name)
         counted = {name: (value, _zeros(value)) for name, value in named if value.ndim > 1}
-        found = {
-            name: (value, zeros)
-            for name, (value, zeros) in counted.items()
-            if _LEAST <= zeros / max(1, value.numel()) < 1
-        }
+        found = {name: (value, zeros) for name, (value, zeros) in counted.items() if is_pruned(zeros, value.numel())}
         if not found:
             told = getattr(getattr(model, "config", None), "pruning_config", None) or {}
             why = (
