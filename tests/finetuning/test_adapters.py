@@ -159,7 +159,7 @@ def test_copies_that_began_as_zero(zeros: str) -> None:
     with torch.no_grad():
         model.get_submodule("lm_head").weight[
             : 1 if zeros == "few rows" else None, : 2 if zeros == "few rows" else None
-        ] = 0  # type: ignore[index, operator]
+        ] = 0
     model = with_lora(model, modules_to_save=["lm_head"])
     niwaki.keep_zeros(model)
     train(model)
@@ -173,7 +173,7 @@ def test_an_adapter_of_a_matrix_of_zeros() -> None:
     model = pruned()
     name = "model.layers.0.self_attn.v_proj"
     with torch.no_grad():
-        model.get_submodule(name).weight.zero_()  # type: ignore[operator, union-attr]
+        model.get_submodule(name).weight.zero_()
     model = with_lora(model, target_modules=["v_proj", "q_proj"])
     niwaki.keep_zeros(model)
     train(model)
@@ -182,7 +182,7 @@ def test_an_adapter_of_a_matrix_of_zeros() -> None:
         warnings.simplefilter("error")
         merged = niwaki.merge_lora(model)
     torch.testing.assert_close(logits(merged), trained, rtol=1e-4, atol=1e-5)
-    assert bool(merged.get_submodule(name).weight.any())  # type: ignore[operator, union-attr]
+    assert bool(merged.get_submodule(name).weight.any())
 
 
 def tied() -> nn.Module:
@@ -219,8 +219,7 @@ def test_layers_that_share_matrices_are_masked() -> None:
     model = with_lora(pruned(), layer_replication=[[0, 2], [1, 2]])
     niwaki.keep_zeros(model)
     layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
-    assert len(layers) == 6
-    assert {type(layer) for layer in layers} == {MaskedLinear}
+    assert [type(layer).__name__ for layer in layers] == ["MaskedLinear"] * 6
 
 
 @pytest.mark.filterwarnings("ignore:.*tied:UserWarning")
@@ -287,7 +286,7 @@ def test_adapters_that_come_later() -> None:
 def test_refused() -> None:
     model = with_lora(pruned(), init_lora_weights="pissa")
     for call in (niwaki.keep_zeros, niwaki.merge_lora):
-        assert "changes the weights of the model" in message(lambda call=call: call(model), UnsupportedModelError)  # type: ignore[misc]
+        assert "changes the weights of the model" in message(lambda call=call: call(model), UnsupportedModelError)
     assert "takes a model of PEFT" in message(lambda: niwaki.merge_lora("x"), UsageError)  # type: ignore[arg-type]
     model = with_lora(pruned(), use_dora=True)
     assert "not a plain LoRA" in message(lambda: niwaki.keep_zeros(model), UnsupportedModelError)

@@ -148,13 +148,13 @@ def test_rounding_beside_llama_cpp(bits: int, kind: str, better: float) -> None:
     """The squared error of weights rounded to the nearest, in the same bytes."""
     quants = pytest.importorskip("gguf.quants")
     W = normal(64, 256, seed=0).float()
-    kind = getattr(pytest.importorskip("gguf").GGMLQuantizationType, kind)
-    theirs = torch.from_numpy(quants.dequantize(quants.quantize(W.numpy(), kind), kind))
+    number = pytest.importorskip("gguf").GGMLQuantizationType[kind]
+    theirs = torch.from_numpy(quants.dequantize(quants.quantize(W.numpy(), number), number))
     ours, _ = to_nearest(W, Grid(bits, 32), torch.float16)
     assert float((ours - W).square().sum()) < better * float((theirs - W).square().sum())
 
 
-ON_GRID = {
+ON_GRID: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda q: q,
     "negative scale": lambda q: q,
     "sparse": lambda q: q * (normal(*q.shape, seed=5) > 1),

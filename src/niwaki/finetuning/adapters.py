@@ -69,7 +69,7 @@ def merge_lora(model: "PeftModel") -> nn.Module:
     for name, layer in layers.items():
         _check(name, layer)
     _check_shared(model, layers)
-    trained, was_tied, lost = _outputs(model), _is_tied(model), False
+    trained, lost = _outputs(model), False
     for layer in layers.values():
         weight: Tensor = layer.get_base_layer().weight  # type: ignore[assignment]
         zeros = weight == 0
@@ -86,8 +86,7 @@ def merge_lora(model: "PeftModel") -> nn.Module:
                         lost |= bool(new[zeros].any())
                         new.masked_fill_(zeros, 0)
     merged: nn.Module = model.unload()
-    if was_tied and not _is_tied(merged):
-        merged.config.tie_word_embeddings = False  # type: ignore[union-attr]
+    _tell_ties(merged)
     if trained is not None and not lost:
         _check_outputs(trained, merged)
     if lost:
@@ -124,7 +123,7 @@ def mask_lora(model: nn.Module, names: set[str]) -> Callable[[], None]:
             if kept.isdisjoint(id(value) for value in layer.get_base_layer().parameters()):
                 continue
             kind: Any = type(layer)
-            is_plain = kind in (Linear, MaskedLinear) and type(layer.base_layer) is nn.Linear
+            is_plain = kind in (Linear, MaskedLinear) and type(layer.get_base_layer()) is nn.Linear
             if not is_plain or layer.lora_variant or any(layer.lora_bias.values()):  # type: ignore[attr-defined]
                 raise UnsupportedModelError(
                     f"the adapter of {name} is not a plain LoRA (without lora_bias) of a linear layer, and would "
@@ -188,11 +187,13 @@ def _check_shared(model: nn.Module, layers: dict[str, Any]) -> None:
             )
 
 
-def _is_tied(model: nn.Module) -> bool:
-    """Whether token embeddings and head are one matrix."""
+def _tell_ties(model: nn.Module) -> None:
+    """Corrects the configuration of ``model`` where token embeddings and head are not one matrix any more."""
     ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    weights = [getattr(end, "weight", None) for end in ends]
-    return weights[0] is not None and weights[0] is weights[1]
+    first, last = (getattr(end, "weight", None) for end in ends)
+    config: Any = getattr(model, "config", None)
+    if first is not None and last is not None and first is not last and config is not None:
+        config.tie_word_embeddings = False
 
 
 def _outputs(model: nn.Module) -> Tensor | None:

@@ -166,7 +166,7 @@ class Grid:
         # Relative to a number, the most that it can be off the grid.
         off, integers = torch.finfo(dtype).eps + 2 * torch.finfo(W.dtype).eps, _INTEGERS[dtype.itemsize]
         largest, highest = sizes.amax(1), grouped.amax(1)
-        found, small, at_least = (largest == 0).to(W.dtype), [], torch.zeros_like(largest)
+        found, small, at_least = (largest == 0).to(W.dtype), list[Tensor](), torch.zeros_like(largest)
         for _ in range(4):  # rounding to ``dtype`` hides least of what these are
             at_least = sizes.masked_fill_(sizes <= at_least.unsqueeze(1), math.inf).amin(1)
             small.append(torch.where(at_least.isinf(), small[0] if small else 1.0, at_least))
