@@ -1,12 +1,14 @@
 """A model's tokenizer: texts to tokens, the token before a text, and windows."""
 
 import contextlib
+import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from niwaki.errors import CalibrationError, UsageError, first_line, panics_as_errors, raised_as
 
@@ -14,21 +16,25 @@ from niwaki.errors import CalibrationError, UsageError, first_line, panics_as_er
 _AT_ONCE, _OVERLAP = 1 << 18, 1 << 12
 #: Where this many tokens of both are the same, in the middle of the overlap, one part ends and the next begins.
 _SAME = 32
+#: The file of all of a tokenizer; classes of transformers name others, of which this one is made.
+_WHOLE = "tokenizer.json"
 #: Of a tokenizer whose files are missing.
 _MISSING = "neither tokenizer.json nor files that one can be made from are there; is the download complete?"
-#: What shows which tokens a tokenizer puts around a text.
+#: What shows which tokens a tokenizer puts around a text, and whether it keeps the text.
 _SAMPLE = "A text of 7 words, and no more."
+_log = logging.getLogger(__name__)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; CalibrationError where there is none, or it needs code from there."""
+    # Texts are longer than any context; without this each one would be warned about.
+    how: dict[str, Any] = {"trust_remote_code": False, "model_max_length": sys.maxsize}
     try:
-        # Texts are longer than any context; without this each one would be warned about.
         with panics_as_errors():
-            made = AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=sys.maxsize)
-        names = set(made.vocab_files_names.values())  # without any of which some are made that know nothing
-        if not names or any(file.name in names or file.suffix == ".model" for file in path.iterdir()):
-            return made
+            made = AutoTokenizer.from_pretrained(path, **how)
+            names = set(made.vocab_files_names.values())  # without any of which some are made that know nothing
+            if not names or any(file.name in (*names, _WHOLE) or file.suffix == ".model" for file in path.iterdir()):
+                return made if _keeps_text(made) else _as_written(path, made, how)
         reason = _MISSING
     except Exception as error:  # a broken tokenizer.json surfaces as nearly anything
         reason = first_line(error).rstrip()
@@ -36,6 +42,28 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             reason = _MISSING
         raise CalibrationError(f"{path} has no tokenizer that can be loaded: {reason}") from error
     raise CalibrationError(f"{path} has no tokenizer that can be loaded: {reason}")
+
+
+def _as_written(path: Path, made: PreTrainedTokenizerBase, how: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """``made``, or what tokenizer.json says where that keeps texts of which ``made`` loses something.
+
+    Some classes of transformers take tokens from it and have their own way of splitting and joining, such as that of
+    LLaMA 2, which loses the spaces of a byte-level tokenizer.
+    """
+    if not (path / _WHOLE).is_file() or not _keeps_text(other := PreTrainedTokenizerFast.from_pretrained(path, **how)):
+        return made
+    _log.warning(
+        f"{path}: as {type(made).__name__} in transformers its tokenizer loses parts of texts, so it is taken as "
+        f"{_WHOLE} says; with tokenizer_class TokenizersBackend in tokenizer_config.json other programs do so too"
+    )
+    return other
+
+
+def _keeps_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+    with contextlib.suppress(Exception):  # some want other texts, or what their vocabulary lacks: whoever reads says so
+        ids = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+        return bool(tokenizer.decode(ids, clean_up_tokenization_spaces=False) == _SAMPLE)
+    return True
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
