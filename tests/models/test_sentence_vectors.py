@@ -9,19 +9,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import niwaki
 from niwaki import Compute, Heal, Measurement, Prune, Shrink
 from niwaki.errors import UnsupportedModelError
-from niwaki.models.sentence_vectors import pooling_of, sentence_vectors, similarity
+from niwaki.models.sentence_vectors import agreement, pooling_of, scores_of, sentence_vectors, similarity
 from niwaki.runs.stage import Stage
-from niwaki.texts.sentences import sentences_of
+from niwaki.texts.sentences import sentences_of, texts_of
 from niwaki.windows import Windows
 from support.covering import some
 from support.healing import TOKENS
-from support.models import add_tokenizer, save_random
-from support.runs import StopAt, files, tensors, zeros
+from support.models import add_tokenizer, begin_texts, edit_json, message, save_random
+from support.runs import StopAt, files, raw, tensors, zeros
 from support.streams import stream_of
 
 CPU = Compute("cpu", "float32")
@@ -30,6 +38,50 @@ SENTENCES = [torch.arange(5, 5 + length) for length in (9, 4, 9, 12, 4)]
 TEXT = "".join(
     f"The old man went to the river {i} times. He did not see the boat {i}! Where was it? " for i in range(60)
 )
+
+
+#: Encoders as their configurations are, but for sizes.
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "xlm-roberta": {"pad_token_id": 1, "type_vocab_size": 1},
+    "mpnet": {"pad_token_id": 1, "relative_attention_num_buckets": 32},
+    "distilbert": {"dim": 32, "hidden_dim": 48, "n_heads": 4, "n_layers": 2},
+    "modernbert": {
+        "global_attn_every_n_layers": 2,
+        "local_attention": 8,
+        "classifier_pooling": "mean",
+        "pad_token_id": 2,
+        **dict.fromkeys(("cls_token_id", "bos_token_id"), 0),
+        **dict.fromkeys(("sep_token_id", "eos_token_id"), 1),
+    },
+    "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False},
+    "deberta-v2": {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+        "position_buckets": 16,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "type_vocab_size": 0,
+    },
+}
+#: Decoders whose files may have no head.
+DECODERS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "gemma3_text": {
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "use_bidirectional_attention": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
+
+def save_kind(path: Path, kind: str, auto: Any, **others: Any) -> Path:
+    """A tiny model of one of these kinds, with the embedded model's tokenizer."""
+    sizes = {**SIZES, "vocab_size": 4096, "max_position_embeddings": 66, **{**ENCODERS, **DECODERS}[kind], **others}
+    return add_tokenizer(save_random(path, AutoConfig.for_model(kind, **sizes), auto))
 
 
 def save_encoder(path: Path, **others: Any) -> Path:
@@ -198,3 +250,149 @@ def test_what_needs_predictions_is_refused(model: Path, tmp_path: Path) -> None:
         niwaki.evaluate(tmp_path / "out", Measurement(TOKENS))
     with pytest.raises(UnsupportedModelError, match="has no head, and makes no predictions"):
         niwaki.heal(tmp_path / "out", tmp_path / "healed", model, method="blocks", calibration=TOKENS)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_encoders_that_fill_in_words_make_vectors(tmp_path: Path, kind: str) -> None:
+    """Their head stays as it is, and the vectors are those of transformers' model without it."""
+    model, out = save_kind(tmp_path / "model", kind, AutoModelForMaskedLM), tmp_path / "out"
+    torch.testing.assert_close(sentence_vectors(stream_of(model), SENTENCES), vectors_of(model), rtol=1e-4, atol=1e-5)
+    measured = Measurement(TOKENS[:2])
+    record = niwaki.prune(model, out, 0.5, effort="fast", calibration=TOKENS, measurement=measured, compute=CPU)
+    assert (record.sparsity, record.perplexity) == (0.5, {})
+    assert 0.8 < record.vectors["after"].cosine < 1
+    (note,) = (note for note in record.notes if "stay in the files as they are" in note)
+    assert "not of its vectors or scores" in note
+    assert not any("perplexity says" in note for note in record.notes)
+    pruned = {f"{matrix.key}" for matrix in stream_of(model).matrices()}
+    before, after = tensors(model), tensors(out)
+    assert {key for key in before if raw(before[key]) != raw(after[key])} == pruned
+
+
+def vectors_of(model: Path) -> Tensor:
+    whole = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        rows = [whole(tokens.unsqueeze(0)).last_hidden_state[0].mean(0) for tokens in SENTENCES]
+    return torch.nn.functional.normalize(torch.stack(rows))
+
+
+@pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS])
+def test_classifiers_are_measured_by_their_scores(tmp_path: Path, kind: str) -> None:
+    auto = AutoModelForSequenceClassification
+    model, out = save_kind(tmp_path / "model", kind, auto, num_labels=3), tmp_path / "out"
+    dense = stream_of(model)
+    assert (dense.has_head, dense.has_scores) == (False, True)
+    whole = auto.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected_scores = [whole(tokens.unsqueeze(0)).logits for tokens in SENTENCES]
+    found = scores_of(dense, [{"input_ids": tokens} for tokens in SENTENCES])
+    torch.testing.assert_close(found, expected_scores, rtol=1e-4, atol=1e-5)
+    measured = Measurement(TOKENS[:4])
+    record = niwaki.prune(model, out, 0.5, effort="fast", calibration=TOKENS, measurement=measured, compute=CPU)
+    scores = record.scores["after"]
+    assert (record.sparsity, record.perplexity, record.vectors) == (0.5, {}, {})
+    texts = [{"input_ids": tokens} for tokens in TOKENS[:4]]
+    again = agreement(scores_of(dense, texts), scores_of(stream_of(out), texts), False, scores.text)
+    assert again == scores
+    assert "same label as the dense model's for" in (out / "README.md").read_text()
+    assert niwaki.Record.load(out / "niwaki.json").scores == record.scores
+    before, after = tensors(model), tensors(out)
+    pruned = {matrix.key for matrix in dense.matrices()}
+    assert {key for key in before if raw(before[key]) != raw(after[key])} == pruned
+
+
+def test_scores_of_tokens_and_of_pairs(tmp_path: Path) -> None:
+    """Each token's label, as one of names is; and a reranker's order, of questions with answers."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    given: dict[str, Any] = {"calibration": niwaki.Calibration(str(text), samples=8, length=32), "compute": CPU}
+    names = save_kind(tmp_path / "names", "distilbert", AutoModelForTokenClassification, num_labels=5)
+    scores = niwaki.prune(names, tmp_path / "fewer", 0.5, **given).scores["after"]
+    assert scores.agreement is not None
+    assert 0.2 < scores.agreement < 1
+    assert scores.scored > scores.sentences
+    auto = AutoModelForSequenceClassification
+    model = begin_texts(save_kind(tmp_path / "reranker", "bert", auto, num_labels=1), "<s> $A </s>")
+    process = json.loads((model / "tokenizer.json").read_text())["post_processor"]
+    second = [{"Sequence": {"id": "B", "type_id": 1}}, {"SpecialToken": {"id": "</s>", "type_id": 1}}]
+    edit_json(model / "tokenizer.json", post_processor={**process, "pair": process["single"] + second})
+    edit_json(model / "tokenizer_config.json", model_input_names=["input_ids", "token_type_ids", "attention_mask"])
+    dense = stream_of(model)
+    texts, in_pairs = texts_of(dense, Windows(_after(dense, text), "a text"))
+    assert in_pairs
+    whole = auto.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected_scores = [whole(**{name: value[None] for name, value in each.items()}).logits for each in texts]
+    torch.testing.assert_close(scores_of(dense, texts), expected_scores, rtol=1e-4, atol=1e-5)
+    scores = niwaki.prune(model, tmp_path / "out", 0.5, **given).scores["after"]
+    assert (scores.agreement, scores.in_pairs, scores.sentences) == (None, True, len(texts))
+    assert 0 < scores.rank_correlation < 1
+    assert str(scores).startswith("rank correlation of scores 0.")
+
+
+def test_agreement_by_hand() -> None:
+    dense = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 1.0]]), torch.tensor([[0.0, 4.0]])]
+    other = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 5.0]]), torch.tensor([[0.0, 4.0]])]
+    found = agreement(dense, other, False, "a text")
+    assert found.agreement == pytest.approx(2 / 3)
+    assert found.rank_correlation == pytest.approx((1 - 0.5) / 2)  # 1, and of 2, 1, 4 with 2, 5, 4: -0.5
+    assert (found.labels, found.sentences, found.scored) == (2, 3, 3)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("named", ["the model without a head", "one with it, and pooling"])
+def test_decoders_whose_files_have_no_head(tmp_path: Path, kind: str, named: str) -> None:
+    """As embedding models are: one predicate for all commands, and no perplexity of a head that is made up."""
+    model, out = save_kind(tmp_path / "model", kind, AutoModel), tmp_path / "out"
+    if named != "the model without a head":
+        set_pooling(model, "pooling_mode_lasttoken")
+        edit_json(model / "config.json", architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]])
+    dense = stream_of(model)
+    assert (dense.has_head, dense.sees_ahead) == (False, kind == "gemma3_text")
+    assert pooling_of(dense) == ("lasttoken" if named != "the model without a head" or kind == "qwen3" else "mean")
+    measured = Measurement(TOKENS[:2])
+    record = niwaki.prune(model, out, 0.5, calibration=TOKENS, measurement=measured, compute=CPU)
+    assert (record.perplexity, record.effort["allocation"]) == ({}, "error")
+    assert 0 < record.vectors["after"].cosine < 1
+    assert not stream_of(out).has_head
+    healed = niwaki.heal(
+        *(out, tmp_path / "healed", model),
+        tokens=400,
+        own_text=0.0,
+        calibration=TOKENS,
+        measurement=measured,
+        compute=CPU,
+    )
+    assert healed.healing
+    assert healed.healing.of_states
+    assert healed.perplexity == {}
+    for command in (
+        lambda: niwaki.evaluate(model, measured),
+        lambda: niwaki.compare(model, solvers="wanda", patterns=0.5, calibration=niwaki.Calibration("demo", 2, 32)),
+        lambda: niwaki.compress(model, tmp_path / "small", 0.4, calibration=TOKENS),
+        lambda: niwaki.plan_compression(model, 0.4, calibration=TOKENS),
+        lambda: niwaki.generate(model, "The"),
+        lambda: niwaki.bench(model),
+    ):
+        assert "has no head, and makes no predictions" in message(command, UnsupportedModelError)
+
+
+def test_a_decoder_with_a_head_beside_pooling_predicts(tmp_path: Path) -> None:
+    model = save_kind(tmp_path / "model", "qwen3", AutoModelForCausalLM, tie_word_embeddings=False)
+    set_pooling(model, "pooling_mode_lasttoken")
+    assert stream_of(model).has_head
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "vit"}, "reads no tokens of a text"),
+        ({"model_type": "t5", "architectures": ["T5ForSequenceClassification"]}, "is a T5ForSequenceClassification"),
+        ({"model_type": "t5", "architectures": ["T5EncoderModel"]}, "is a T5EncoderModel"),
+        ({"model_type": "mamba", "architectures": ["MambaForSequenceClassification"]}, "which config.json names"),
+    ],
+)
+def test_what_is_neither_says_what_it_is(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    model = save_encoder(tmp_path / "model")
+    (model / "config.json").write_text(json.dumps(config))
+    assert said in message(lambda: stream_of(model), UnsupportedModelError)

@@ -51,9 +51,8 @@ def summary(record: Record) -> Table:
     if record.fits:
         before, after = (fmean(getattr(fit, when) for fit in record.fits) for when in ("before", "after"))
         table.add_row("fit", f"error of blocks' outputs {before:.4g} to {after:.4g} (mean, on held-out samples)")
-    for name, found in (("perplexity", record.perplexity), ("sentence vectors", record.vectors)):
-        for when, measured in found.items():
-            table.add_row(f"{name} {when}", Text(str(measured)))
+    for name, words in record.measured().items():
+        table.add_row(name, Text(words))
     for when, measured in record.perplexity.items():
         if when != "after" and "after" in record.perplexity:
             table.add_row(f"above {when}", record.perplexity["after"].above(measured).words)

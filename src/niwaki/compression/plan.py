@@ -79,6 +79,8 @@ class Asked:
     def ways(self) -> Ways | SmallerWays:
         """All ways, of which nothing is foreseen yet; UnsupportedModelError where the program cannot have the model."""
         model = StreamedModel(self.checkpoint, "cpu")
+        if self.program != "transformers" or self.searches:
+            model.check_head()
         if self.program == "transformers":
             return SmallerWays.of(model, self.heal)
         return Ways(Parts.of(model, self.program), self.program, self.heal)

@@ -23,7 +23,7 @@ from niwaki.models.locate import check_continues, locate_model
 from niwaki.options import Compute, check_count
 from niwaki.packed import kernels
 from niwaki.packed.decoding import CACHES
-from niwaki.packed.format import INDEX
+from niwaki.packed.format import INDEX, open_checkpoint
 from niwaki.packed.load import load
 from niwaki.packed.pack import check_packable, pack
 from niwaki.packed.unpack import unpack
@@ -70,7 +70,7 @@ def bench(
     compute.only("bench", "device", "dtype")
     numbers = (prompt_tokens, tokens, repeats)
     path = locate_model(str(model))
-    check_continues(path, "bench")
+    check_continues(open_checkpoint(path), "bench")
     if (path / ORIGIN).exists():
         progress.note(
             "weights of a GGUF file are measured as transformers and niwaki hold them; for llama.cpp use llama-bench"

@@ -110,6 +110,7 @@ def compare(
     cells = asked_cells(solvers, patterns, effort)
     checkpoint = Checkpoint(locate_model(str(model)))
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
+    streamed.check_head()
     streamed.check_coverage()
     for cell in cells:
         patterns_of(cell.pattern, None, streamed)

@@ -15,6 +15,7 @@ from niwaki.errors import CheckpointError, NumericalError, UsageError, first_lin
 from niwaki.models.locate import check_continues, locate_model
 from niwaki.models.tokens import check_known, check_tokens, encode, load_tokenizer
 from niwaki.options import Compute, check_count
+from niwaki.packed.format import open_checkpoint
 from niwaki.packed.load import load
 from niwaki.quantities import check_temperature
 from niwaki.texts.chat_templates import rendered
@@ -77,7 +78,7 @@ def write(
     compute.only("generate", "device", "dtype")
     check(prompt, tokens, temperature, seed)
     path = locate_model(str(model))
-    check_continues(path, "generate")
+    check_continues(open_checkpoint(path), "generate")
     tokenizer = load_tokenizer(path)
     is_message = bool(tokenizer.chat_template) and not raw
     asked = _as_message(tokenizer, prompt) if is_message else prompt

@@ -37,7 +37,7 @@ from niwaki.errors import (
     first_line,
 )
 from niwaki.models.device import find_device, find_dtype
-from niwaki.models.locate import locate_model
+from niwaki.models.locate import check_predicts, locate_model
 from niwaki.models.structure import auto_class, read_config
 from niwaki.models.tokens import check_tokens, load_tokenizer
 from niwaki.options import Compute, check_count
@@ -262,6 +262,7 @@ def _load(model: str, device: str, dtype: str) -> Any:
             return ids
 
     checkpoint = open_checkpoint(locate_model(model))
+    check_predicts(checkpoint, "eval --tasks")
     path, place = checkpoint.path, find_device(device)
     tokenizer, number = load_tokenizer(path), find_dtype(dtype, place, checkpoint)
     whole: Any = load(path, device, number) if isinstance(checkpoint, PackedCheckpoint) else None

@@ -69,7 +69,9 @@ def _described(model: StreamedModel, name: str, keys: list[str], size: int) -> E
     number = int(last) if last.isdigit() and above.rpartition(".")[2] == list_of_blocks else -1
     counts = (getattr(model.config, count, None) for count in DRAFT_COUNTS)
     drafts = max((count for count in counts if isinstance(count, int)), default=0)
-    what, drafting = "unknown to transformers", any(map(is_draft, keys)) or depth <= number < depth + drafts
+    # Of a model without a head for words it may be that head.
+    what = "unknown to transformers" if model.has_head else "not of its vectors or scores"
+    drafting = any(map(is_draft, keys)) or depth <= number < depth + drafts
     if drafting:
         what = "draft layer for several tokens"
     elif number >= depth:

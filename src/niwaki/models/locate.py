@@ -4,9 +4,10 @@ from pathlib import Path
 
 from niwaki.checkpoints.hub import missing
 from niwaki.checkpoints.local import find_local
-from niwaki.checkpoints.tensors import read_json
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.gguf_source import as_directory
+from niwaki.models.structure import predicts_words
 
 
 def locate_model(model: str) -> Path:
@@ -27,10 +28,21 @@ def locate_model(model: str) -> Path:
         raise CheckpointError(missing(model, error)) from error
 
 
-def check_continues(path: Path, command: str) -> None:
-    """UnsupportedModelError where the model in directory ``path`` continues no text, which a ``command`` needs."""
-    if read_json(path / "config.json").get("is_encoder_decoder") is True:
+def check_continues(checkpoint: Checkpoint, command: str) -> None:
+    """UnsupportedModelError where the model in ``checkpoint`` continues no text, which a ``command`` needs."""
+    path = checkpoint.path
+    if checkpoint.config.get("is_encoder_decoder") is True:
         raise UnsupportedModelError(
             f"{path} is an encoder with a decoder, and niwaki {command} is for models that continue a text; "
             "use transformers' own generate(), and niwaki eval to measure it"
+        )
+    check_predicts(checkpoint, command)
+
+
+def check_predicts(checkpoint: Checkpoint, command: str) -> None:
+    """UnsupportedModelError where the model in ``checkpoint`` predicts no words, which a ``command`` needs."""
+    path = checkpoint.path
+    if not predicts_words(path, checkpoint.entries):
+        raise UnsupportedModelError(
+            f"{path} has no head, and makes no predictions of words, which niwaki {command} needs"
         )

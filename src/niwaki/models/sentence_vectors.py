@@ -1,10 +1,10 @@
-"""Vectors of sentences, as models for search and classification make them, one block in memory at a time."""
+"""Vectors and scores of texts, as models for search and classification make them, one block in memory at a time."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from niwaki.checkpoints.pipelines import pipeline
 from niwaki.errors import NumericalError
+from niwaki.models.interface import Inputs
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
-from niwaki.records.vectors import Similarity
+from niwaki.records.vectors import Agreement, Similarity
 
 #: By the name of its setting in the files of sentence-transformers, how vectors of tokens become one.
 _POOLINGS = {
@@ -47,26 +48,54 @@ def pooling_of(model: StreamedModel) -> str:
 def sentence_vectors(model: StreamedModel, sentences: Sequence[Tensor]) -> Tensor:
     """(sentences, width) float32 of length 1, for the tokens (length,) int64 of each; see :func:`pooling_of`.
 
-    Sentences of the same length run together, so that none is padded. NumericalError where vectors are not finite.
+    NumericalError where vectors are not finite.
     """
+    pooling, vectors = pooling_of(model), torch.empty(len(sentences), model.config.hidden_size)
+    batches = _run(model, [{"input_ids": tokens} for tokens in sentences])
+    with model.last_states() as last:
+        for numbers, hidden, tokens in batches:
+            vectors[numbers] = _pooled(last(hidden, tokens).float(), pooling).cpu()
+    return torch.nn.functional.normalize(_finite(vectors))
+
+
+@torch.no_grad()
+def scores_of(model: StreamedModel, texts: Sequence[Inputs]) -> list[Tensor]:
+    """(1, labels) float32 of each of the texts, or (length, labels) where each token has scores.
+
+    NumericalError where scores are not finite.
+    """
+    found: dict[int, Tensor] = {}
+    batches = _run(model, texts)
+    with model.scores() as score:
+        for numbers, hidden, tokens in batches:
+            for row, number in enumerate(numbers):  # one by one: some classifiers take no more without padding
+                scores = score(hidden[row : row + 1], tokens[row : row + 1])
+                found[number] = _finite(scores.reshape(-1, scores.shape[-1]).float().cpu())
+    return [found[number] for number in range(len(texts))]
+
+
+def _run(model: StreamedModel, texts: Sequence[Inputs]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """(their numbers, states after the last block, tokens) of texts of the same length, so that none is padded."""
     by_length = defaultdict[int, list[int]](list)
-    for number, tokens in enumerate(sentences):
-        by_length[len(tokens)].append(number)
+    for number, text in enumerate(texts):
+        by_length[len(text["input_ids"])].append(number)
     batches = [
         some.tolist()
         for length, numbers in sorted(by_length.items())
         for some in torch.tensor(numbers).split(max(1, TOKENS_PER_BATCH // length))
     ]
-    states = model.embed([{"input_ids": torch.stack([sentences[i] for i in numbers])} for numbers in batches])
+    states = model.embed(
+        [{name: torch.stack([texts[i][name] for i in numbers]) for name in texts[numbers[0]]} for numbers in batches]
+    )
     for block in model.stream():
         block.advance(states)
-    pooling, vectors = pooling_of(model), torch.empty(len(sentences), model.config.hidden_size)
-    with model.last_states() as last:
-        for numbers, hidden, tokens in zip(batches, states.hidden, states.tokens, strict=True):
-            vectors[numbers] = _pooled(last(hidden, tokens).float(), pooling).cpu()
-    if not bool(vectors.isfinite().all()):
+    return zip(batches, states.hidden, states.tokens, strict=True)
+
+
+def _finite(values: Tensor) -> Tensor:
+    if not bool(values.isfinite().all()):
         raise NumericalError("the model's outputs are NaN or infinite on this text; try dtype float32")
-    return torch.nn.functional.normalize(vectors)
+    return values
 
 
 def _pooled(states: Tensor, pooling: str) -> Tensor:
@@ -98,6 +127,19 @@ def similarity(dense: Tensor, vectors: Tensor, pooling: str, text: str) -> Simil
         *(float(cosines.mean()), float(error), float(cosines.min()), float(correlation.nan_to_num(0.0))),
         *(count, max(1, len(pairs)), pooling, text),
     )
+
+
+def agreement(dense: Sequence[Tensor], scores: Sequence[Tensor], in_pairs: bool, text: str) -> Agreement:
+    """How near ``scores`` of texts, each (1 or tokens, labels), are to those of the ``dense`` model."""
+    labels, both = scores[0].shape[1], list(zip(dense, scores, strict=True))
+    same = torch.stack([(one.argmax(1) == other.argmax(1)).double().mean() for one, other in both])
+    columns = [torch.cat([each.double() for each in all_]).T for all_ in (dense, scores)]
+    ranks = [torch.stack([_ranks(one), _ranks(other)]) for one, other in zip(*columns, strict=True)]
+    correlations = [float(torch.corrcoef(each)[0, 1].nan_to_num(0.0)) if each.shape[1] > 1 else 1.0 for each in ranks]
+    error = float(same.std()) / len(both) ** 0.5 if len(both) > 1 else 0.0
+    share, error_of_share = (float(same.mean()), error) if labels > 1 else (None, None)
+    counts = labels, len(both), sum(map(len, scores))
+    return Agreement(share, error_of_share, sum(correlations) / labels, *counts, in_pairs, text)
 
 
 def _ranks(values: Tensor) -> Tensor:

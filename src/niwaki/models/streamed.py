@@ -40,7 +40,7 @@ from niwaki.models.pair_inputs import PairInputs
 from niwaki.models.processes import World
 from niwaki.models.sharing import by_first_use, only_in
 from niwaki.models.spill import MemoryBudget, SpillList
-from niwaki.models.structure import config_of_text, find_parts, refusals, structure
+from niwaki.models.structure import config_of_text, find_parts, is_bidirectional, predicts_words, refusals, structure
 from niwaki.models.tokens import check_tokens, load_tokenizer
 from niwaki.models.weights import Weights, holding
 from niwaki.records.perplexity import Perplexity
@@ -72,7 +72,10 @@ class StreamedModel:
         self.budget = budget or MemoryBudget()
         self.device = find_device(device)
         self.dtype = find_dtype(dtype, self.device, checkpoint)
-        self.model = structure(checkpoint.path, self.dtype)
+        has_words = predicts_words(checkpoint.path, checkpoint.entries)
+        self.model = structure(checkpoint.path, self.dtype, has_words)
+        if hasattr(self.model, "pooler") and not any("pooler." in key for key in checkpoint.entries):
+            self.model.register_module("pooler", None)  # which files of a model that filled in words are without
         #: That of the language model, or of the decoder.
         self.config = config_of_text(self.model.config)
         for buffer in self.model.buffers():
@@ -85,6 +88,10 @@ class StreamedModel:
         kind = str(checkpoint.config.get("model_type"))
         self._parts = find_parts(self.model, kind)
         self.blocks, self.places, self.decoder = self._parts.blocks, self._parts.places, self._parts.decoder
+        #: Whether it makes predictions of words: others make vectors or scores of texts.
+        self.has_head = has_words and self._parts.head is not None
+        #: Whether it is a classifier, which gives texts or tokens scores.
+        self.has_scores = self._parts.has_scores
         #: How it is run on pairs, where it is an encoder with a decoder, such as T5; None of other models.
         self.pairs: PairInputs | None = None
         if self._parts.encoded:
@@ -92,11 +99,9 @@ class StreamedModel:
             self.pairs = PairInputs(self.model, self.config, last, self.device)
         #: The first block of each list of blocks: of the decoder, or of the encoder and the decoder.
         self.starts: tuple[int, ...] = (0,) if self.pairs is None else (0, self._parts.encoded)
-        #: Whether it makes predictions: an encoder may have none.
-        self.has_head = self._parts.head is not None
         #: Whether it is an encoder, such as BERT: each token sees those after it too.
         is_causal = any(getattr(part, "is_causal", False) for part in self.blocks[0].modules())
-        is_encoder = not is_causal and not getattr(self.config, "is_decoder", True)
+        is_encoder = not is_causal and not getattr(self.config, "is_decoder", not is_bidirectional(self.config))
         self.sees_ahead = is_encoder and self.pairs is None
         self.layout = Layout(self.model, checkpoint)
         self._weights = Weights(self._parts, self.layout, self.device)
@@ -123,7 +128,12 @@ class StreamedModel:
                 f"{kind!r} is not among the model families that niwaki is tested with; by its structure it has "
                 f"{len(self.blocks)} blocks with {names}"
             )
-        if self.sees_ahead:
+        if not (self.has_head or self.has_scores or self.sees_ahead):
+            yield (
+                "the files have no head, and config.json names none, or sentence-transformers' files pool states: it is "
+                "taken as a model that makes vectors"
+            )
+        if self.sees_ahead and self.has_head:
             yield f"{kind!r} is an encoder, whose tokens see those after them: perplexity says little of it"
 
     @functools.cached_property
@@ -323,8 +333,11 @@ class StreamedModel:
     def check_head(self) -> None:
         """Raises UnsupportedModelError where the model makes no predictions."""
         if not self.has_head:
-            path = self.checkpoint.path
-            raise UnsupportedModelError(f"{path} has no head, and makes no predictions of words, which this needs")
+            what = "scores" if self.has_scores else "vectors"
+            raise UnsupportedModelError(
+                f"{self.checkpoint.path} has no head, and makes no predictions of words, which this needs; niwaki "
+                f"prune, quantize, shrink and heal compare its {what} with the dense model's"
+            )
 
     @contextlib.contextmanager
     def head(self, dtype: torch.dtype | None = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
@@ -353,6 +366,18 @@ class StreamedModel:
 
         with self._weights.outside():
             yield states
+
+    @contextlib.contextmanager
+    def scores(self) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+        """What makes the scores of a classifier, (samples, labels) or (samples, length, labels), likewise."""
+        run = self._behind_blocks(self.model)
+
+        def scores(hidden: Tensor, tokens: Tensor) -> Tensor:
+            values: Tensor = run(hidden, tokens).logits
+            return values
+
+        with self._weights.outside():
+            yield scores
 
     def _behind_blocks(self, module: nn.Module) -> Callable[[Tensor, Tensor], Any]:
         """``module``, which has the blocks in it, for last hidden states and their tokens: what it makes of these."""

@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,42 +19,62 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
+from niwaki.checkpoints.pipelines import pipeline
 from niwaki.checkpoints.tensors import read_json
 from niwaki.errors import CheckpointError, UnsupportedModelError, one_line, raised_as
 from niwaki.models.families import is_in_tower
 
-#: Decoder blocks, and experts of one.
-_MOST_PARTS = 10_000
+#: Decoder blocks, and experts of one: the largest number that a family of transformers has is 16,384 (Doge).
+_MOST_PARTS = 1 << 15
+#: Names of entries of configurations that count them; sizes, such as ``vocab_size_per_layer_input``, have others.
+_COUNTS = re.compile(r"(.*_)?(n|num)_(.*_)?(layer|expert).*|.*(layers|experts|expert_num)")
+#: What gives scores of texts or of tokens, by the end of its class's name in config.json.
+_CLASSIFIERS = {
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForTokenClassification": AutoModelForTokenClassification,
+}
+#: What predicts words: decoders, and what writes of sound or another text.
+_DECODERS = AutoModelForCausalLM, AutoModelForMultimodalLM
+_WRITERS = AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+#: The names of heads that predict words, as files have them.
+_HEADS = re.compile(r"(.*\.)?(lm_head|embed_out)\..*")
 #: What transformers itself has for attention and experts, everywhere.
 _OWN_CODE = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
 #: The last models of this process by config.json and dtype, since to build one takes several times as long as to copy
 #: it; none so large (hundreds of blocks) that to build it again is the least of a run.
-_KEPT: dict[tuple[bytes, torch.dtype], bytes] = {}
+_KEPT: dict[tuple[bytes, torch.dtype, bool], bytes] = {}
 _MOST_KEPT = 64
 _LARGEST_KEPT = 1 << 20
 
 
-def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+def structure(directory: Path, dtype: torch.dtype, has_words: bool = True) -> PreTrainedModel:
     """The model of ``config.json`` without memory for its parameters; buffers, which are computed, are real.
 
-    UnsupportedModelError where it is several models, CheckpointError where transformers refuses the configuration.
+    With a head for words if it ``has_words``, see :func:`predicts_words`. UnsupportedModelError where it is several
+    models, CheckpointError where transformers refuses the configuration.
     """
     file = directory / "config.json"
     with refusals(file):
         values = read_json(file)
-        check_sizes(values, file)
-        key = (pickle.dumps(values), dtype)
+        key = (pickle.dumps(values), dtype, has_words)
     if key in _KEPT:
         kept: PreTrainedModel = pickle.loads(_KEPT[key])  # noqa: S301  (what this process has written)
         return kept
-    model = _built(directory, dtype)
+    model = _built(directory, dtype, has_words)
     try:
         content = pickle.dumps(model)
     except (AttributeError, TypeError, RecursionError, pickle.PicklingError):  # of functions that have no name
@@ -66,16 +87,13 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _built(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _built(directory: Path, dtype: torch.dtype, has_words: bool) -> PreTrainedModel:
     """The same, by transformers."""
     with refusals(directory / "config.json"):
         config = read_config(directory)
         config.name_or_path = ""  # nothing hangs on where it is
-        if config.is_encoder_decoder and type(config) not in auto_class(config)._model_mapping:
-            raise UnsupportedModelError(
-                f"{directory} is an encoder with a decoder ({config.model_type}), and transformers has no model of "
-                "this kind that writes text"
-            )
+        if config.is_encoder_decoder:
+            _check_writes(config, directory)
         for each in (config, config.get_text_config()):  # some files ask for more, or for tuples
             each.return_dict, each.output_hidden_states, each.output_attentions = True, False, False
             if hasattr(each, "rescale_every"):  # RWKV's way to stay within float16, which changes weights as it runs
@@ -84,20 +102,36 @@ def _built(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
                 each.output_router_logits = False
         with init_empty_weights(include_buffers=False), no_init_weights(), _UntouchedZeros():
             # One expert after the other: the other ways of running them sort tokens into one large product.
-            model = auto_class(config).from_config(
+            model = auto_class(config, has_words).from_config(
                 config, dtype=dtype, experts_implementation="eager", trust_remote_code=False
             )
     assert isinstance(model, PreTrainedModel)
     try:
-        model.get_input_embeddings()
+        embeddings = model.get_input_embeddings()
     except NotImplementedError as error:
         raise UnsupportedModelError(
             f"{directory} is several models in one ({config.model_type}), and transformers does not say which one "
             "reads text"
         ) from error
+    if not has_words and not isinstance(embeddings, nn.Embedding):
+        raise UnsupportedModelError(f"{directory} ({config.model_type}) reads no tokens of a text")
     _compute_positions(model)
     model.eval().requires_grad_(False)
     return model
+
+
+def _check_writes(config: PreTrainedConfig, directory: Path) -> None:
+    """UnsupportedModelError where an encoder with a decoder writes no text."""
+    named = next(iter(config.architectures or ()), "")
+    if named.endswith((*_CLASSIFIERS, "EncoderModel")):
+        raise UnsupportedModelError(
+            f"{directory} is a {named}; of encoders with a decoder, only those are supported that have both and write"
+        )
+    if type(config) not in auto_class(config)._model_mapping:
+        raise UnsupportedModelError(
+            f"{directory} is an encoder with a decoder ({config.model_type}), and transformers has no model of "
+            "this kind that writes text"
+        )
 
 
 def _compute_positions(model: PreTrainedModel) -> None:
@@ -112,8 +146,9 @@ def read_config(directory: Path) -> PreTrainedConfig:
     """``config.json`` as transformers has it, but for names of code: a file does not choose what runs.
 
     Attention or experts may name packages or code on the hub there, which transformers would take; its own ways of
-    running them stay.
+    running them stay. CheckpointError where it asks for so many layers that reading it would not end.
     """
+    check_sizes(read_json(directory / "config.json"), directory / "config.json")
     config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     parts, seen = [config], set[int]()
     while parts:
@@ -135,23 +170,58 @@ def config_of_text(config: PreTrainedConfig) -> PreTrainedConfig:
     return next((each for each in nested if isinstance(each, PreTrainedConfig)), config)
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
+def predicts_words(directory: Path, keys: Iterable[str]) -> bool:
+    """Whether the model in ``directory`` with tensors ``keys`` has a head that predicts words.
+
+    Others make vectors or scores of texts: encoders, unless config.json names the class that writes with them;
+    classifiers; and decoders without the tensor of a head that config.json names so, or that sentence-transformers
+    pools.
+    """
+    with refusals(directory / "config.json"):
+        config = read_config(directory)
+        if config.is_encoder_decoder:
+            return True
+        kind, named = config.model_type, next(iter(config.architectures or ()), "")
+        if _classifier(config):
+            return False
+        if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+            return named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+        if not any(type(config) in each._model_mapping for each in (*_DECODERS, *_WRITERS)):
+            return False
+        pools = any(layer.endswith("Pooling") for layer, _ in pipeline(directory))
+        return not (pools or named == MODEL_MAPPING_NAMES.get(kind)) or any(map(_HEADS.fullmatch, keys))
+
+
+def is_bidirectional(config: PreTrainedConfig) -> bool:
+    """Whether each token sees those after it, in models of a kind that does not say whether it is a decoder."""
+    says_so = getattr(config, "use_bidirectional_attention", False) is True
+    return says_so or config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def auto_class(config: PreTrainedConfig, has_words: bool = True) -> Any:
     """What transformers makes the model of ``config`` with: one of text alone, or one of images or sound as well.
 
-    An encoder may come without a head, as those that make embeddings of texts do, or with a decoder.
+    One that ``has_words`` predicts them, maybe as an encoder with a decoder; others are a classifier, or without a
+    head.
     """
-    is_known = any(type(config) in each._model_mapping for each in (AutoModelForCausalLM, AutoModelForMultimodalLM))
-    if config.is_encoder_decoder or not is_known:
-        both = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
-        return next((each for each in both if type(config) in each._model_mapping), AutoModelForMultimodalLM)
-    base = MODEL_MAPPING_NAMES.get(config.model_type)
-    if getattr(config, "is_decoder", True) is False and config.architectures == [base]:
-        return AutoModel
+    if not has_words:
+        return _classifier(config) or AutoModel
+    if config.is_encoder_decoder or not any(type(config) in each._model_mapping for each in _DECODERS):
+        return next((each for each in _WRITERS if type(config) in each._model_mapping), AutoModelForMultimodalLM)
     with_more = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
     takes_text_alone = type(config) in AutoModelForCausalLM._model_mapping and with_more not in (
         config.architectures or ()
     )
     return AutoModelForCausalLM if takes_text_alone else AutoModelForMultimodalLM
+
+
+def _classifier(config: PreTrainedConfig) -> Any:
+    """What makes the model where config.json names one that gives scores; None where it names another."""
+    named = next(iter(config.architectures or ()), "")
+    auto: Any = next((each for end, each in _CLASSIFIERS.items() if named.endswith(end)), None)
+    if auto and type(config) not in auto._model_mapping:
+        raise UnsupportedModelError(f"transformers has no {named}, which config.json names, for {config.model_type!r}")
+    return auto
 
 
 @dataclass(frozen=True)
@@ -196,6 +266,11 @@ class Parts:
         """What makes predictions: an encoder may have none."""
         head: nn.Module | None = self.model.get_output_embeddings()
         return head
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether it is a classifier, of texts or of tokens."""
+        return type(self.model).__name__.endswith(tuple(_CLASSIFIERS))
 
     @property
     def speaker(self) -> PreTrainedModel:
@@ -279,7 +354,7 @@ def check_sizes(values: dict[str, Any], file: Path) -> None:
     for name, value in values.items():
         if isinstance(value, dict):
             check_sizes(value, file)
-        elif isinstance(value, int | float) and value > _MOST_PARTS and re.search("layer|expert", name):
+        elif isinstance(value, int | float) and value > _MOST_PARTS and _COUNTS.fullmatch(name):
             raise CheckpointError(f"{file} asks for {name} {value:,}; no model has more than {_MOST_PARTS:,}")
 
 

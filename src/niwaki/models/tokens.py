@@ -50,7 +50,10 @@ def _as_written(path: Path, made: PreTrainedTokenizerBase, how: dict[str, Any]) 
     Some classes of transformers take tokens from it and have their own way of splitting and joining, such as that of
     LLaMA 2, which loses the spaces of a byte-level tokenizer.
     """
-    if not (path / _WHOLE).is_file() or not _keeps_text(other := PreTrainedTokenizerFast.from_pretrained(path, **how)):
+    if not (path / _WHOLE).is_file():
+        return made
+    other: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(path, **how)
+    if not _keeps_text(other):
         return made
     _log.warning(
         f"{path}: as {type(made).__name__} in transformers its tokenizer loses parts of texts, so it is taken as "

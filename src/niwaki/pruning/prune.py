@@ -166,8 +166,9 @@ class Pruning(Task):
         given, shares, reasons = self.request.settled_effort, self.request.shares_zeros, []
         self.measurement = run.measured
         if not self.model.has_head:
-            vectors = "" if self.measurement.samples == 0 else ", but how near its sentence vectors are"
-            reasons.append(f"this model predicts no words: no perplexity is measured{vectors}")
+            what = "scores" if self.model.has_scores else "sentence vectors"
+            near = "" if self.measurement.samples == 0 else f", but how near its {what} are to the dense model's"
+            reasons.append(f"this model predicts no words: no perplexity is measured{near}")
         if has_images(run.calibration) and not self.request.rounds_to_nearest:
             reasons.append("calibrated on images: what needs text is left out")
         self.effort = given.settled(shares, predicts=not reasons, writes=self.model.pairs is None)

@@ -7,6 +7,8 @@ import functools
 import math
 import os
 import platform
+from collections.abc import Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Annotated, Any, TypedDict
@@ -32,7 +34,7 @@ from niwaki.records.data import (
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Difference, Perplexity
 from niwaki.records.structure import StructureRecord
-from niwaki.records.vectors import Similarity
+from niwaki.records.vectors import Agreement, Similarity
 from niwaki.records.wording import counted, in_words, kind, several, two_digits
 
 #: Of ``niwaki.json``.
@@ -186,6 +188,7 @@ class Record(JsonFile):
         perplexity: Perplexities measured "before" and "after"; healing also has that of the "pruned" model.
         vectors: For models that make sentence vectors and predict no words: how close the vectors are to the dense
             model's, "after" and, for a model that was pruned before, as "pruned".
+        scores: The same for classifiers and rerankers: how close their scores are.
         seconds: Duration of each stage of the work, and in "total".
         peak_memory: Bytes: the greatest resident size of the process and, on a GPU, of its allocator.
         notes: What a careful reader should know, such as damping that was raised, text left out, or files not carried
@@ -222,6 +225,7 @@ class Record(JsonFile):
         default_factory=dict
     )
     vectors: dict[Annotated[str, msgspec.Meta(pattern="^(pruned|after)$")], Similarity] = field(default_factory=dict)
+    scores: dict[Annotated[str, msgspec.Meta(pattern="^(pruned|after)$")], Agreement] = field(default_factory=dict)
     seconds: Stages = field(default_factory=dict)
     peak_memory: Annotated[dict[str, Count], msgspec.Meta(max_length=100)] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -326,6 +330,12 @@ class Record(JsonFile):
             return False
         zeros = sum(int(matrix.stats.get("zeros_before", 0)) for matrix in self.matrices)
         return zeros <= FEW_ZEROS * sum(math.prod(matrix.shape) for matrix in self.matrices)
+
+    def measured(self) -> dict[str, str]:
+        """In words, by what it is and when, all that was measured of the model as a whole."""
+        kinds: dict[str, Mapping[str, Any]]
+        kinds = {"perplexity": self.perplexity, "sentence vectors": self.vectors, "scores": self.scores}
+        return {f"{kind} {when}": str(value) for kind, found in kinds.items() for when, value in found.items()}
 
     def costs(self) -> list[tuple[StageRecord, Difference | None]]:
         """The stages, each with its cost: how many nats a token the loss after it is above the loss before it.

@@ -115,7 +115,7 @@ def base_name(model: str) -> str:
 def _public(record: Record) -> Record:
     """``record`` for those who have other directories: paths that were given are there without their folders."""
     healing, sources = record.healing, str(record.calibration.get("source", "")).split(" + ")
-    texts = [*(each.text for each in record.perplexity.values()), *(each.text for each in record.vectors.values())]
+    texts = [each.text for found in (record.perplexity, record.vectors, record.scores) for each in found.values()]
     given = [record.model, record.mask_from or "", healing.teacher if healing else "", *sources, *texts]
     names = {name: public for name in given if name and (public := public_name(name)) != name}
 
@@ -134,6 +134,7 @@ def _public(record: Record) -> Record:
         calibration={**record.calibration, **({"source": told(" + ".join(sources))} if any(sources) else {})},
         perplexity={key: dataclasses.replace(each, text=told(each.text)) for key, each in record.perplexity.items()},
         vectors={key: dataclasses.replace(each, text=told(each.text)) for key, each in record.vectors.items()},
+        scores={key: dataclasses.replace(each, text=told(each.text)) for key, each in record.scores.items()},
         stages=[dataclasses.replace(stage, asked=told(stage.asked)) for stage in record.stages],
         notes=[told(note) for note in record.notes],
     )
@@ -186,7 +187,4 @@ def _rows(record: Record) -> dict[str, str]:
     }
     for stage, cost in record.costs():
         rows[f"stage {stage.name}"] = ", ".join(filter(None, [stage.asked, cost and cost.words])) or "done"
-    for name, found in (("perplexity", record.perplexity), ("sentence vectors", record.vectors)):
-        for when, measured in found.items():
-            rows[f"{name} {when}"] = str(measured)
-    return rows if record.perplexity or record.vectors else {**rows, "perplexity": "not measured"}
+    return {**rows, **(record.measured() or {"perplexity": "not measured"})}

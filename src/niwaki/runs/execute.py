@@ -15,6 +15,7 @@ from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import Recipe
 from niwaki.records.record import Record, StageRecord
+from niwaki.records.vectors import Agreement
 from niwaki.records.wording import counted
 from niwaki.runs import card
 from niwaki.runs.clock import Clock
@@ -188,24 +189,28 @@ def _done(run: Run, task: Task) -> Record:
             most = {where: max(peak, record.peak_memory.get(where, 0)) for where, peak in peaks.items()}
             record.peak_memory = {**record.peak_memory, **most}
         if run.place:
-            _compare_vectors(run, record)
+            _compare(run, record)
             _finish(run, record)
     return run.world.received(record)
 
 
-def _compare_vectors(run: Run, record: Record) -> None:
-    """Measures sentence vectors where the model predicts no words."""
+def _compare(run: Run, record: Record) -> None:
+    """Measures sentence vectors, or scores, where the model predicts no words."""
     sentences, stage = run.sentences, run.stages[run.number]
-    if sentences.windows and run.place and not stage.is_format:
-        run.progress.status("comparing sentence vectors")
-        where = run.compute.device, run.compute.dtype
-        if run.is_first and sentences.dense != run.source:
-            record.vectors["pruned"] = sentences.measured(run.source, *where)
-        found = record.vectors["after"] = sentences.measured(run.place.directory, *where)
-        if found.sentences < FEW_SENTENCES:
-            few = counted(found.sentences, "sentence")
-            run.note(record, f"sentence vectors are those of only {few}; more --text-samples tell more")
-        run.clock.lap("vectors")
+    if not sentences.windows or not run.place or stage.is_format:
+        return
+    run.progress.status("comparing with the dense model")
+    paths = {"pruned": run.source} if run.is_first and sentences.dense != run.source else {}
+    for when, path in {**paths, "after": run.place.directory}.items():
+        found = sentences.measured(path, run.compute.device, run.compute.dtype)
+        if isinstance(found, Agreement):
+            record.scores[when] = found
+        else:
+            record.vectors[when] = found
+    if found.sentences < FEW_SENTENCES:
+        few = counted(found.sentences, "sentence")
+        run.note(record, f"only {few} were compared with the dense model's; more --text-samples tell more")
+    run.clock.lap("comparison")
 
 
 def _finish(run: Run, record: Record) -> None:

@@ -1,17 +1,18 @@
-"""What is measured of models that make vectors of texts, and predict no words."""
+"""What is measured of models that make vectors or scores of texts, and predict no words."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.models.sentence_vectors import pooling_of, sentence_vectors, similarity
+from niwaki.models.interface import Inputs
+from niwaki.models.sentence_vectors import agreement, pooling_of, scores_of, sentence_vectors, similarity
 from niwaki.models.streamed import StreamedModel
-from niwaki.records.vectors import Similarity
-from niwaki.texts.sentences import sentences_of
+from niwaki.records.vectors import Agreement, Similarity
+from niwaki.texts.sentences import sentences_of, texts_of
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
@@ -21,7 +22,7 @@ FEW_SENTENCES = 100
 
 @dataclass
 class Sentences:
-    """What all stages of a run measure sentence vectors on: text that none of them has seen.
+    """What all stages of a run measure sentence vectors or scores on: text that none of them has seen.
 
     Attributes:
         windows: That text; None where the model predicts words, or nothing is measured.
@@ -31,8 +32,8 @@ class Sentences:
     windows: Windows | None = None
     dense: Path = Path()
     _seen: int = -1  # windows that the stage which reads on furthest has
-    _tokens: list[Tensor] = field(default_factory=list)
-    _vectors: Tensor | None = None  # of the dense model
+    _vectors: tuple[list[Tensor], Tensor] | None = None  # of sentences, by the dense model
+    _scores: tuple[list[Inputs], bool, list[Tensor]] | None = None  # of texts, maybe in pairs, likewise
 
     def apart(self, model: StreamedModel, texts: Texts) -> Texts:
         """``texts`` of a stage on ``model``; without those to measure perplexity on where it predicts no words."""
@@ -42,13 +43,21 @@ class Sentences:
             self.windows, self._seen = texts.only, len(texts.samples)
         return replace(texts, heldout={})
 
-    def measured(self, path: Path, device: str, dtype: str) -> Similarity:
-        """How near the vectors of the model in ``path`` are to those of the dense one."""
+    def measured(self, path: Path, device: str, dtype: str) -> Similarity | Agreement:
+        """How near the vectors or scores of the model in ``path`` are to those of the dense one."""
         assert self.windows
-        if self._vectors is None:
+        model, text = StreamedModel(Checkpoint(path), device, dtype), self.windows.source
+        if self._vectors is None and self._scores is None:
             dense = StreamedModel(Checkpoint(self.dense), device, dtype)
-            self._tokens = sentences_of(dense, self.windows)
-            self._vectors = sentence_vectors(dense, self._tokens)
-        model = StreamedModel(Checkpoint(path), device, dtype)
-        vectors = sentence_vectors(model, self._tokens)
-        return similarity(self._vectors, vectors, pooling_of(model), self.windows.source)
+            if dense.has_scores:
+                texts, in_pairs = texts_of(dense, self.windows)
+                self._scores = texts, in_pairs, scores_of(dense, texts)
+            else:
+                sentences = sentences_of(dense, self.windows)
+                self._vectors = sentences, sentence_vectors(dense, sentences)
+        if self._scores:
+            texts, in_pairs, scores = self._scores
+            return agreement(scores, scores_of(model, texts), in_pairs, text)
+        assert self._vectors
+        sentences, vectors = self._vectors
+        return similarity(vectors, sentence_vectors(model, sentences), pooling_of(model), text)

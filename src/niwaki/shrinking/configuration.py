@@ -123,7 +123,7 @@ def smaller_blocks(
     kind = model.checkpoint.config.get("model_type")
     cannot = f"{model.checkpoint.path} ({kind}) cannot become smaller like this:"
     try:
-        smaller = find_parts(structure(directory, model.dtype), str(kind)).blocks
+        smaller = find_parts(structure(directory, model.dtype, model.has_head), str(kind)).blocks
     except NiwakiError as error:
         reason = str(error).replace(f"{directory / 'config.json'}", "the smaller model's config.json")
         reason = reason.replace(str(directory), "the smaller model")
