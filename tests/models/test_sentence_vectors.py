@@ -276,6 +276,16 @@ def vectors_of(model: Path) -> Tensor:
     return torch.nn.functional.normalize(torch.stack(rows))
 
 
+@pytest.mark.parametrize("kind", ["xlm-roberta", "mpnet"])
+def test_positions_begin_behind_those_of_padding(tmp_path: Path, kind: str) -> None:
+    """As RoBERTa's 512 of 514: windows are no longer, without --length too."""
+    stream = stream_of(save_kind(tmp_path / "model", kind, AutoModel))
+    assert stream.positions == stream.window_length(None) == 64
+    assert sentence_vectors(stream, [torch.arange(5, 69)]).shape == (1, 32)
+    with pytest.raises(IndexError):
+        sentence_vectors(stream, [torch.arange(5, 70)])
+
+
 @pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS])
 def test_classifiers_are_measured_by_their_scores(tmp_path: Path, kind: str) -> None:
     auto = AutoModelForSequenceClassification

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import niwaki
 from niwaki import Calibration, Compute, Measurement, NiwakiError
@@ -35,7 +35,7 @@ from niwaki.runs.workplace import Workplace
 from niwaki.stages import make_stage
 from support.command import Command
 from support.covering import FULL, some
-from support.models import FEW_TOKENS, add_small_tokenizer, random_model, random_tokens
+from support.models import CASES, FEW_TOKENS, add_small_tokenizer, random_model, random_tokens, save_random
 from support.pairs import save_pair_model
 from support.runs import StopAt, files
 
@@ -583,6 +583,23 @@ def test_healing_gets_what_is_left_of_the_time(model: Path, tmp_path: Path) -> N
     assert record.healing
     assert record.healing.limit == pytest.approx(5.7 - record.stages[0].seconds, abs=0.01)
     assert sum(stage.seconds for stage in record.stages) < 8
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "gemma3n_text"])
+def test_models_with_few_learned_positions(tmp_path: Path, kind: str) -> None:
+    """Fewer than the tokens whose predictions are compared; and states in several streams."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 24}
+    if kind == "gpt2":
+        sizes = {"n_embd": 64, "n_inner": 64, "n_positions": 24, "tie_word_embeddings": False}
+    elif kind == "gemma3n_text":
+        sizes = {"hidden_size": 64, "intermediate_size": [64] * 4, "head_dim": 16, "laurel_rank": 64}
+        sizes |= {"hidden_size_per_layer_input": 64}
+    config = CASES[kind]() if kind in CASES else AutoConfig.for_model(kind, num_hidden_layers=2, num_attention_heads=2)
+    config.update({**sizes, "vocab_size": FEW_TOKENS, "vocab_size_per_layer_input": FEW_TOKENS})
+    save_random(tmp_path / "model", config)
+    plan = plan_compression(tmp_path / "model", loss=0.5, calibration=random_tokens(40, 24), compute=CPU)
+    assert plan.way.nats is not None
+    assert 0 < plan.way.nats < 0.5
 
 
 def test_models_that_a_format_has_not(tmp_path: Path) -> None:

@@ -303,11 +303,11 @@ class _Looking:
         return value.to(self._model.device)
 
     def _some(self, x: Tensor) -> Tensor:
-        """(1, count, width) some of the hidden states (samples, length, width)."""
-        return x.flatten(0, 1)[:: math.ceil(x.shape[0] * x.shape[1] / _COMPARED)].unsqueeze(0)
+        """(count, 1, width) some of the hidden states (samples, length, width), each a text: positions may be few."""
+        return x.flatten(0, 1)[:: math.ceil(x.shape[0] * x.shape[1] / _COMPARED)].unsqueeze(1)
 
     def _predictions(self, x: Tensor, tokens: Tensor, bits: int = 0) -> Tensor:
-        """(count, tokens) logarithms, by hidden states (1, count, width), of a head of so many bits or of its own."""
+        """(count, tokens) logarithms, by hidden states (count, 1, width), of a head of so many bits or of its own."""
         head = self._model.model.get_output_embeddings()
 
         def rounded(module: nn.Linear, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ class _Looking:
         with self._model.head(torch.float32) as predict:
             hook = head.register_forward_hook(rounded) if bits else None
             try:
-                return predict(x, tokens.flatten()[: x.shape[1]].unsqueeze(0))[0].log_softmax(-1)
+                return predict(x, tokens.flatten()[: len(x)].unsqueeze(1))[:, 0].log_softmax(-1)
             finally:
                 if hook:
                     hook.remove()

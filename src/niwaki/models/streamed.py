@@ -85,6 +85,9 @@ class StreamedModel:
         self.positions = getattr(self.config, "max_position_embeddings", of_targets)
         if self.positions is not None and (type(self.positions) is not int or self.positions < 2):
             raise CheckpointError(f"{checkpoint.path / 'config.json'} gives the model {self.positions} positions")
+        for name, table in self.model.named_modules():
+            if isinstance(table, nn.Embedding) and "position" in name and table.padding_idx is not None:
+                self.positions = table.num_embeddings - table.padding_idx - 1  # as in RoBERTa: 512 of 514
         kind = str(checkpoint.config.get("model_type"))
         self._parts = find_parts(self.model, kind)
         self.blocks, self.places, self.decoder = self._parts.blocks, self._parts.places, self._parts.decoder
@@ -130,8 +133,8 @@ class StreamedModel:
             )
         if not (self.has_head or self.has_scores or self.sees_ahead):
             yield (
-                "the files have no head, and config.json names none, or sentence-transformers' files pool states: it is "
-                "taken as a model that makes vectors"
+                "the files have no head, and config.json names none, or sentence-transformers' files pool states: it "
+                "is taken as a model that makes vectors"
             )
         if self.sees_ahead and self.has_head:
             yield f"{kind!r} is an encoder, whose tokens see those after them: perplexity says little of it"

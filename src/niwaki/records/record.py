@@ -8,7 +8,6 @@ import math
 import os
 import platform
 from collections.abc import Mapping
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Annotated, Any, TypedDict
