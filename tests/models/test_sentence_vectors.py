@@ -282,7 +282,7 @@ def test_positions_begin_behind_those_of_padding(tmp_path: Path, kind: str) -> N
     stream = stream_of(save_kind(tmp_path / "model", kind, AutoModel))
     assert stream.positions == stream.window_length(None) == 64
     assert sentence_vectors(stream, [torch.arange(5, 69)]).shape == (1, 32)
-    with pytest.raises(IndexError):
+    with pytest.raises(UnsupportedModelError):
         sentence_vectors(stream, [torch.arange(5, 70)])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import niwaki
-from niwaki.checkpoints.reading import SINGLE_NAME
+from niwaki.checkpoints import tensors
+from niwaki.checkpoints.reading import SINGLE_NAME, Checkpoint
+from niwaki.checkpoints.tensors import header_of, new_shard
+from niwaki.errors import CheckpointError
 from niwaki.evaluation import tasks
 from niwaki.models import structure as structures
-from niwaki.models.structure import read_config, structure
-from support.models import each_family, edit_json, reference, save_model, save_model_with_tokenizer
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.structure import check_sizes, predicts_words, read_config, structure
+from support.models import each_family, edit_json, message, reference, save_model, save_model_with_tokenizer
+from support.real_configurations import CONFIGURATIONS
 
 #: Of code on the hub, of packages, and of kernels that transformers gets from the hub.
 NAMED: list[dict[str, Any]] = [
@@ -132,3 +139,56 @@ def test_few_models_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (path / "config.1.0.0.json").write_text((path / "config.json").read_text().replace('_id": 6', '_id": 7'))
     assert structure(path, torch.float32).config.pad_token_id == 7
     assert list(kept) == before
+
+
+def hollow(path: Path, config: dict[str, Any]) -> Path:
+    """A model of ``config`` in its full size, whose file has nothing but a header: the rest takes no space."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    model = structure(path, torch.bfloat16, predicts_words(path, ()))
+    shapes = {name: (value.dtype, tuple(value.shape)) for name, value in model.named_parameters() if value.is_meta}
+    entries = new_shard(SINGLE_NAME, shapes)
+    (path / SINGLE_NAME).write_bytes(header_of(entries))
+    os.truncate(path / SINGLE_NAME, max(entry.offset + entry.size for entry in entries.values()))
+    return path
+
+
+#: Those that guards have refused; the others take a second each.
+_REFUSED = ("Qwen2-57B-A14B", "gemma-3n-E4B", "gemma-4-E2B", "Doge-20M", "all-mpnet-base-v2", "distilbert-sst-2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _REFUSED else pytest.mark.slow) for name in CONFIGURATIONS]
+)
+def test_real_configurations_pass_all_guards(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are no counts: 262,144 words in a layer, 20,480 neurons of an expert that is shared."""
+    monkeypatch.setattr(tensors, "safe_open", lambda *_, **__: contextlib.nullcontext())  # maps all of a file
+    config = CONFIGURATIONS[name]
+    model = StreamedModel(Checkpoint(hollow(tmp_path / "model", config)), "cpu", "bfloat16")
+    depths = [getattr(model.config, each, None) for each in ("num_hidden_layers", "num_layers", "encoder_layers")]
+    assert len(model.blocks) / (1 + config.get("is_encoder_decoder", False)) in depths
+    assert all(model.matrices(index) for index in range(len(model.blocks)))
+    assert model.window_length(None) == min(2048, model.positions or 2048)
+    model.check_coverage()
+    ends = (
+        "TextModel",
+        "BertModel",
+        "RobertaModel",
+        "ForMaskedLM",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+    )
+    assert model.has_head != config["architectures"][0].endswith(ends)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *(("num_hidden_layers", 10**9), ("num_experts", 10**9), ("n_routed_experts", 1 << 20), ("encoder_layers", 1e9)),
+        *(("zero_expert_num", 10**9), ("num_local_experts", 10**9)),
+    ],
+)
+def test_counts_that_building_would_not_end_with(name: str, count: float) -> None:
+    assert f"asks for {name} " in message(
+        lambda: check_sizes({"text_config": {name: count}}, Path("config.json")), CheckpointError
+    )

@@ -220,7 +220,8 @@ class StreamedModel:
                 record_text(self._decode, self.blocks, interface, states, tokens_per_minibatch)
             else:
                 check_towers(self.model, self._parts.inside, self.checkpoint.path)
-                what = f"{self.checkpoint.path} cannot be run with images"
+                images = " with images" if any("pixel_values" in sample for sample in samples) else " on this text"
+                what = f"{self.checkpoint.path} cannot be run{images}"
                 with raised_as(UnsupportedModelError, what, reason=one_line):
                     record_each(self._see, self.blocks, interface, states, samples)
         return states
