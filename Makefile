@@ -5,7 +5,7 @@
 # its reference pages from the program, and make dist builds the sdist and the wheel.
 .POSIX:
 PYTHON = python3
-PYTHON_LOWEST = python3.10
+PYTHON_LOWEST = python3.11
 VENV = .venv
 BIN = $(VENV)/bin
 # A process for each core, with one thread each; who has nothing left to do takes over from others. Bytecode is kept,

@@ -16,7 +16,6 @@ from niwaki.errors import CheckpointError, OutputError, UsageError, either, firs
 
 #: How the names of files for llama.cpp end.
 GGUF = ".gguf"
-_PIECE = 1 << 20  # bytes
 
 
 def given_path(given: str | os.PathLike[str], longer: int = 0) -> Path:
@@ -233,10 +232,8 @@ def digests(directory: Path, sync: bool = False, ends: tuple[str, ...] = ("",)) 
 
 def digest(path: Path, sync: bool = False) -> str:
     """SHA-256 of a file; with ``sync`` it is on disk at the return."""
-    value = hashlib.sha256()
     with path.open("r+b" if sync else "rb") as file:
-        while piece := file.read(_PIECE):
-            value.update(piece)
+        value = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # of either mode
         if sync:
             os.fsync(file.fileno())
     return value.hexdigest()

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, Union
 
 from niwaki.arguments import check_fields, checked_names
 from niwaki.choices import TF32, Order
@@ -37,12 +37,11 @@ OWN_ANSWERS = "answers"
 DTYPES = ("float32", "bfloat16", "float16")
 #: A text by name (see :mod:`niwaki.texts.sources`), windows of one, or (samples, length) int64 tokens.
 Text: TypeAlias = Union[str, os.PathLike[str], "Windows", "Tensor"]
-Chosen = TypeVar("Chosen", bound="_Options")
 
 
 class _Options:
     @classmethod
-    def of(cls: type[Chosen], value: Any) -> Chosen:
+    def of(cls, value: Any) -> Self:
         """``value``, or where it is something else the options with it in the first field and the usual rest."""
         return value if isinstance(value, cls) else cls(value)  # type: ignore[call-arg]
 
@@ -54,7 +53,7 @@ class _Options:
         # Arrays, which are no texts, have no truth value.
         return {name: value for name, value, usual in fields if type(value) is not type(usual) or value != usual}
 
-    def over(self: Chosen, others: Mapping[str, Any]) -> Chosen:
+    def over(self, others: Mapping[str, Any]) -> Self:
         """Those of ``others``, by name, where nothing was chosen here."""
         return type(self)(**{**others, **self.chosen})
 

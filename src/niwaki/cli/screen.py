@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Self
 
 from rich.console import Console
 from rich.status import Status
@@ -24,8 +24,6 @@ _KEPT = {
     "part": "stopped: what is done is kept; repeat the command to resume",
     "output": "stopped, but the result was already written",
 }
-
-Self = TypeVar("Self", bound="Screen")
 
 
 class Screen(Progress):
@@ -54,7 +52,7 @@ class Screen(Progress):
         self._ended = threading.Event()
         self._last_line = time.monotonic()
 
-    def __enter__(self: Self) -> Self:
+    def __enter__(self) -> Self:
         if os.environ.get("RANK", "0") != "0":  # of several processes the first one speaks
             return self
         Screen.current = self

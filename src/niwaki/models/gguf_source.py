@@ -60,8 +60,7 @@ def as_directory(file: Path) -> Path:
         header = read_header(file, {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()})
         status = file.stat()
         sha256 = _digest(file.absolute(), status.st_size, status.st_mtime_ns)
-    # Python 3.10 does not find the distribution of a package by its name, and transformers then asks the package.
-    version = vars(gguf)["__version__"] = metadata.version("gguf")
+    version = metadata.version("gguf")
     made_by = [file.name, sha256, version, versions(), _MAKER]
     stem = file.stem.encode()[:_NAME].decode(errors="ignore")  # names are limited in bytes
     what = f"{file} is converted in Hugging Face's cache, which cannot be written"

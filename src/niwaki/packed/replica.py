@@ -256,8 +256,8 @@ class _Kept:
         self._past, self._layer = past, layer
         self.seen: list[tuple[Tensor, Tensor]] = []
 
-    def update(self, keys: Tensor, values: Tensor, layer: object) -> tuple[Tensor, Tensor]:
-        """As the library's caller does it: without anything else, for the layer's own number."""
+    def update(self, keys: Tensor, values: Tensor, layer: object, kwargs: object = None) -> tuple[Tensor, Tensor]:
+        """As the library's caller does it: for the layer's own number. Caches leave transformers' ``kwargs`` unread."""
         if layer is not self._layer:
             raise ValueError("a cache of another layer")
         self.seen.append((keys, values))

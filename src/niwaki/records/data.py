@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 
@@ -30,7 +30,6 @@ Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Stages = Annotated[dict[Name, Seconds], msgspec.Meta(max_length=100)]
-Kept = TypeVar("Kept", bound="JsonFile")
 
 
 class JsonFile:
@@ -45,7 +44,7 @@ class JsonFile:
         return dataclasses.asdict(values)
 
     @classmethod
-    def from_json(cls: type[Kept], text: str) -> Kept:
+    def from_json(cls, text: str) -> Self:
         """Reads what :meth:`to_json` wrote; what later versions added is ignored.
 
         Raises:
@@ -65,7 +64,7 @@ class JsonFile:
 
     @classmethod
     @checked
-    def load(cls: type[Kept], path: str | os.PathLike[str]) -> Kept:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Reads the JSON file at ``path``.
 
         Raises:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 import shlex
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,7 +84,7 @@ class Recipe:
         try:
             if file.exists() and (not file.is_file() or file.stat().st_size > _LONGEST):
                 raise UsageError(f"{file} is not a recipe: it is too large, or not a file")
-            values = _toml().loads(file.read_text(encoding="utf-8-sig"))
+            values = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:
@@ -163,10 +163,3 @@ def _line(text: str) -> str:
 
 def _has(names: Any) -> str:
     return "has" if len(names) == 1 else "have"
-
-
-def _toml() -> Any:
-    try:
-        return importlib.import_module("tomllib")
-    except ImportError:  # Python 3.10
-        return importlib.import_module("tomli")

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from safetensors import safe_open
 from safetensors.torch import save
@@ -41,7 +41,7 @@ class Kept:
         return digest
 
     @classmethod
-    def load(cls: type[K], path: Path, digest: str) -> K | None:
+    def load(cls, path: Path, digest: str) -> Self | None:
         """What :meth:`save` wrote; None where it is not there or has another SHA-256."""
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             return None
