@@ -91,6 +91,15 @@ def test_layers_of_both_kinds() -> None:
     layers = model.get_submodule("model.layers")
     native = [vars(layer)["forward"] in steps for layer in layers.children()]
     assert native == [True, False, True]
+    assert decoding.one_by_one(model) == 7
+
+
+@pytest.mark.parametrize(("kind", "matrices"), [("llama", 0), ("granite", 3 * 7)])
+def test_what_is_said_to_be_native(kind: str, matrices: int) -> None:
+    """That of which the last token was computed so."""
+    model = packed_model(kind)
+    decoded(model, random_tokens(1, 4), 1)
+    assert decoding.one_by_one(model) == matrices
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from niwaki.packed import decoding
 from niwaki.packed.linear import SparseLinear
@@ -111,6 +111,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hy_v3": _EXPERTS,
     "internlm3": {},
     "iquestcoder": {},
+    "lara_mini": {**_EXPERTS, "layer_types": [_FULL, _LINEAR, _SLIDING]},  # in transformers from 5.24 on
     "llama": {},
     "mimo_v2_flash": {**_EXPERTS, "layer_types": [_FULL, _SLIDING, _FULL], "v_head_dim": 16},
     "mellum": _EXPERTS,
@@ -147,6 +148,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "solar_open": _EXPERTS,
     "unlimited_ocr_text": {**_EXPERTS, "class": "UnlimitedOcrTextModel"},
 }
+FAMILIES = {kind: options for kind, options in FAMILIES.items() if options.get("kind", kind) in CONFIG_MAPPING}
 #: Those whose positions are of bytes or of codebooks, which nobody else can say.
 BY_THEMSELVES = {"blt", "csm_depth_decoder_model"}
 #: By folder, blocks with the same names for their parts that never decode token by token, because each of their tokens

@@ -2,10 +2,12 @@
 
 import contextlib
 import inspect
-import multiprocessing
 import os
+import pickle
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from niwaki.models.device import find_device, peak_memory
 from niwaki.models.locate import check_continues, locate_model
 from niwaki.options import Compute, check_count
 from niwaki.packed import kernels
-from niwaki.packed.decoding import CACHES
+from niwaki.packed.decoding import CACHES, one_by_one
 from niwaki.packed.format import INDEX, open_checkpoint
 from niwaki.packed.load import load
 from niwaki.packed.pack import check_packable, pack
@@ -107,20 +109,24 @@ def _forms(path: Path, name: str, progress: Progress) -> Iterator[dict[str, Path
 
 
 def measured(directory: Path, *asked: Any) -> Speed:
-    """:func:`measure` in a process that has done nothing else, whose threads wait as those of ``niwaki generate``."""
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(send, directory, *asked), daemon=True)
-    with _deaf(), _patient():
-        process.start()
-    send.close()
-    try:
-        answer: Speed | Exception = receive.recv()
-    except EOFError:
-        process.join()
-        how = f"ended with status {process.exitcode}; is there enough memory?"
-        raise WorkerError(f"the process that measured {directory} {how}") from None
-    process.join()
+    """:func:`measure` in a process that has done nothing else, whose threads wait as those of ``niwaki generate``.
+
+    It is not one of multiprocessing's, which would run the caller's script again.
+    """
+    with tempfile.TemporaryDirectory(prefix="niwaki-bench-") as scratch:
+        file = Path(scratch) / "answer"  # not standard output, on which libraries may print
+        command = [sys.executable, "-P", "-m", __name__, file]
+        with _deaf():
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment())  # noqa: S603
+        with process:
+            try:
+                process.communicate(pickle.dumps((directory, *asked)))
+            finally:
+                process.kill()
+        if process.returncode:
+            how = f"ended with status {process.returncode}; is there enough memory?"
+            raise WorkerError(f"the process that measured {directory} {how}")
+        answer: Speed | Exception = pickle.loads(file.read_bytes())  # noqa: S301  # niwaki's own
     if isinstance(answer, Exception):
         raise answer
     return answer
@@ -139,27 +145,18 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextlib.contextmanager
-def _patient() -> Iterator[None]:
-    """The threads of processes that are started within wait longer, unless the user has said how long they do."""
-    before = os.environ.get(SPINS)
-    if before not in (None, BRIEFLY):
-        yield
-        return
-    os.environ[SPINS] = LONG
-    try:
-        yield
-    finally:
-        del os.environ[SPINS]
-        os.environ |= {} if before is None else {SPINS: before}
+def _environment() -> dict[str, str]:
+    """Of a process that finds what this one finds, and whose threads wait long, unless the user has said how long."""
+    spins = os.environ.get(SPINS, BRIEFLY)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), SPINS: LONG if spins == BRIEFLY else spins}
 
 
-def _answer(send: Any, *asked: Any) -> None:
+def _answer(file: str) -> None:
     try:
-        answer: Speed | Exception = measure(*asked)
+        answer: Speed | Exception = measure(*pickle.load(sys.stdin.buffer))  # noqa: S301  # niwaki's own
     except Exception as error:
         answer = error
-    send.send(answer)
+    Path(file).write_bytes(pickle.dumps(answer))
 
 
 @torch.inference_mode()
@@ -201,6 +198,7 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Co
         tokens_per_second=1 / statistics.median(rest),
         slowest=1 / max(rest),
         fastest=1 / min(rest),
+        one_by_one=one_by_one(model),
     )
 
 
@@ -209,3 +207,7 @@ def _now(model: Any) -> float:
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()
+
+
+if __name__ == "__main__":
+    _answer(sys.argv[1])

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from niwaki.packed import kernels, replica
 from niwaki.packed.block import Prepared, has_parts, is_undisturbed, modules_of, prepare
+from niwaki.packed.linear import SparseLinear
 
 #: What a block's cache is called, in transformers from 5.24 on and before.
 CACHES = ("cache", "past_key_values")
@@ -37,6 +38,23 @@ def attach(model: Any, blocks: Iterable[nn.Module]) -> None:
     head: Any = model.get_output_embeddings()
     if type(head) is nn.Linear and getattr(head, "bias", None) is None and "forward" not in vars(head):
         head.forward = NativeHead(head)  # type: ignore[method-assign]
+
+
+def one_by_one(model: Any) -> int:
+    """How many packed matrices are in blocks that transformers computed when ``model`` wrote the last token.
+
+    0 where there are no native kernels: on a GPU, or if they were not built.
+    """
+    if kernels.library() is None or model.device.type != "cpu":
+        return 0
+    natively = {
+        id(module)
+        for block in model.modules()
+        if isinstance(forward := vars(block).get("forward"), NativeBlock) and forward.was_native
+        for module in block.modules()
+    }
+    others = {id(module) for module in model.modules() if type(module) is SparseLinear} - natively
+    return len(others - {id(model.get_output_embeddings())})
 
 
 class NativeHead:
@@ -75,6 +93,8 @@ class NativeBlock:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._seen: _Seen | None = None
+        #: Whether the last call was left to the library.
+        self.was_native = False
 
     def __reduce__(self) -> tuple[Any, ...]:  # pointers are of this process
         return NativeBlock, (self._block,)
@@ -82,6 +102,7 @@ class NativeBlock:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, hidden_states: Tensor, *positional: Any, **named: Any) -> Any:
         prepared = None if positional else self._prepared_for(hidden_states, named)
+        self.was_native = prepared is not None
         if prepared is None or self._seen is None:
             return type(self._block).forward(self._block, hidden_states, *positional, **named)
         queries, *new = prepared.begin(hidden_states, named["position_embeddings"])

@@ -23,6 +23,8 @@ class Speed:
         first_token: Median time in seconds from the prompt to the first token.
         tokens_per_second: Median rate after the first token, for one sequence; the rates range from ``slowest`` to
             ``fastest``.
+        one_by_one: Packed matrices in blocks that transformers computed, on a CPU with native kernels, which compute
+            blocks whole where they can.
     """
 
     weights: Name
@@ -35,6 +37,7 @@ class Speed:
     tokens_per_second: Rate
     slowest: Rate
     fastest: Rate
+    one_by_one: Count = 0
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,11 @@ class SpeedRecord(JsonFile):
         where = self.device
         if where == "cpu":
             where = counted(self.threads, "thread")
-            if any(speed.weights == "packed" for speed in self.speeds):
+            packed = [speed.one_by_one for speed in self.speeds if speed.weights == "packed"]
+            if packed:
                 where += f"; packed weights: {self.kernels}"
+            if any(packed):
+                where += f", for {counted(max(packed), 'matrix', 'matrices')} one by one in blocks of transformers"
         prompt = counted(self.prompt, "token")
         apart = max(speed.fastest / speed.slowest - 1 for speed in self.speeds)
         noise = f", tokens/s up to {100 * apart:.2g} % apart" if self.repeats > 1 else ""
