@@ -68,7 +68,7 @@ quick: setup
 LOWEST = .lowest
 lowest:
 	$(PYTHON_LOWEST) -m venv $(LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet torch==2.9.* transformers==5.10.* datasets pytest pytest-timeout pytest-xdist hypothesis -e .
+	$(LOWEST)/bin/python -m pip install --quiet torch==2.9.* transformers==5.22.* datasets pytest pytest-timeout pytest-xdist hypothesis -e .
 	$(LOWEST)/bin/pytest -n auto -m 'not slow' -W 'ignore:Conversion of an array:DeprecationWarning' --ignore tests/evaluation/test_tasks.py
 
 # In dist/, checked and tried. For Linux with a C++ compiler.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +62,19 @@ def test_checks_are_those_of_annotations() -> None:
         (lambda: Fields(True), "count must be a whole number; got True"),
         (lambda: Fields(1.0), "count must be a whole number; got 1.0"),  # type: ignore[arg-type]
         (lambda: Fields(size="1"), "size must be a number or None; got '1'"),  # type: ignore[arg-type]
-        (lambda: Fields(size=10**400), f"size must be a number or None; got 1{'0' * 76}..."),
+        (lambda: Fields(size=10**400), f"size must be 0, or of a magnitude from 1e-15 to 1e15; got 1{'0' * 76}..."),
+        (
+            lambda: Fields(size=-(10**5000)),
+            "size must be 0, or of a magnitude from 1e-15 to 1e15; got a value of type int",
+        ),
+        (lambda: Fields(10**30), "count must be less than 2^63; got 1000000000"),
+        (lambda: Fields(-(10**30)), "count must be more than -2^63; got -1000000000"),
+        (lambda: Fitting(epochs=1e308), "epochs must be 0, or of a magnitude from 1e-15 to 1e15; got 1e+308"),
+        (
+            lambda: niwaki.make_solver("admm1:rho=1e-320"),
+            "rho must be 0, or of a magnitude from 1e-15 to 1e15; got 1e-320",
+        ),
+        (lambda: Fitting(epochs=math.inf), "epochs must be 0 or more; got inf"),
         (lambda: Fields(word="two"), "word must be one or other; got 'two'"),  # type: ignore[arg-type]
         (lambda: Fields(pair=(0,)), "pair must be (a whole number, a whole number); got (0,)"),  # type: ignore[arg-type]
         (lambda: Fields(pair="01"), "pair must be (a whole number, a whole number); got '01'"),  # type: ignore[arg-type]
@@ -124,7 +137,7 @@ def test_arguments_that_make_no_sense(tmp_path: Path, name: str, options: dict[s
     ("call", "said"),
     [
         (lambda: niwaki.generate("demo", "a", tokens="3"), "tokens must be a whole number; got '3'"),  # type: ignore[arg-type]
-        (lambda: niwaki.generate("demo", "a", seed=2**64), "the seed must be less than 2^63"),
+        (lambda: niwaki.generate("demo", "a", seed=2**64), "seed must be less than 2^63"),
         (lambda: niwaki.evaluate(3), "model must be text or a path; got 3"),  # type: ignore[arg-type]
         (lambda: niwaki.evaluate("demo", niwaki.Measurement(samples=0)), "samples must be 1 or more; got 0"),
         pytest.param(

@@ -1,7 +1,8 @@
 """What callers from Python give, checked against annotations: arguments of functions, fields of dataclasses.
 
-A whole number or a number of numpy is as good as Python's; True and False are no numbers. Anything of another type is a
-UsageError that names the argument. Annotations that only type checkers can resolve are not checked here.
+A whole number or a number of numpy is as good as Python's; True and False are no numbers. Anything of another type, and
+a number with which nobody can reckon, is a UsageError that names the argument. Annotations that only type checkers can
+resolve are not checked here.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +37,16 @@ _UNKNOWN = (Any, inspect.Parameter.empty)
 INTERNAL = {"internal": True}
 
 
+#: Of whole numbers, what 64 bits hold; of others, those whose products with counts, and inverses, are finite counts.
+_WHOLE, _SMALL, _LARGE = 1 << 63, 1e-15, 1e15
+
+
 class _MisfitError(Exception):
     """A value is not of the type that it should be."""
+
+
+class _RangeError(Exception):
+    """A number is larger or smaller than any that has a meaning."""
 
 
 def checked(call: Call) -> Call:
@@ -151,6 +161,8 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
             kind = type(value).__name__
             raise UsageError(f"{what}; got a {kind}: save it with save_pretrained(DIR) and give DIR") from None
         raise UsageError(f"{what}; got {shown(value)}") from None
+    except _RangeError as error:
+        raise UsageError(f"{name} must be {error}; got {shown(value)}") from None
 
 
 def _fitted(value: Any, hint: Any) -> Any:
@@ -182,12 +194,18 @@ def _number(value: Any, kind: type) -> Any:
         return value
     try:
         if kind is int:
-            return operator.index(value)
+            whole = operator.index(value)
+            if abs(whole) >= _WHOLE:
+                raise _RangeError("less than 2^63" if whole > 0 else "more than -2^63")
+            return whole
         _require(isinstance(value, Real))
-        number = float(value)
-        return value if isinstance(value, int) else number
+        number = math.inf if isinstance(value, int) and abs(value) >= _WHOLE else float(value)
     except (TypeError, OverflowError):
         raise _MisfitError from None
+    # What is infinite or no number is for the range that each has of its own.
+    if number and (isinstance(value, int) or math.isfinite(number)) and not _SMALL <= abs(number) <= _LARGE:
+        raise _RangeError("0, or of a magnitude from 1e-15 to 1e15")
+    return value if isinstance(value, int) else number
 
 
 def _require(fits: bool) -> None:

@@ -124,7 +124,10 @@ def panics_as_errors() -> Iterator[None]:
 
 def shown(value: object) -> str:
     """``value`` as it can stand in a message of one line."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except (RecursionError, ValueError):  # of tables in tables without end, and of thousands of digits
+        return f"a value of type {type(value).__name__} too large to show"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -196,10 +196,10 @@ def free_space(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def locked(directory: Path, out: Path) -> Iterator[None]:
+def locked(directory: Path, out: Path, shared: bool = False) -> Iterator[None]:
     """Locks ``directory`` against other processes, or raises UsageError where one has locked it, to write ``out``.
 
-    The lock ends with the process, however that ends.
+    The lock ends with the process, however that ends. Several may have a ``shared`` one, to see that nobody writes.
     """
     # Not filelock: that leaves a file behind, here in the output, and cannot lock the directory itself.
     try:
@@ -210,7 +210,7 @@ def locked(directory: Path, out: Path) -> Iterator[None]:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(f"{out} is being written by another run that has not ended") from None
         yield

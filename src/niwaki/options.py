@@ -271,8 +271,6 @@ def check_dtype(name: str) -> None:
 
 
 def check_count(name: str, given: int | None, least: int) -> None:
-    """Raises UsageError where a number is below ``least`` or more than 64 bits can hold."""
+    """Raises UsageError where a number is below ``least``."""
     if given is not None and given < least:
         raise UsageError(f"{name} must be {least} or more; got {given}")
-    if given is not None and given >= 1 << 63:
-        raise UsageError(f"{name} must be less than 2^63")

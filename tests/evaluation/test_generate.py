@@ -246,7 +246,7 @@ def test_control_codes_of_a_model_are_shown_on_a_terminal(
         ((PROMPT, "--temperature", "-1"), "got -1.0"),
         ((PROMPT, "--tokens", "0"), "tokens must be 1 or more; got 0"),
         ((PROMPT, "--seed", "-1"), "the seed must be 0 or more; got -1"),
-        ((PROMPT, "--seed", str(2**63)), "the seed must be less than 2^63"),
+        ((PROMPT, "--seed", str(2**63)), "seed must be less than 2^63"),
         (("bad \udcff",), "the prompt 'bad \\udcff' is not valid Unicode text"),
         ((PROMPT, "--tokens", "256"), "256 tokens are more than the 256 positions"),
         (("",), "the prompt is empty; give some text"),

@@ -153,6 +153,11 @@ def test_directories(copy: Path, tmp_path: Path) -> None:
     (copy / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match="is a link to something outside"):
         Publication(copy, "me/small", BASE)
+    for aim in ("link", "."):
+        (copy / "link").unlink()
+        (copy / "link").symlink_to(aim)
+        with pytest.raises(CheckpointError, match="is not a file, and cannot be uploaded"):
+            Publication(copy, "me/small", BASE)
 
 
 def test_what_the_owner_should_know(copy: Path) -> None:

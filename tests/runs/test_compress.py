@@ -27,6 +27,7 @@ from niwaki.compression.throughput import Throughput
 from niwaki.compression.trials import last_that_holds
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.evaluation.bench import measure
+from niwaki.files import locked
 from niwaki.layer.grid import Grid
 from niwaki.layer.rounding import to_nearest
 from niwaki.pruning.mixed_bits import examined
@@ -448,7 +449,13 @@ def test_where_trials_are(model: Path, text: Calibration, tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="where trials are"):
         niwaki.compress(inside, tmp_path / "a" / "out", **given, restart=True)
     shutil.rmtree(inside)
-    folder.rmdir()
+    (tmp_path / "a" / ".out.partial").mkdir()
+    for place in (folder, tmp_path / "a" / ".out.partial"):
+        with locked(place, place), pytest.raises(UsageError, match="out is being written by another run"):
+            niwaki.compress(model, tmp_path / "a" / "out", **given)
+        with locked(place, place), pytest.raises(UsageError, match="out is being written by another run"):
+            niwaki.prune(model, tmp_path / "a" / "out", 0.5, calibration=text, compute=CPU)
+        place.rmdir()
     folder.write_text("")
     with pytest.raises(UsageError, match="in the way of trials"):
         niwaki.compress(model, tmp_path / "a" / "out", **given)

@@ -223,6 +223,7 @@ def test_blocks_that_shrink_are_fitted(tmp_path: Path) -> None:
     ("stages", "said"),
     [
         ([], "at least one stage"),
+        ([Prune(0.5)] * 101, "a run has at most 100 stages; got 101"),
         ([HEAL], "there is nothing to heal yet"),
         ([Prune(0.5), NEURONS], "stage 2, shrink: shrink comes first, not after prune"),
         ([Shrink(blocks=1), Heal("blocks")], "leaves fewer of them"),
@@ -381,6 +382,7 @@ def test_recipes(tmp_path: Path) -> None:
         ("calibation = 'x'\n[[stages]]\nstage = 'pack'", "has 'calibation', which recipes do not have"),
         ("calibration = 'x'\n[[stages]]\nstage = 'pack'", "Expected `object`, got `str` - at `$.calibration`"),
         ("[[stages]]\nstage = 'pack'\n[result]\nfile = 'digest'", "at `$.result[...]`"),
+        (f"[[stages]]\nstage = 'prune'\npattern{'.a' * 20_000} = 1", "got a value of type dict too large to show"),
     ):
         file.write_text(text)
         assert said in message(lambda: stages_of(Recipe.read(file)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
@@ -73,6 +74,8 @@ def run(model: Path, out: Path, effort: str = EFFORT, **changes: Any) -> Any:
 @a_third_of_the_families(3)
 @pytest.mark.slow
 def test_every_family(tmp_path: Path, case: str) -> None:
+    if case == "llama4" and transformers.__version__ == "5.24.0":
+        pytest.skip("transformers 5.24.0 fails in each forward of this class")
     model = stream_of(save_model(tmp_path / "model", case))
     state, watch = torch.get_rng_state(), Watch()
     found = write(model, 8, progress=watch)

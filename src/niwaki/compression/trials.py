@@ -27,7 +27,7 @@ from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.recipe import begin_recipe, digests_of_texts, with_texts, with_weights
 from niwaki.runs.session import current_session
-from niwaki.runs.workplace import check_output, is_complete, new_directory
+from niwaki.runs.workplace import check_output, is_complete, new_directory, trials_place
 from niwaki.stages import table_of
 
 #: The most ways that are tried.
@@ -193,7 +193,7 @@ class _Folder:
     """Where trials are until one of them becomes ``out``: a hidden directory beside it, which has nothing else."""
 
     def __init__(self, out: Path) -> None:
-        self._out, self.path = out, out.with_name(f".{out.name}.trials")
+        self._out, self.path = out, trials_place(out)
 
     @contextlib.contextmanager
     def opened(self, source: Path, restart: bool, measured: Mapping[str, str]) -> Iterator[None]:

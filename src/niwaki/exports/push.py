@@ -175,7 +175,7 @@ def _paths(directory: Path) -> list[str]:
             links = [each for each in folders if Path(folder, each).is_symlink()]
             found += [Path(folder, each) for each in (*names, *links) if not each.startswith(".")]
         for path in found:
-            if not path.resolve().is_relative_to(whole):
+            if not Path(os.path.realpath(path)).is_relative_to(whole):  # which goes round no loop
                 raise CheckpointError(f"{path} is a link to something outside of {directory}; put a copy in its place")
             if not path.is_file():
                 raise CheckpointError(f"{path} is not a file, and cannot be uploaded; remove it")

@@ -42,6 +42,8 @@ FORMAT = 2
 LARGEST_TABLE = 50_000
 #: Fewer zeros in a model than this share of its weights are chance, and nobody's pruning.
 FEW_ZEROS = 0.01
+#: Stages of a run.
+MOST_STAGES = 100
 #: What `niwaki report` and `niwaki bench` write into a directory: about it, and not about what is made from it.
 FINDINGS = REPORT_NAME, SPEED_NAME = "report.html", "niwaki-bench.json"
 
@@ -238,7 +240,7 @@ class Record(JsonFile):
     kept_format: str | None = None
     healing: HealingRecord | None = None
     left_dense: Annotated[list[LeftDense], msgspec.Meta(max_length=1000)] = field(default_factory=list)
-    stages: Annotated[list[StageRecord], msgspec.Meta(max_length=100)] = field(default_factory=list)
+    stages: Annotated[list[StageRecord], msgspec.Meta(max_length=MOST_STAGES)] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_plain(self.solver, "the solver")

@@ -14,7 +14,7 @@ from niwaki.models.spill import MemoryBudget
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import Recipe
-from niwaki.records.record import Record, StageRecord
+from niwaki.records.record import MOST_STAGES, Record, StageRecord
 from niwaki.records.vectors import Agreement
 from niwaki.records.wording import counted
 from niwaki.runs import card
@@ -113,9 +113,11 @@ def _say_first(run: Run, tasks: Sequence[Task], done: int) -> None:
 
 
 def check_order(stages: Sequence[Stage], labels: Sequence[str]) -> None:
-    """UsageError where there are no stages, or one cannot follow those before it, which it names by its label."""
+    """UsageError for no stages or too many, or where one cannot follow those before it, which it names by its label."""
     if not stages:
         raise UsageError("a run needs at least one stage, such as Prune(0.5)")
+    if len(stages) > MOST_STAGES:
+        raise UsageError(f"a run has at most {MOST_STAGES} stages; got {len(stages):,}")
     for number, (stage, label) in enumerate(zip(stages, labels, strict=True)):
         with named(label):
             if number and stages[number - 1].is_format:

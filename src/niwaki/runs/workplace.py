@@ -45,14 +45,18 @@ _PARTS = {"matrices", "cells", "speeds"}
 def check_output(source: Path | None, given: str | Path, *read: Path) -> Path:
     """``given`` as an absolute path; UsageError where it is not empty, may not be written, or is inside the model's.
 
-    ``source`` is the model's directory, None where that is not here yet; ``read`` are directories of other models that
-    the run reads, in which it may not be either.
+    Nor may another process be writing there, be it by a run or by trials. ``source`` is the model's directory, None
+    where that is not here yet; ``read`` are directories of other models that the run reads, in which it may not be
+    either.
     """
     out = given_path(given, _LONGER).resolve()
     path = _place(out)
     # What is in it may be our own where a run was stopped while it moved its directory.
     if _taken(out, path) and not is_complete(out):
         raise _exists(out)
+    for place in filter(Path.is_dir, (path, trials_place(out))):
+        with output_errors(out), locked(place, out, shared=True):
+            pass
     for directory in filter(None, (source, *read)):
         if out.is_relative_to(directory.resolve()):
             whose = "the model's own directory" if directory == source else f"{directory}, which the run reads"
@@ -341,8 +345,8 @@ def scratch_size(out: Path) -> int:
 def kept(given: str | Path) -> Literal["", "part", "output"]:
     """What there is for the output at ``given``: all of it, or a part from which the same command resumes."""
     out = given_path(given, _LONGER).resolve()
-    path = _place(out)
-    if _journal(path).exists() or any(out.parent.glob(f".{glob.escape(out.name)}.trials/*")):
+    path, trials = _place(out), trials_place(out)
+    if _journal(path).exists() or (trials.is_dir() and any(trials.iterdir())):
         return "part"
     return "output" if _taken(out, path) else ""
 
@@ -350,6 +354,11 @@ def kept(given: str | Path) -> Literal["", "part", "output"]:
 def _size(file: Path) -> int:
     status = file.lstat()
     return int(getattr(status, "st_blocks", status.st_size // 512) * 512)  # a file may have holes
+
+
+def trials_place(out: Path) -> Path:
+    """Where trials are, of which one becomes ``out``."""
+    return out.with_name(f".{out.name}.trials")
 
 
 def _place(out: Path) -> Path:
