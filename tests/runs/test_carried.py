@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -11,16 +12,20 @@ from typing import Any
 
 import pytest
 
-from niwaki import prune, shrink
+import niwaki
+from niwaki import Heal, Prune, Quantize, QuantizeEmbeddings, Record, Shrink, ShrinkVocabulary, prune, shrink
 from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint
-from niwaki.errors import CheckpointError, OutputError
+from niwaki.errors import CheckpointError, NiwakiError, OutputError
+from niwaki.models import factors, scales
 from niwaki.models.locate import locate_model
 from niwaki.packed.pack import pack
 from niwaki.packed.unpack import unpack
 from niwaki.runs.carried import find_carried
 from niwaki.runs.workplace import unfinished_size
+from support.arguments import arguments
 from support.models import edit_json, message, save_model, sparse_model
-from support.runs import listing, run, stopped
+from support.runs import check_claims, listing, run, stopped
+from support.small_tokenizers import TEXT, save_with_tokenizer
 
 
 @pytest.fixture
@@ -218,3 +223,128 @@ def test_room_for_all_of_it(tmp_path: Path, model: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - held))
     run(model, out)
     assert (out / "large.txt").stat().st_size == 1 << 20
+
+
+_FACTORS = "double-sparse:rounds=2"
+#: Models that niwaki made, by the stages that made them.
+_MADE: dict[str, list[Any]] = {
+    "zeros": [Prune(0.5, "magnitude")],
+    "zeros of a block": [Prune("2:4", "magnitude", blocks="0:1")],
+    "grid": [Quantize("int4:32", effort="none")],
+    "grid of a block": [Prune(0.0, "magnitude", quantize="int4:32", blocks="1:2")],
+    "zeros, mixed bits, embeddings": [Prune(0.5, "wanda"), Quantize("int4.5:64"), QuantizeEmbeddings("int8:32")],
+    "factors": [Prune("two-factors:0.5", _FACTORS)],
+    "factors on a grid, embeddings": [
+        Prune("two-factors:0.5", _FACTORS, quantize="int8:64"),
+        QuantizeEmbeddings("int8:32"),
+    ],
+}
+#: What is done to these then, and which of config.json's claims stays.
+_DONE: dict[str, list[Any]] = {
+    "prune": [Prune(0.7, "magnitude")],
+    "prune a block": [Prune(0.7, "magnitude", blocks="1:2")],
+    "quantize": [Quantize("int8:64")],
+    "heal": [Heal(tokens=128, batch=64)],
+    "fewer blocks": [Shrink(blocks=1)],
+    "fewer neurons": [Shrink(neurons=0.25)],
+    "fewer tokens": [ShrinkVocabulary(300)],
+    "fewer tokens, heal": [ShrinkVocabulary(300), Heal(tokens=128, batch=64)],
+    "fewer tokens, prune, embeddings": [ShrinkVocabulary(300), Prune(0.7, "magnitude"), QuantizeEmbeddings("int8:64")],
+}
+
+
+def _work(model: Path, out: Path, stages: list[Any], dense: Path) -> Record:
+    text = model.parent / "text.txt"
+    text.write_text(TEXT * 20)
+    options = arguments(calibration=str(text), samples=4, length=32, text_samples=0, device="cpu", dtype="float32")
+    stages = [
+        Heal(tokens=each.tokens, batch=each.batch, teacher=dense) if each.name == "heal" else each for each in stages
+    ]
+    return niwaki.run(model, out, stages, **options)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    place = tmp_path_factory.mktemp("made")
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": False}
+    dense = save_with_tokenizer(place / "dense", "bytes", "llama grouped", **sizes)
+
+    @functools.cache
+    def make(kind: str) -> tuple[Path, Path]:
+        out = place / kind
+        _work(dense, out, _MADE[kind], dense)
+        check_claims(out)
+        return dense, out
+
+    return make
+
+
+@pytest.mark.parametrize("done", _DONE)
+@pytest.mark.parametrize("kind", _MADE)
+def test_what_config_json_says_stays_true(
+    tmp_path: Path, made: Callable[[str], tuple[Path, Path]], kind: str, done: str
+) -> None:
+    """Of each kind of model that niwaki makes, after each stage: it is kept, measured anew, or dropped with a note."""
+    dense, model = made(kind)
+    before, stages = Checkpoint(model).pruning, _DONE[done]
+    if before.has_factors and not all(stage.keeps_factors for stage in stages):
+        message(lambda: _work(model, tmp_path / "out", stages, dense), NiwakiError)
+        assert not (tmp_path / "out").exists()
+        return
+    record = _work(model, tmp_path / "out", stages, dense)
+    check_claims(tmp_path / "out")
+    after = Checkpoint(tmp_path / "out").pruning
+    assert (after.embeddings is None) == (before.embeddings is None and stages[-1].name != "embeddings")
+    if all(stage.keeps_matrices for stage in stages):
+        assert (after.quantization, after.blocks) == (before.quantization, before.blocks)
+        assert after.sparsity == pytest.approx(before.sparsity, abs=1e-3) or done.endswith("heal")
+    elif before.quantization:
+        assert any(f"are on the grid {before.quantization}" in note for note in record.notes)
+    if done == "fewer blocks" and before.sparsity:
+        assert after.sparsity > 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in _MADE if "grid" in kind or "factors" in kind])
+def test_it_packs_as_small_with_fewer_tokens(
+    tmp_path: Path, made: Callable[[str], tuple[Path, Path]], kind: str
+) -> None:
+    dense, model = made(kind)
+    _work(model, tmp_path / "out", [ShrinkVocabulary(300)], dense)
+    before, after = (pack(path, tmp_path / f"packed {path.name}") for path in (model, tmp_path / "out"))
+    assert after.packed / after.matrices == pytest.approx(before.packed / before.matrices, abs=0.01)
+
+
+@pytest.mark.parametrize("kind", ["grid", "factors on a grid, embeddings"])
+def test_files_and_config_json_that_differ(tmp_path: Path, made: Callable[[str], tuple[Path, Path]], kind: str) -> None:
+    """Files of scales or factors without a word of them, or the other way round, are refused before there is an output."""
+    dense, model = made(kind)
+    works: list[Callable[[Path, Path], Any]] = [
+        lambda path, out: _work(path, out, [ShrinkVocabulary(300)], dense),
+        lambda path, out: _work(path, out, [Heal(tokens=128, batch=64)], dense),
+        lambda path, out: _work(path, out, [Prune(0.5, "magnitude")], dense),
+        pack,
+    ]
+    for file in (scales.FILE, scales.EMBEDDINGS, factors.FILE):
+        path = tmp_path / file.replace("/", " ")
+        shutil.copytree(model, path)
+        if (there := path / file).exists():
+            there.unlink()
+        else:
+            there.parent.mkdir(exist_ok=True)
+            there.write_bytes((path / "model.safetensors").read_bytes())
+        for work in works:
+            said = message(lambda work=work, path=path: work(path, tmp_path / "out"), NiwakiError)  # type: ignore[misc]
+            assert file in said or "was pruned to two factors" in said
+            assert not (tmp_path / "out").exists()
+
+
+def test_a_healed_model_is_pruned_and_healed_again(tmp_path: Path, made: Callable[[str], tuple[Path, Path]]) -> None:
+    """What it was before it was healed is said of that alone."""
+    dense, model = made("zeros")
+    heal: list[Any] = [Heal(tokens=128, batch=64)]
+    for number, stages in enumerate([heal, [Prune(0.7, "magnitude")], heal]):
+        out = tmp_path / str(number)
+        _work(model, out, stages, dense)
+        assert (out / "niwaki.base.json").exists() == (stages is heal)
+        model = out
+    assert Record.load(model / "niwaki.base.json").sparsity == pytest.approx(0.7, abs=1e-3)

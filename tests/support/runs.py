@@ -13,9 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from niwaki import prune
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
+from niwaki.models import factors, scales
+from niwaki.models.ends import embedding_keys
+from niwaki.models.scales import grid_of
+from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
 from support.arguments import arguments
@@ -155,3 +160,33 @@ def run(model: Path, out: Path, **changes: Any) -> Record:
 def stopped(model: Path, out: Path, matrices: int = 10, **changes: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(model, out, progress=StopAt(matrices), **changes)
+
+
+def check_claims(directory: Path) -> dict[str, Any]:
+    """What config.json says of the weights, all of which is true of the files, and nothing else lies beside them."""
+    checkpoint = Checkpoint(directory)
+    model, claims, names = StreamedModel(checkpoint, "cpu"), checkpoint.pruning, set[str]()
+    matrices = [matrix for matrix in model.matrices() if claims.includes(matrix.block)]
+    grid, total = grid_of(checkpoint), 0
+    for matrix in matrices:
+        W = matrix.read(checkpoint)
+        if claims.has_factors:
+            names.add(factors.FILE)
+            parts = factors.read_factors(checkpoint, matrix, grid)
+            assert factors.is_product(W, parts)
+            assert not grid or all(map(grid.has, parts[:2], parts[2:]))
+            total += W.numel() - sum(int(part.count_nonzero()) for part in parts[:2])
+        else:
+            total += zeros(W)
+            if grid:
+                names.add(scales.FILE)
+                assert grid.has(W, scales.read_scales(checkpoint, matrix, grid))
+    assert claims.sparsity == pytest.approx(total / sum(matrix.size for matrix in matrices), abs=1e-3)
+    if ends := scales.embedding_grid_of(checkpoint):
+        names.add(scales.EMBEDDINGS)
+        for key in embedding_keys(model):
+            assert ends.has(checkpoint.read(key), scales.read_embedding_scales(checkpoint, key, ends))
+    beside = {scales.FILE, scales.EMBEDDINGS, factors.FILE}
+    assert {name for name in beside if (directory / name).exists()} == names
+    told: dict[str, Any] = checkpoint.config["pruning_config"]
+    return told

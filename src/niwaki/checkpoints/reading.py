@@ -73,6 +73,7 @@ class Pruning:
     embeddings: str | None = None  # that of token embeddings and the head
     blocks: tuple[int, int] | None = None  # those that were pruned; None for all
     pattern: str | None = None
+    sparsity: float = 0.0  # fraction of zeros in the matrices of these
 
     @property
     def has_factors(self) -> bool:

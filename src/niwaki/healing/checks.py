@@ -3,18 +3,15 @@
 import contextlib
 from pathlib import Path
 
-from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CalibrationError, UsageError
 from niwaki.files import input_errors
 from niwaki.healing.translation import Translation
-from niwaki.models.formats import format_of
-from niwaki.models.layout import Matrix
+from niwaki.models.formats import zeros_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
 from niwaki.records.record import Record
+from niwaki.runs.carried import BASE
 
-#: The pruned model's own record, in the output.
-BASE = "niwaki.base.json"
 #: By how much the fraction of zeros may differ from what a record says.
 _OFF = 1e-3
 
@@ -69,7 +66,8 @@ def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | Non
     if is_same:
         raise UsageError(f"{path} cannot teach itself; --teacher is the dense model that it was pruned from")
     zeros = {matrix.place: zeros_of(matrix, model.checkpoint) for matrix in matrices}
-    said = {(matrix.block, matrix.name) for matrix in record.matrices} if record and not record.only_shrinks else set()
+    solved = record.matrices if record and record.method != "shrink" else []
+    said = {(matrix.block, matrix.name) for matrix in solved}
     pruned = [matrix for matrix in matrices if matrix.place in said]
     if record and pruned:
         sparsity = sum(zeros[matrix.place] for matrix in pruned) / sum(matrix.size for matrix in pruned)
@@ -86,9 +84,3 @@ def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | Non
             f"{path} has no zeros and the shape of {dense.checkpoint.path}: nothing of it was pruned; the pruned model "
             "comes first, and the dense one is its --teacher"
         )
-
-
-def zeros_of(matrix: Matrix, checkpoint: Checkpoint) -> int:
-    """How many weights of a matrix are zero, or fewer in its two factors."""
-    weight_format = format_of(checkpoint)
-    return weight_format.zeros(matrix.read(checkpoint), weight_format.read_parts(checkpoint, matrix))

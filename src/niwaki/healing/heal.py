@@ -80,6 +80,7 @@ class Heal(Stage):
 
     name: ClassVar[str] = "heal"
     keeps_factors: ClassVar[bool] = True
+    keeps_matrices: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -168,7 +169,7 @@ class Healing(Task):
         checkpoint = Checkpoint(run.reading)
         self.format = format_of(checkpoint)
         self.student, self.method, self.notes = choose(checkpoint, self.dense, run.compute, method)
-        self.carried = run.carried(checkpoint, checkpoint.size, self.format.files)
+        self.carried = run.carried(checkpoint, checkpoint.size)
         if self.carried and trains_factors(self.format, self.method):
             self.carried = self.carried.only(lambda name: name.as_posix() not in self.format.files)
         self.translation = find_translation(self.student, self.dense)
@@ -277,16 +278,14 @@ class Healing(Task):
         rate = self.stage.rate or (BLOCKS_RATE if self.method == "blocks" else HEALING_RATE)
         settings: dict[str, Any] = {"method": self.method, "rate": rate, **self._settings}
         record = begin_record(
-            run.model,
+            run,
             self.dense,
             self.texts,
-            run.calibration,
+            self.student.checkpoint,
             method="heal",
             solver={"name": "heal", **settings},
             pattern=base.pattern if base else made.pattern or "as it came",
             mask_from=None,
-            blocks=base.blocks if base else None,
-            quantization=made.quantization,
             healing=HealingRecord(
                 self.teacher,
                 **settings,

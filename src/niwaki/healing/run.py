@@ -12,11 +12,9 @@ from torch import Tensor
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.errors import UnsupportedModelError
-from niwaki.files import output_errors
 from niwaki.healing import own_text
-from niwaki.healing.checks import BASE, zeros_of
 from niwaki.healing.method import trains_factors
-from niwaki.models.formats import format_of
+from niwaki.models.formats import format_of, zeros_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Perplexity
@@ -81,10 +79,6 @@ class HealingRun(ABC):
         run.clock.lap("write")
         if heldout:
             self.record.perplexity["after"] = self._perplexity(self._opened(directory), heldout)
-        own, base = directory / "niwaki.json", directory / BASE
-        with output_errors(directory):
-            if own.exists() and not base.exists() and not run.earlier:
-                own.replace(base)
 
     @property
     def _kept(self) -> list[str]:
@@ -164,9 +158,13 @@ class HealingRun(ABC):
     def _check(self, directory: Path) -> None:
         """Writes the configuration and reads weights back: zeros are to be as before, and weights on their grid."""
         checkpoint, matrices, zeros = self.model.checkpoint, self.model.matrices(), Counter[str]()
+        claimed, size = 0, 0  # of the blocks that were pruned
         for matrix in matrices:
-            zeros[matrix.key] += zeros_of(matrix, checkpoint)
-        self.record.sparsity = zeros.total() / sum(matrix.size for matrix in matrices)
+            found = zeros_of(matrix, checkpoint)
+            zeros[matrix.key] += found
+            if checkpoint.pruning.includes(matrix.block):
+                claimed, size = claimed + found, size + matrix.size
+        self.record.sparsity = claimed / size
         write_config(directory, checkpoint.config, self.record)
         format_of(checkpoint).verify(directory, checkpoint, matrices, zeros)
 

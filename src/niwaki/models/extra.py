@@ -10,7 +10,6 @@ from typing import Any
 from niwaki.checkpoints.tensors import read_json
 from niwaki.files import replace_file
 from niwaki.models.families import is_draft, is_in_tower
-from niwaki.models.scales import lost_embeddings
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.wording import counted, kind, several, size
 
@@ -100,7 +99,7 @@ def notes_of(model: StreamedModel, is_smaller: bool = False) -> list[str]:
     """What the record is to say of them; the files of a model that ``is_smaller`` are without those that follow."""
     extra = find_extra(model)
     left = [each for each in extra if each.follows and is_smaller]
-    notes = lost_embeddings(model.checkpoint)
+    notes = list[str]()
     if left:
         none = ""
         if any(each.is_draft for each in left):

@@ -4,8 +4,22 @@ from functools import cache, partial
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.models.factors import Factored
+from niwaki.models.layout import Matrix
 from niwaki.models.scales import bits_in, grid_of
+from niwaki.models.streamed import StreamedModel
 from niwaki.models.weight_format import OnGrid, WeightFormat
+
+
+def zeros_of(matrix: Matrix, checkpoint: Checkpoint) -> int:
+    """How many weights of a matrix are zero, or fewer in its two factors."""
+    weight_format = format_of(checkpoint)
+    return weight_format.zeros(matrix.read(checkpoint), weight_format.read_parts(checkpoint, matrix))
+
+
+def sparsity(model: StreamedModel) -> float:
+    """The fraction of zeros in all matrices of the blocks of ``model``, as its files have them."""
+    zeros = sum(zeros_of(matrix, model.checkpoint) for matrix in model.matrices())
+    return zeros / sum(matrix.size for matrix in model.matrices())
 
 
 def format_of(checkpoint: Checkpoint) -> WeightFormat:

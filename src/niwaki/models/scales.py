@@ -108,16 +108,6 @@ def read_embedding_scales(checkpoint: Checkpoint, key: str, grid: Grid) -> Tenso
     return scales
 
 
-def lost_embeddings(checkpoint: Checkpoint) -> list[str]:
-    """What a record is to say where what is made of ``checkpoint`` has its embeddings, and not their scales."""
-    if checkpoint.pruning.embeddings is None:
-        return []
-    return [
-        f"embeddings and head were on the grid {checkpoint.pruning.embeddings}; their scales are not carried over, so "
-        "that they would be packed as they are stored: put them on a grid last"
-    ]
-
-
 def check_scales(scales: Tensor, file: Path, key: str) -> None:
     """CheckpointError unless the tensor ``key`` of ``file`` can be scales."""
     if not bool(((scales != 0) & scales.isfinite()).all()):

@@ -21,8 +21,7 @@ from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.products import products
 from niwaki.layer.rounding import flops, onto_grid, to_nearest, unsolved
 from niwaki.models.ends import embedding_keys, head_gram
-from niwaki.models.factors import FILE as FACTORS
-from niwaki.models.scales import EMBEDDINGS, FILE as SCALES, embedding_places, read_embedding_scales
+from niwaki.models.scales import EMBEDDINGS, embedding_places, read_embedding_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Measurement
 from niwaki.pruning.request import rounds_to_nearest
@@ -53,6 +52,7 @@ class QuantizeEmbeddings(Stage):
 
     name: ClassVar[str] = "embeddings"
     keeps_factors: ClassVar[bool] = True
+    keeps_matrices: ClassVar[bool] = True
     only_formats_follow: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -101,10 +101,9 @@ class QuantizingEmbeddings(Task):
         self._before = run.measured.before
         method = LEAST_SQUARES if self._fits else NEAREST
         self._begun = begin_record(
-            run.model,
+            run,
             self.model,
             self.texts,
-            run.calibration,
             method=method,
             solver={"name": method},
             pattern="unstructured:0",
@@ -129,7 +128,7 @@ class QuantizingEmbeddings(Task):
             raise UnsupportedModelError(f"{run.model} is in FP8 or MXFP4; quantize it first, and its embeddings then")
         self.keys = embedding_keys(self.model)
         self.grid.check(checkpoint.entries[key].shape[1] for key in self.keys)
-        self.carried = run.carried(checkpoint, checkpoint.size, (SCALES, FACTORS))
+        self.carried = run.carried(checkpoint, checkpoint.size)
 
     def _measurement(self, run: Run) -> Measurement:
         return run.measured if self.model.has_head else dataclasses.replace(run.measured, samples=0)

@@ -202,10 +202,9 @@ class Pruning(Task):
             within = "" if request.wanted is None else f", within {request.wanted}"
             pattern = f"the mask of {request.mask_model}{within}"
         record = begin_record(
-            run.model,
+            run,
             model,
             self.texts,
-            run.calibration,
             method=request.method,
             solver={"name": request.method} if request.rounds_to_nearest else plain(describe(request.solving)),
             effort={} if request.rounds_to_nearest else describe_effort(self.effort),

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from niwaki.checkpoints.foreign import PICKLE_SUFFIXES
 from niwaki.checkpoints.pipelines import pipeline
-from niwaki.checkpoints.reading import ORIGIN, PACKED_INDEX, Checkpoint
+from niwaki.checkpoints.reading import ORIGIN, PACKED_INDEX, Checkpoint, Pruning
 from niwaki.errors import CheckpointError
 from niwaki.files import check_space, input_errors, output_errors
-from niwaki.models.scales import FOLDER
+from niwaki.models.factors import FILE as FACTORS
+from niwaki.models.scales import EMBEDDINGS, FILE as SCALES, FOLDER
 from niwaki.records.recipe import RECIPE
 from niwaki.records.record import FINDINGS
 from niwaki.records.wording import counted, several, size
@@ -38,8 +39,16 @@ _BELONGING = {
 _PACKAGES = (".mlpackage", ".mlmodelc")
 #: What stays behind, of any model.
 _NEVER = {".git", ".cache", ORIGIN, PACKED_INDEX, *FINDINGS}
+#: How a model was pruned before it was healed, or before other work that leaves its matrices as they were.
+BASE = "niwaki.base.json"
 #: What niwaki writes beside the model's files.
-_OWN_FILES = {"README.base.md", "niwaki.json", "niwaki.base.json", RECIPE}
+_OWN_FILES = {"README.base.md", "niwaki.json", BASE, RECIPE}
+#: What config.json says where there are files of scales or factors, and its entry of pruning_config.
+_CLAIMS = {
+    SCALES: ("quantization", "weights are on a grid"),
+    EMBEDDINGS: ("embeddings", "embeddings and head are on a grid"),
+    FACTORS: ("pattern", "matrices are products of two factors"),
+}
 #: Folders in each other; making and removing them takes the stack of Python.
 _DEEPEST = 100
 #: Bytes for what niwaki writes about the model.
@@ -83,6 +92,36 @@ class CarriedFiles:
                     shutil.copyfileobj(read, write)
 
 
+def claimed_files(made: Pruning, of_matrices: bool = True) -> set[str]:
+    """The files beside the weights that config.json says there are: of embeddings, and ``of_matrices`` where wanted."""
+    files = {EMBEDDINGS} if made.embeddings else set[str]()
+    if of_matrices and (made.has_factors or made.quantization):
+        files.add(FACTORS if made.has_factors else SCALES)
+    return files
+
+
+def check_claims(checkpoint: Checkpoint) -> None:
+    """CheckpointError where config.json and the files of scales and factors do not say the same of the weights.
+
+    Nothing of a model that is packed, or in a form for other programs, which have these elsewhere.
+    """
+    path, claimed = checkpoint.path, claimed_files(checkpoint.pruning)
+    if (path / PACKED_INDEX).exists() or checkpoint.config.get("quantization_config") is not None:
+        return
+    for file, (entry, what) in _CLAIMS.items():
+        there = (path / file).exists()
+        if there and file not in claimed:
+            raise CheckpointError(
+                f"{path / file} is there, and pruning_config in config.json does not say that {what}; put back the "
+                "config.json that it came with, or remove that file"
+            )
+        if file in claimed and not there:
+            raise CheckpointError(
+                f"{path / 'config.json'} says that {what}, and {file} is not there; put it back, or remove {entry!r} "
+                "from pruning_config, if the weights were changed"
+            )
+
+
 def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: Collection[str] = ()) -> CarriedFiles:
     """All files of a model but weights (except ``keep``) and measurements.
 
@@ -98,6 +137,7 @@ def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: Coll
         left = _of_weights(found, {checkpoint.index_name, *keep}, [path for _, path in pipeline(source) if path])
         sizes = {name: path.stat().st_size for name, path in found.items()}
     names = sorted(found.keys() - left)
+    left = [name for name in left if name.as_posix() not in _CLAIMS]  # what becomes of these is said elsewhere
     check_space(out, MARGIN + weights + sum(sizes[name] for name in names) - unfinished_size(out))
     return CarriedFiles(source, names, left, sum(sizes[name] for name in left))
 

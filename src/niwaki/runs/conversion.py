@@ -8,7 +8,7 @@ from pathlib import Path
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.files import given_path
 from niwaki.records.progress import Progress
-from niwaki.runs.carried import CarriedFiles, find_carried
+from niwaki.runs.carried import CarriedFiles, check_claims, find_carried
 from niwaki.runs.recipe import extend_recipe
 from niwaki.runs.workplace import check_output, new_directory
 
@@ -51,6 +51,7 @@ def convert(form: Form, model: str | Path, out: str | Path, stage: str, **parame
     """
     path = form.checkpoint.path
     target = check_output(path, out)
+    check_claims(form.checkpoint)
     carried = find_carried(form.checkpoint, target, form.size, form.kept)
     form.check(str(model))
     said: list[str] = []

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError, named
-from niwaki.files import replace_file
+from niwaki.files import output_errors, replace_file
 from niwaki.models.device import find_device, peak_memory
 from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
@@ -18,6 +19,7 @@ from niwaki.records.record import MOST_STAGES, Record, StageRecord
 from niwaki.records.vectors import Agreement
 from niwaki.records.wording import counted
 from niwaki.runs import card
+from niwaki.runs.carried import BASE, check_claims
 from niwaki.runs.clock import Clock
 from niwaki.runs.duration import products_per_second
 from niwaki.runs.journal import Journal
@@ -227,6 +229,12 @@ def _finish(run: Run, record: Record) -> None:
             *others,
             StageRecord(stage.name, str(stage), run.clock.total(), measured),
         ]
+    if not stage.is_format:
+        check_claims(Checkpoint(place.directory))
+        own, base = place.directory / "niwaki.json", place.directory / BASE
+        with output_errors(place.directory):
+            if stage.keeps_matrices and not earlier and own.exists() and not base.exists():
+                own.replace(base)
     if earlier:
         run.clock.add(earlier.seconds)
     record.seconds = {**run.clock.seconds, "total": run.clock.total()}

@@ -18,7 +18,7 @@ from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import Recipe
 from niwaki.records.record import CalibrationRecord, Record
-from niwaki.runs.carried import MARGIN, CarriedFiles, find_carried
+from niwaki.runs.carried import BASE, MARGIN, CarriedFiles, check_claims, claimed_files, find_carried
 from niwaki.runs.clock import Clock
 from niwaki.runs.journal import Journal
 from niwaki.runs.similarity import Sentences
@@ -93,17 +93,25 @@ class Run:
             self.progress.note(note)
 
     def carried(
-        self, checkpoint: Checkpoint, size: int = 0, keep: Collection[str] = (), scratch: int = 0
+        self, checkpoint: Checkpoint, size: int = 0, keep: Collection[str] | None = None, scratch: int = 0
     ) -> CarriedFiles | None:
         """The files beside the weights, in the first process, which checks that there is space for all of the output.
 
-        That is them, ``size`` bytes of weights, and the bytes of ``scratch`` that the stage keeps until it is done.
+        That is them, ``size`` bytes of weights, and the bytes of ``scratch`` that the stage keeps until it is done. Of
+        what belongs to weights they have the files ``keep``, by default those that config.json still tells the truth
+        about when the stage is done.
         Before the run begins a later stage takes the model for the one that it will read, which then is there too.
         Errors are those of :func:`niwaki.runs.carried.find_carried`.
         """
         if not self.world.first:
             return None
+        matrices_stay = self.stages[self.number].keeps_matrices
+        if keep is None:
+            check_claims(checkpoint)
+            keep = claimed_files(checkpoint.pruning, matrices_stay)
         carried = find_carried(checkpoint, self.out, size + max(0, scratch - scratch_size(self.out)), keep)
+        if not matrices_stay:
+            carried = carried.only(lambda name: str(name) != BASE)
         if not self.is_first and self.place is None:
             check_space(self.out, MARGIN + 2 * size - unfinished_size(self.out, with_source=True))
         return carried
@@ -135,6 +143,8 @@ class Stage(Protocol):
     is_format: ClassVar[bool] = False
     #: Whether it can follow a stage that makes two sparse factors of each matrix, and leaves them such.
     keeps_factors: ClassVar[bool] = False
+    #: Whether matrices keep the zeros, the grid and the factors that config.json says they have.
+    keeps_matrices: ClassVar[bool] = False
     #: Whether nothing that changes weights can follow.
     only_formats_follow: ClassVar[bool] = False
     #: Whether stages after it read other tokens than those before.

@@ -190,10 +190,9 @@ class Shrinking(Task):
         depth, shares, sized = len(self.model.blocks), stage.shares, stage.parameters is not None
         effort = describe_effort(self._effort) if self._effort != Effort() else {}
         record = begin_record(
-            run.model,
+            run,
             self.model,
             self.texts,
-            run.calibration,
             method="shrink",
             solver={
                 "name": "shrink",

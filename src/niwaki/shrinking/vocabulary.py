@@ -12,13 +12,15 @@ from torch import Tensor
 
 from niwaki.arguments import INTERNAL, check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.checkpoints.shards import Shards
+from niwaki.checkpoints.shards import Shards, write_tensors
 from niwaki.checkpoints.tensors import read_json
 from niwaki.effort import PLAIN_EFFORT, Effort, make_effort
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import replace_file
+from niwaki.layer.grid import Grid
+from niwaki.models.ends import embedding_keys
 from niwaki.models.extra import notes_of
-from niwaki.models.formats import format_of
+from niwaki.models.scales import EMBEDDINGS, embedding_grid_of, embedding_places, read_embedding_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import encode
 from niwaki.records.record import Record
@@ -59,6 +61,7 @@ class ShrinkVocabulary(Stage):
 
     name: ClassVar[str] = "vocabulary"
     keeps_factors: ClassVar[bool] = True
+    keeps_matrices: ClassVar[bool] = True
     changes_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -96,7 +99,6 @@ class ShrinkingVocabulary(Task):
 
     def __init__(self, stage: ShrinkVocabulary, run: Run) -> None:
         checkpoint, compute = Checkpoint(run.reading), run.compute
-        self.format = format_of(checkpoint)
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
         tokens = ModelTokens(model)
         self._rows, self._keys, self._file = tokens.rows, tokens.keys, tokens.file
@@ -115,7 +117,7 @@ class ShrinkingVocabulary(Task):
             checkpoint.like(key).nbytes // self._rows for key in self._keys
         )
         self._left = left_out(checkpoint.path)
-        carried = run.carried(checkpoint, size, self.format.files)
+        carried = run.carried(checkpoint, size)
         self.carried = carried and carried.only(lambda name: name.as_posix() not in self._left)
         self._measured = "both" if run.measurement.before else "after"
         self.record = self._begun(run, stage)
@@ -125,15 +127,15 @@ class ShrinkingVocabulary(Task):
     def _begun(self, run: Run, stage: ShrinkVocabulary) -> Record:
         """The record, as far as it is known before the work."""
         removed, counts, model = self._rows - self._size, self._counts, self.model
+        made = model.checkpoint.pruning.pattern
         stay = float(counts.shares[[number for number in self._new if number < self._rows]].sum())
         record = begin_record(
-            run.model,
+            run,
             model,
             self.texts,
-            run.calibration,
             method="shrink",
             solver={"name": "vocabulary", "size": str(stage.size), "prior": PRIOR},
-            pattern=f"{removed:,} of {self._rows:,} tokens",
+            pattern=", ".join(filter(None, [made, f"{removed:,} of {self._rows:,} tokens"])),
             mask_from=None,
         )
         of = " + ".join(Path(each).name for each in record.calibration["source"].split(" + "))
@@ -221,6 +223,18 @@ class ShrinkingVocabulary(Task):
             }
             shards.write(shard, like, lambda key: self._read(checkpoint, key, rows))
         shards.finish()
+        if grid := embedding_grid_of(checkpoint):
+            self._write_scales(directory / EMBEDDINGS, grid, rows)
+
+    def _write_scales(self, file: Path, grid: Grid, rows: Tensor) -> None:
+        """Writes the scales of embeddings and head on ``grid``, those of the ``rows`` that stay."""
+        checkpoint = self.model.checkpoint
+        scales = {
+            name: read_embedding_scales(checkpoint, key, grid)[rows]
+            for key in embedding_keys(self.model)
+            for name in embedding_places(checkpoint, [key], grid)
+        }
+        write_tensors(file, scales)
 
     def _read(self, checkpoint: Checkpoint, key: str, rows: Tensor) -> Tensor:
         value = checkpoint.read(key)

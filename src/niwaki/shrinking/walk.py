@@ -17,6 +17,7 @@ from niwaki.layer.unit_removal import remove_units
 from niwaki.models.block import DecoderBlock
 from niwaki.models.extra import generation_without_drafts
 from niwaki.models.fit import Fit, samples_to_fit
+from niwaki.models.formats import sparsity
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import trained_matrices, trained_weights
@@ -88,7 +89,8 @@ class Removing:
             output = run.begin_output(carried)
             if any(each.is_draft for each in left):
                 generation_without_drafts(output)
-            write_config(output, configuration(model, kept, self.removals, left), record)
+            values = configuration(model, kept, self.removals, left)
+            write_config(output, values, record)
             shards = Shards(output)
         directory = run.world.received(place.directory if place else None) or Path()
         smaller_modules = smaller_blocks(model, directory, kept, self.removals)
@@ -100,6 +102,9 @@ class Removing:
         if shards:
             shards.finish()
             self._note_zeros()
+            if model.checkpoint.pruning.sparsity:
+                record.sparsity = sparsity(StreamedModel(Checkpoint(output), "cpu"))
+                write_config(output, values, record)
         directory = run.world.received(directory)  # when all is written
         smaller = StreamedModel(Checkpoint(directory), str(model.device), record.dtype)
         check_outputs(smaller, states)
