@@ -316,7 +316,7 @@ def test_it_packs_as_small_with_fewer_tokens(
 
 @pytest.mark.parametrize("kind", ["grid", "factors on a grid, embeddings"])
 def test_files_and_config_json_that_differ(tmp_path: Path, made: Callable[[str], tuple[Path, Path]], kind: str) -> None:
-    """Files of scales or factors without a word of them, or the other way round, are refused before there is an output."""
+    """Files of scales or factors without a word of them, or the other way round, are refused before there is OUT."""
     dense, model = made(kind)
     works: list[Callable[[Path, Path], Any]] = [
         lambda path, out: _work(path, out, [ShrinkVocabulary(300)], dense),

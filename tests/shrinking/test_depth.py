@@ -28,9 +28,9 @@ from support.streams import stream_of
 CALIBRATION = random_tokens(16, 24)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_the_runs_that_cost_least(count: int) -> None:
-    """As among all ways to choose so many of 6 blocks."""
+@pytest.mark.parametrize(("kinds", "count"), [*(("aaaaaa", n) for n in (1, 2, 3, 5)), ("aabaaa", 4), ("abbabc", 3)])
+def test_the_runs_that_cost_least(kinds: str, count: int) -> None:
+    """As among all ways to choose so many of 6 blocks, of each kind of which one stays."""
     chance = random.Random(count)
     costs = {(i, j): chance.random() * (j - i) for i in range(6) for j in range(i + 1, 7) if j - i <= count}
 
@@ -38,8 +38,13 @@ def test_the_runs_that_cost_least(count: int) -> None:
         starts = [i for i in gone if i - 1 not in gone]
         return [(i, next(j for j in range(i, 8) if j not in gone)) for i in starts]
 
-    least = min(itertools.combinations(range(6), count), key=lambda gone: sum(costs[run] for run in runs(gone)))
-    assert cheapest(costs, 6, count) == list(least)
+    ways = [
+        gone
+        for gone in itertools.combinations(range(6), count)
+        if {*kinds} <= {kinds[i] for i in {*range(6)} - {*gone}}
+    ]
+    least = min(ways, key=lambda gone: sum(costs[run] for run in runs(gone)))
+    assert cheapest(costs, kinds, count) == list(least)
 
 
 def test_ridge() -> None:

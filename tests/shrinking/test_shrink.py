@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import niwaki
@@ -44,6 +44,7 @@ from support.models import (
     reference,
     save_model,
     save_model_with_tokenizer,
+    save_random,
     sparse_model,
     weight,
 )
@@ -351,7 +352,7 @@ BLOCKS: list[tuple[str, dict[str, Any], int]] = [
 
 def drop_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever that costs: then all others get another number, and nothing is before them that could be repaired."""
-    monkeypatch.setattr(plan, "cheapest", lambda costs, depth, count: list(range(count)))
+    monkeypatch.setattr(plan, "cheapest", lambda costs, kinds, count: list(range(count)))
 
 
 @pytest.mark.parametrize(("case", "changes", "count"), some(BLOCKS, 11), ids=lambda v: v if isinstance(v, str) else "")
@@ -375,6 +376,50 @@ def test_without_its_first_blocks(
     old = {value.numpy().tobytes() for value in before.values()}
     assert all(value.numpy().tobytes() in old for value in tensors(out).values())
     check_parameters(source, out, record)
+
+
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+_LINEAR = {f"linear_{each}_head_dim": 8 for each in ("key", "value")}
+_LINEAR |= {f"linear_num_{each}_heads": 2 for each in ("key", "value")}
+#: Models with several kinds of layers, and how many of them there are.
+HYBRIDS: dict[str, tuple[dict[str, Any], int]] = {
+    "granitemoehybrid": (
+        {"layer_types": ["mamba", "mamba", "attention", "mamba"], "num_local_experts": 0, **_MAMBA},
+        2,
+    ),
+    "bamba": ({"attn_layer_indices": [2], **_MAMBA}, 2),
+    "falcon_h1": ({"mamba_d_ssm": 64, **_MAMBA}, 1),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False}, 2),
+    "qwen3_5_text": ({"layer_types": [*["linear_attention"] * 3, "full_attention"], "head_dim": 8, **_LINEAR}, 2),
+}
+
+
+def _hybrid(path: Path, kind: str) -> Path:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "shared_intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    return save_random(path, AutoConfig.for_model(kind, **{**sizes, **heads, **HYBRIDS[kind][0]}, pad_token_id=0))
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_one_layer_of_each_kind_stays(tmp_path: Path, kind: str) -> None:
+    """Without attention, say, transformers cannot continue a text, though it can read one."""
+    source, most = _hybrid(tmp_path / "model", kind), 4 - HYBRIDS[kind][1]
+    record = run(source, tmp_path / "out", blocks=most)
+    assert record.structure
+    assert len(record.structure.blocks) == most
+    prompt = torch.tensor([[3, 4, 5]])
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert small.generate(prompt, max_new_tokens=4, min_new_tokens=4).shape == (1, 7)
+    said = message(lambda: run(source, tmp_path / "more", blocks=most + 1), UsageError)
+    assert f"from 0 to {most} can be removed" in said
+
+
+def test_a_model_that_could_not_continue_a_text_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "cheapest", lambda costs, kinds, count: [2])
+    source = _hybrid(tmp_path / "model", "granitemoehybrid")
+    said = message(lambda: run(source, tmp_path / "out", blocks=1), UnsupportedModelError)
+    assert "could not continue a text" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_entries_for_each_block(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from niwaki.shrinking.depth import (
     FITTED,
     Blocks,
     cheapest,
+    kinds_of,
+    most_blocks,
     operations_of_runs,
     parts,
     some_of,
@@ -99,7 +101,7 @@ class Combinations:
     @cached_property
     def most_blocks(self) -> int:
         """How many blocks go at most: what brings the model to its size, and not more than half of them."""
-        most = int(_MOST["blocks"] * len(self.model.blocks))
+        most = min(int(_MOST["blocks"] * len(self.model.blocks)), most_blocks(self.model))
         return next((n for n in range(1, most) if self._size([], range(n)) <= self.target), most)
 
     def removals(self, units: Mapping[str, int]) -> list[ColumnRemoval]:
@@ -111,8 +113,8 @@ class Combinations:
 
         Each leaves at most the parameters that are wanted, and would leave more with any fewer units of the last kind.
         """
-        found, depth = [], len(self.model.blocks)
-        dropped = [cheapest(costs, depth, count) for count in _evenly(range(self.most_blocks + 1), _BLOCKS)]
+        found, kinds = [], kinds_of(self.model)
+        dropped = [cheapest(costs, kinds, count) for count in _evenly(range(self.most_blocks + 1), _BLOCKS)]
         for few in self._few():
             for blocks in dropped:
                 if (last := self._last(few, blocks)) is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.errors import NiwakiError, OutputError, UnsupportedModelError
+from niwaki.errors import NiwakiError, OutputError, UnsupportedModelError, first_line
 from niwaki.models.extra import DRAFT_COUNTS, ExtraTensors, find_extra
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import StreamedModel
@@ -22,7 +22,7 @@ from niwaki.shrinking.units import Removal
 #: Entries of configurations with a value for each block; that list blocks; that say how many blocks, from the first,
 #: are of one kind; and rules for all these, which no longer hold when blocks are removed.
 _FOR_EACH = ("layer_types", "mlp_layer_types", "no_rope_layers")
-_LISTS = ("mlp_only_layers", "moe_layers")
+_LISTS = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs")
 _FIRST = ("max_window_layers", "first_k_dense_replace")
 _RULES = ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval", "interleave_moe_layer_step")
 #: How many blocks an encoder and a decoder have.
@@ -90,6 +90,9 @@ def _of_blocks(model: StreamedModel, kept: Sequence[int]) -> dict[str, Any]:
     changes: dict[str, Any] = _depths(model, kept)
     for name in (*_FOR_EACH, *_LISTS, *_FIRST):
         value = getattr(model.config, name, None)
+        own = getattr(type(model.config), model.config.attribute_map.get(name, name), None)
+        if isinstance(own, property) and own.fset is None:  # it follows from other entries
+            continue
         if name in _FOR_EACH and isinstance(value, list | tuple) and len(value) == len(model.blocks):
             changes[name] = [value[index] for index in kept]
         elif name in _LISTS and isinstance(value, list | tuple):
@@ -128,6 +131,10 @@ def smaller_blocks(
         reason = str(error).replace(f"{directory / 'config.json'}", "the smaller model's config.json")
         reason = reason.replace(str(directory), "the smaller model")
         raise UnsupportedModelError(f"{cannot} {reason}") from error
+    if model.has_head and model.pairs is None:
+        broken = _continued(directory, model.dtype)
+        if broken and broken != _continued(model.checkpoint.path, model.dtype):
+            raise UnsupportedModelError(f"{cannot} it could not continue a text ({broken})")
     for new, old in enumerate(kept):
         was, became = _traits(model.blocks[old]), _traits(smaller[new])
         for removal in removals:
@@ -142,6 +149,21 @@ def smaller_blocks(
                     f"and should be {was.get(name)}"
                 )
     return smaller
+
+
+def _continued(directory: Path, dtype: torch.dtype) -> str:
+    """What goes wrong where the model of config.json continues a text with a cache; "" where nothing does.
+
+    Without weights and numbers, so that parts of some models, such as the choice of experts, fail for that alone.
+    """
+    model, tokens = structure(directory, dtype).to("meta").eval(), torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            cache = model(input_ids=tokens, use_cache=True).past_key_values
+            model(input_ids=tokens[:, :1], use_cache=True, past_key_values=cache)
+    except Exception as error:  # of any kind, from any of transformers' models
+        return first_line(error)
+    return ""
 
 
 def _traits(block: nn.Module) -> dict[str, Any]:

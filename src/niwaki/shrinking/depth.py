@@ -1,7 +1,8 @@
 """Which blocks go: those without which, after the repair, the model's predictions change least."""
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from niwaki.shrinking.trial import Trial, Way
 #: A run of neighbouring blocks: the first one, and the first one behind it.
 Blocks = tuple[int, int]
 
+#: What the parts of blocks call the cache that they are given.
+_CACHES = {"past_key_values", "past_key_value", "cache_params", "layer_past", "past_states"}
 #: Tokens that repairs are fitted to, and others on which predictions are compared, of all processes.
 FITTED, _COMPARED = 16_384, 2_048
 
@@ -77,23 +80,44 @@ def some_of(samples: Tensor, tokens: int, processes: int) -> Tensor:
     return samples[:: max(1, len(samples) // most)][:most]
 
 
-def cheapest(costs: Mapping[Blocks, float], depth: int, count: int) -> list[int]:
-    """The ``count`` of ``depth`` blocks to remove, in ascending order: the runs whose ``costs`` sum to least.
+def kinds_of(model: StreamedModel) -> list[frozenset[str]]:
+    """Of each block how it remembers what was before: the classes of its parts that take a cache.
 
-    Runs do not touch, or they would be one. Of equal sums the one with the first blocks.
+    Programs that continue texts expect each of them at least once in a model, attention among others.
     """
-    # By the number of blocks so far, of which the last one stays, and of those removed: the cost and what was removed.
-    best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [])}
-    for at in range(depth + 1):
-        for removed in range(count + 1):
-            if (at, removed) not in best or at == depth:
-                continue
-            cost, gone = best[at, removed]
+    return [
+        frozenset(
+            type(module).__name__
+            for module in block.modules()
+            if module is not block and _CACHES & inspect.signature(module.forward).parameters.keys()
+        )
+        for block in model.blocks
+    ]
+
+
+def most_blocks(model: StreamedModel) -> int:
+    """How many blocks can go at most: one of each kind stays, and the first of an encoder and of its decoder."""
+    return len(model.blocks) - max(len(model.starts), len({*kinds_of(model)}))
+
+
+def cheapest(costs: Mapping[Blocks, float], kinds: Sequence[Hashable], count: int) -> list[int]:
+    """The ``count`` blocks to remove, in ascending order: the runs whose ``costs`` sum to least.
+
+    Of each of the ``kinds`` of blocks at least one stays. Runs do not touch, or they would be one. Of equal sums the
+    one with the first blocks.
+    """
+    depth, all_kinds = len(kinds), frozenset(kinds)
+    # By the number of blocks so far, of which the last one stays, of those removed, and the kinds of those that stay:
+    # the cost and what was removed.
+    best: dict[tuple[int, int, frozenset[Hashable]], tuple[float, list[int]]] = {(0, 0, frozenset()): (0.0, [])}
+    for at in range(depth):
+        here = sorted((item for item in best.items() if item[0][0] == at), key=lambda item: item[0][1])
+        for (_, removed, stay), (cost, gone) in here:
             for stop in range(at, min(depth, at + count - removed) + 1):
                 if stop > at and (at, stop) not in costs:
                     continue
                 total = cost + (costs[at, stop] if stop > at else 0.0)
-                place = (min(stop + 1, depth), removed + stop - at)
+                place = (min(stop + 1, depth), removed + stop - at, stay | {*kinds[stop : stop + 1]})
                 if place not in best or total < best[place][0]:
                     best[place] = total, [*gone, *range(at, stop)]
-    return best[depth, count][1]
+    return best[depth, count, all_kinds][1]

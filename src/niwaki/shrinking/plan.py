@@ -13,7 +13,7 @@ from niwaki.runs.kept import Kept
 from niwaki.runs.own_text import joined, written
 from niwaki.runs.stage import Run
 from niwaki.shrinking.combinations import LONGEST_RUN, Combinations, best_of, costs_of_combinations, note_on
-from niwaki.shrinking.depth import Blocks, cheapest, costs_of_runs
+from niwaki.shrinking.depth import Blocks, cheapest, costs_of_runs, kinds_of
 from niwaki.shrinking.units import ColumnRemoval
 
 
@@ -69,7 +69,7 @@ def planned(
         plan = replace(plan, influence=[costs[i, i + 1] for i in range(depth) if (i, i + 1) in costs])
         run.clock.lap("influence")
     if combinations is None:
-        return replace(plan, dropped=cheapest(costs, len(model.blocks), count))
+        return replace(plan, dropped=cheapest(costs, kinds_of(model), count))
     ways = combinations.of(costs)
     texts = samples, synthetic
     found = costs_of_combinations(model, *texts, ways, combinations.kinds, importance, run.world, run.progress)

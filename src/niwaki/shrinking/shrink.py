@@ -25,7 +25,7 @@ from niwaki.runs.duration import measuring, pruning
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
 from niwaki.shrinking.combinations import Combinations
 from niwaki.shrinking.configuration import Tensors
-from niwaki.shrinking.depth import operations_of_runs
+from niwaki.shrinking.depth import kinds_of, most_blocks, operations_of_runs
 from niwaki.shrinking.experts import expert_removal
 from niwaki.shrinking.units import (
     Removal,
@@ -134,9 +134,10 @@ class Shrinking(Task):
         self._effort = stage.effort_for(model.has_head and not model.sees_ahead, writes=model.pairs is None)
         self.tensors = Tensors.of(model)
         self._combinations = self._of_size(stage.parameters)
-        most = depth - len(model.starts)
+        most, kinds = most_blocks(model), len({*kinds_of(model)})
         if not 0 <= stage.blocks <= most:
-            raise UsageError(f"blocks {stage.blocks} of {depth}: from 0 to {most} can be removed")
+            stay = f", one of each of the {kinds} kinds stays" if kinds > len(model.starts) else ""
+            raise UsageError(f"blocks {stage.blocks} of {depth}: from 0 to {most} can be removed{stay}")
         self.columns = [
             make(model, shares[kind])
             for kind, make in (("heads", head_removal), ("neurons", neuron_removal))
