@@ -609,12 +609,23 @@ def test_models_with_few_learned_positions(tmp_path: Path, kind: str) -> None:
     assert 0 < plan.way.nats < 0.5
 
 
+@pytest.mark.parametrize("size", [0.6, 0.3, 0.2])
+def test_after_shrinking(model: Path, size: float, tmp_path: Path) -> None:
+    """Where rows are no multiple of 64 any more, each has one scale."""
+    niwaki.shrink(model, tmp_path / "small", neurons=0.375, **GIVEN)
+    record = niwaki.compress(tmp_path / "small", tmp_path / "out", size, **GIVEN)
+    assert weights(tmp_path / "out") <= size * weights(tmp_path / "small")
+    assert record.quantization
+    assert ":" not in record.quantization
+    assert measure(tmp_path / "out", 4, 4, 1, CPU).tokens_per_second > 0
+
+
 def test_models_that_a_format_has_not(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="transformers"):
         plan_compression(save_pair_model(tmp_path / "t5", "t5"), 0.5)
     random_model("llama").save_pretrained(tmp_path / "narrow")
-    with pytest.raises(UnsupportedModelError, match="groups of 64"):
-        plan_compression(tmp_path / "narrow", 0.5, **LOOKED)
+    with pytest.raises(UnsupportedModelError, match="groups of 32"):
+        plan_compression(add_small_tokenizer(tmp_path / "narrow"), 0.5, runtime="llama.cpp", **LOOKED)
 
 
 @pytest.mark.slow

@@ -220,6 +220,7 @@ ROUNDED = [
     (128, 0.97, 4, "no multiple of 32"),  # and here none
     (96, 0.5, 48, "no multiple of 32"),  # which 32 or 64 are too far from
     (48, 0.3, 34, None),
+    (2048, 0.2, 1664, "a multiple of 64 as"),  # as packed models want it, and not 1,632
 ]
 
 

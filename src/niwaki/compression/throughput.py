@@ -18,6 +18,7 @@ from niwaki.errors import NiwakiError, first_line
 from niwaki.evaluation.bench import measured
 from niwaki.exports.export import Pack
 from niwaki.files import free_space
+from niwaki.layer.grid import Grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
 from niwaki.pruning.embeddings import QuantizeEmbeddings
@@ -90,8 +91,8 @@ def throughput(checkpoint: Checkpoint, compute: Compute, part: PartOf) -> Throug
 def _of_packed(checkpoint: Checkpoint, group: int | None, bits: int, ends: int, compute: Compute) -> Speed:
     """The speed of a packed form that is rounded to the nearest."""
     stages = (
-        Quantize(f"int{bits}:{group}", effort="none"),
-        QuantizeEmbeddings(f"int{ends}:{group}", effort="none"),
+        Quantize(Grid(bits, group), effort="none"),
+        QuantizeEmbeddings(Grid(ends, group), effort="none"),
         Pack(),
     )
     with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:

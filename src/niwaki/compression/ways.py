@@ -101,7 +101,8 @@ class Parts:
     """What a model is made of: numbers of weights, of which some go with neurons, bytes of all else, and of headers.
 
     The tokenizer is in the same file for llama.cpp, and has no bytes elsewhere. ``least`` is the share of the
-    parameters that has to stay where parts are removed, and ``scale`` the bytes of a scale.
+    parameters that has to stay where parts are removed, ``group`` how many weights share a scale (None for a row, in
+    niwaki's format where rows are no multiples of its groups), and ``scale`` the bytes of scales for each weight.
     """
 
     matrices: int
@@ -111,7 +112,8 @@ class Parts:
     headers: int
     tokenizer: int = 0
     least: float = 0.0
-    scale: int = 2
+    group: int | None = 64
+    scale: float = 2 / 64
 
     @classmethod
     def of(cls, model: StreamedModel, runtime: Runtime) -> "Parts":
@@ -120,14 +122,17 @@ class Parts:
             raise UnsupportedModelError(
                 f"{model.checkpoint.path} is an encoder with a decoder, which is only compressed for transformers"
             )
-        group, matrices = _GROUPS[runtime], model.matrices()
-        if odd := [matrix for matrix in matrices if matrix.shape[1] % group]:
-            raise UnsupportedModelError(
-                f"{odd[0].key!r} of {model.checkpoint.path} has rows of {odd[0].shape[1]}, which do not divide into "
-                f"groups of {group}, as {runtime} has them"
-            )
-        checkpoint, entries = model.checkpoint, model.checkpoint.entries
+        matrices, checkpoint, entries = model.matrices(), model.checkpoint, model.checkpoint.entries
         keys = {*embedding_keys(model)}
+        group: int | None = _GROUPS[runtime]
+        widths = {matrix.shape[1]: matrix.key for matrix in matrices} | {entries[key].shape[1]: key for key in keys}
+        if odd := [width for width in widths if group and width % group]:
+            if runtime == "llama.cpp":
+                raise UnsupportedModelError(
+                    f"{widths[odd[0]]!r} of {checkpoint.path} has rows of {odd[0]}, which do not divide into groups of "
+                    f"{group}, as {runtime} has them"
+                )
+            group = None
         embeddings = numbers(checkpoint, keys)
         of_blocks = {matrix.key for matrix in matrices}
         rest = entries.keys() - keys - of_blocks
@@ -142,7 +147,8 @@ class Parts:
         tensors = (len(key) + _ENTRY for key in [*entries, *(_TENSORS - 1) * [*keys, *of_blocks]])
         headers = _HEADER + sum(tensors)
         size = sum(matrix.size for matrix in matrices)
-        return cls(size, embeddings, others, weights_of_neurons(model), headers, tokenizer, least, max(2, scale))
+        of_neurons, per_weight = weights_of_neurons(model), max(2, scale) / (group or min(widths))
+        return cls(size, embeddings, others, of_neurons, headers, tokenizer, least, group, per_weight)
 
 
 def fewest_parameters(model: StreamedModel) -> int:
@@ -271,7 +277,7 @@ class Ways(_Foreseen):
     @property
     def grid(self) -> Grid:
         """The grid of mixed bits."""
-        return Grid(8, _GROUPS[self.runtime], 8.0)
+        return Grid(8, self.parts.group, 8.0)
 
     @property
     def ends_bits(self) -> tuple[int, ...]:
@@ -340,7 +346,7 @@ class Ways(_Foreseen):
                     zeros = next((z / 100 for z in _ZEROS if self._zeros_size(z / 100, bits, ends) <= asked), None)
                     if zeros is not None:
                         yield f"zeros, {bits} bits", self._zeros(zeros, bits, ends)
-            # Neurons go in multiples of 32, so that groups of 64 may not fit what is left.
+            # In niwaki's format parts that go have lost more than bits wherever that was measured.
             for left in reversed(self._lefts) if self.runtime == "llama.cpp" else ():
                 if (bits := self._average(asked, ends, left)) >= 4:
                     yield "parameters", self._smaller(left, bits, ends)
@@ -363,8 +369,8 @@ class Ways(_Foreseen):
 
     def _bytes(self, bits: float, ends: int, matrices: float) -> int:
         parts = self.parts
-        scale = parts.scale / _GROUPS[self.runtime]
-        whole = matrices * (bits / 8 + scale) + parts.embeddings * (ends / 8 + scale) + parts.others + parts.tokenizer
+        of_ends = parts.embeddings * (ends / 8 + parts.scale)
+        whole = matrices * (bits / 8 + parts.scale) + of_ends + parts.others + parts.tokenizer
         return int(whole * (1 + _MARGIN)) + parts.headers
 
     def _average(self, asked: int, ends: int, left: float = 1.0) -> float:
@@ -379,10 +385,16 @@ class Ways(_Foreseen):
 
     def _grid(self, bits: float) -> str:
         """The text of a grid of so many bits: of one number for all matrices where it can be."""
-        return f"int{bits:g}:{self.grid.group}" if bits in (4, 8) else f"int{bits:.2f}:{self.grid.group}"
+        text = f"{bits:g}" if bits in (4, 8) else f"{bits:.2f}"
+        return f"int{text}" + ("" if self.parts.group is None else f":{self.parts.group}")
+
+    @property
+    def _per_row(self) -> str:
+        """What to say where rows do not divide into groups."""
+        return "" if self.parts.group else ", one scale for each row"
 
     def _bits(self, bits: float, ends: int) -> Way:
-        words = f"{bits:g} bits a weight, embeddings and head of {ends}"
+        words = f"{bits:g} bits a weight, embeddings and head of {ends}" + self._per_row
         stages: tuple[Stage, ...] = (Quantize(self._grid(bits)), *self.heal, *self._ends(ends, bits == 8))
         sight = self.foresight
         nats = None if sight is None else sight.of_matrices(bits) + sight.of_ends(ends)
@@ -390,7 +402,7 @@ class Ways(_Foreseen):
 
     def _ends(self, bits: int, eight: bool = False) -> tuple[Stage, ...]:
         """Embeddings and head, and the format, for matrices of ``eight`` bits or of fewer and mixed ones."""
-        grid = f"int{bits}:{_GROUPS[self.runtime]}"
+        grid = str(Grid(bits, self.parts.group))
         file = Export("gguf-q8_0") if eight else Export("gguf-q4_0")
         return QuantizeEmbeddings(grid), Pack() if self.runtime == "niwaki" else file
 
@@ -398,9 +410,12 @@ class Ways(_Foreseen):
         return self._bytes(1 + bits * (1 - share), ends, self.parts.matrices)  # with the bits of a mask
 
     def _zeros(self, share: float, bits: int, ends: int) -> Way:
-        grid = f"int{bits}:{_GROUPS[self.runtime]}"
+        grid = str(Grid(bits, self.parts.group))
         stages: tuple[Stage, ...] = (Prune(share, quantize=grid), *self.heal, *self._ends(ends))
-        words = f"{100 * share:.3g} % zeros, {bits} bits for each other weight, embeddings and head of {ends}"
+        words = (
+            f"{100 * share:.3g} % zeros, {bits} bits for each other weight, embeddings and head of {ends}"
+            + self._per_row
+        )
         nats = None
         if sight := self.foresight:
             nats = sight.of_matrices(bits, share) + sight.of_ends(ends)

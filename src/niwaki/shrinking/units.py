@@ -20,8 +20,9 @@ _UP = {
 }
 #: Names of the number of neurons in configurations.
 _WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
-#: Block formats of other programs and the tiles of GPUs take rows of multiples of it.
-_MULTIPLE = 32
+#: Block formats of other programs and the tiles of GPUs take rows of multiples of the first, and packed models of the
+#: second, which in MLPs of at least so many neurons is no coarse step.
+_MULTIPLE, _OF_LARGE, _LARGE = 32, 64, 2048
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class ColumnUnits:
 
 
 def neurons_of(model: StreamedModel) -> ColumnUnits:
-    """The MLP neurons of each block; of those of widths that are multiples of 32, such a multiple stays.
+    """The MLP neurons of each block; of those of widths that are multiples of 32 or 64, such a multiple stays.
 
     UnsupportedModelError where a block has not exactly one known MLP.
     """
@@ -96,8 +97,14 @@ def neurons_of(model: StreamedModel) -> ColumnUnits:
     names = [name for name in _WIDTHS if getattr(model.config, name, 0) in (width, None)]
     if not names:
         raise refused(model, "neurons", f"its configuration has no entry for their number, {width}")
-    counts = range(_MULTIPLE, width, _MULTIPLE) if _is_multiple(width) else range(1, width)
-    return ColumnUnits("neurons", width, counts, lambda count: dict.fromkeys(names, width - count), *_separate(blocks))
+    step = _step(width)
+    return ColumnUnits(
+        "neurons",
+        width,
+        range(step, width, step),
+        lambda count: dict.fromkeys(names, width - count),
+        *_separate(blocks),
+    )
 
 
 def neuron_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
@@ -114,16 +121,20 @@ def neuron_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
 
 
 def _rounded(width: int, fraction: float) -> int | None:
-    """About ``fraction`` of ``width`` neurons, such that a multiple of 32 stays; None where ``width`` is not one.
+    """About ``fraction`` of ``width`` neurons, such that a multiple as ``width`` is one stays; None where it is none.
 
     The request counts for more: None also where all or none would go, and where 32 neurons are more than a quarter.
     """
-    count = _MULTIPLE * round(fraction * width / _MULTIPLE)
-    return count if _is_multiple(width) and 0 < count < width else None
+    step = _step(width)
+    count = step * round(fraction * width / step)
+    return count if step > 1 and 0 < count < width else None
 
 
-def _is_multiple(width: int) -> bool:
-    return width % _MULTIPLE == 0 and width >= 4 * _MULTIPLE
+def _step(width: int) -> int:
+    """What the neurons that go, of so many, are a multiple of."""
+    if width >= _LARGE and width % _OF_LARGE == 0:
+        return _OF_LARGE
+    return _MULTIPLE if width % _MULTIPLE == 0 and width >= 4 * _MULTIPLE else 1
 
 
 def notes_on(removal: Removal, fraction: float | None = None) -> list[str]:
@@ -136,7 +147,7 @@ def notes_on(removal: Removal, fraction: float | None = None) -> list[str]:
         return [f"{stay}, no multiple of {_MULTIPLE}: block formats of other programs, such as Q8_0, cannot store them"]
     if fraction is not None and left % _MULTIPLE == 0 and removal.count != round(fraction * removal.units):
         shares = f"{100 * removal.count / removal.units:.3g} % go instead of {100 * fraction:.3g} %"
-        return [f"{stay}, a multiple of {_MULTIPLE} as block formats and GPUs want it, so {shares}"]
+        return [f"{stay}, a multiple of {_step(removal.units)} as block formats and GPUs want it, so {shares}"]
     return []
 
 
