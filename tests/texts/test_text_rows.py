@@ -397,7 +397,7 @@ def chat(model: Path) -> ChatTemplate | None:
         ([{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}], "line 1: not a message"),
         ([{"messages": [{"role": "user", "content": [{"type": "image", "path": "x"}]}]}], "line 1: an image"),
         ([{"messages": [*TALK, "x"]}], "line 1: not a message"),
-        ([{"messages": TALK}, {"messages": [{"role": "fail", "content": "x"}]}], "line 3: the model's chat template"),
+        ([{"messages": [{"role": "fail", "content": "x"}]}] * 2, "line 1: the model's chat template fails: no"),
     ],
 )
 @pytest.mark.slow
@@ -406,6 +406,40 @@ def test_what_is_no_conversation(tmp_path: Path, model: Path, rows: list[Any], s
     edit_json(model / "tokenizer_config.json", chat_template=failing)
     source = written(tmp_path / "a.jsonl", rows)
     assert said in refused(lambda: text_of(source, template=chat(model)))
+
+
+def test_rows_that_the_template_refuses_are_left_out(tmp_path: Path, model: Path) -> None:
+    failing = "{% if messages[0].role == 'fail' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    edit_json(model / "tokenizer_config.json", chat_template=failing)
+    wrong = {"messages": [{"role": "fail", "content": "x"}]}
+    for name, rows in (
+        ("a", [{"messages": TALK}] * 3),
+        ("b", [wrong, {"messages": TALK}, wrong, *[{"messages": TALK}] * 2]),
+    ):
+        written(tmp_path / f"{name}.jsonl", rows)
+    one, other = (read_windows(str(tmp_path / f"{name}.jsonl"), load_tokenizer(model), 9) for name in "ab")
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert len(one.notes) == 1
+    assert "(2 conversations, which the chat template refuses)" in other.notes[1]
+    assert other.notes[1].endswith("line 1: the model's chat template fails: no")
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Bern"}', {"city": "Bern"}])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_arguments_of_tools_are_objects(tmp_path: Path, model: Path, arguments: Any, wrapped: bool) -> None:
+    """As templates expect them; many files have them as JSON text."""
+    call = {"name": "weather", "arguments": arguments}
+    template = "{% for call in messages[0].tool_calls %}{{ (call.function or call).arguments.city }}{% endfor %}"
+    edit_json(model / "tokenizer_config.json", chat_template=template)
+    messages = [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": call} if wrapped else call],
+        }
+    ]
+    source = written(tmp_path / "a.jsonl", [{"messages": messages}])
+    assert text_of(source, template=chat(model)) == "Bern"
 
 
 def test_conversations_are_made_into_text_as_they_are_needed(
@@ -420,7 +454,7 @@ def test_conversations_are_made_into_text_as_they_are_needed(
         counts.append(len(conversations))
         return [talk[0]["content"] for talk in conversations]
 
-    monkeypatch.setattr(text_rows, "rendered", render)
+    monkeypatch.setattr(text_rows, "rendered_each", render)
     rows = [{"messages": [{"role": "user", "content": f"{n} "}]} for n in range(20)]
     opened = read_text(written(tmp_path / "a.jsonl", rows), template=chat(model))
     assert [next(opened.pieces) for _ in range(3)] == ["0 ", "1 ", "2 "]
@@ -452,7 +486,7 @@ def test_tasks(
         seen.extend(conversations)
         return ["x" for _ in conversations]
 
-    monkeypatch.setattr(text_rows, "rendered", render)
+    monkeypatch.setattr(text_rows, "rendered_each", render)
     source = written(tmp_path / "a.jsonl", [row, row])
     assert text_of(source, template=chat(model)) == "xx"
     assert seen == 2 * [[{"role": "user", "content": asked}, {"role": "assistant", "content": "3"}]]

@@ -25,8 +25,8 @@ from niwaki.models.tokens import check_known, encode, find_bos
 from niwaki.options import OWN_ANSWERS, Calibration
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
-from niwaki.texts.chat_templates import rendered
-from niwaki.texts.rows import Messages
+from niwaki.texts.chat_templates import TemplateError, rendered_each
+from niwaki.texts.rows import Messages, refused_note
 from niwaki.texts.sources import read_prompts
 from niwaki.windows import Windows
 
@@ -77,11 +77,12 @@ def _answered(
     """
     length = model.window_length(calibration.length)
     asked, answered = read_prompts(source)
-    prompts = _prompts(model, asked, source, length)
+    refused = list[str]()
+    prompts = _prompts(model, asked, source, length, refused)
     writer = _Writer(for_writing(model), prompts, length, calibration.seed)
     writer.find_room(source, budget, world)
     windows, answers = _joined(writer, samples, source, world, progress)
-    notes = list(writer.notes)
+    notes = [*writer.notes, *refused_note(source, refused)]
     if answered:
         notes.append(
             f"{answered:,} of the {len(asked):,} conversations in {source} end with an answer, in place of which "
@@ -102,28 +103,40 @@ def _answered(
     return Windows(torch.tensor(windows, dtype=torch.int64), name, origin=origin, notes=tuple(notes), bos=bos)
 
 
-def _prompts(model: StreamedModel, conversations: list[Messages], source: str, length: int) -> list[list[int]]:
-    """The tokens of each of ``conversations``, up to where the model's answer begins, in windows of ``length``."""
+def _prompts(
+    model: StreamedModel, conversations: list[Messages], source: str, length: int, refused: list[str]
+) -> list[list[int]]:
+    """The tokens of each of ``conversations``, up to where the model's answer begins, in windows of ``length``.
+
+    Why the chat template refuses some goes to ``refused``; CalibrationError where it refuses all.
+    """
     tokenizer, path = model.tokenizer, model.checkpoint.path
     if not tokenizer.chat_template:
         raise CalibrationError(
             f"{path} has no chat template, so its model cannot be asked; calibrate on a text, without --answers"
         )
-    try:
-        texts = rendered(tokenizer.get_chat_template(), conversations, tokenizer.special_tokens_map, ask=True)
-    except ValueError as error:  # of the template, or of a choice of several
+
+    def said(error: Exception) -> str:
         number = getattr(error, "number", 0) + 1
-        raise CalibrationError(
-            f"the model's chat template fails on prompt {number} of {source}: {first_line(error)}"
-        ) from error
-    prompts = [encode(tokenizer, text) for text in texts]
+        return f"the model's chat template fails on prompt {number} of {source}: {first_line(error)}"
+
+    try:
+        made = rendered_each(tokenizer.get_chat_template(), conversations, tokenizer.special_tokens_map, ask=True)
+    except ValueError as error:  # of the template, or of a choice of several
+        raise CalibrationError(said(error)) from error
+    refused += (said(each) for each in made if isinstance(each, TemplateError))
+    if len(refused) == len(made):
+        raise CalibrationError(refused[0])
+    numbers = [number for number, text in enumerate(made, 1) if isinstance(text, str)]
+    prompts = [encode(tokenizer, text) for text in made if isinstance(text, str)]
     if not all(prompts):
         raise CalibrationError(f"the model's chat template makes nothing of the prompts of {source}")
     check_known([token for prompt in prompts for token in prompt], tokenizer, source)
     longest = max(prompts, key=len)
     if len(longest) > length // 2:
+        number = numbers[prompts.index(longest)]
         raise CalibrationError(
-            f"prompt {prompts.index(longest) + 1} of {source} has {len(longest):,} tokens, more than half of a window "
+            f"prompt {number} of {source} has {len(longest):,} tokens, more than half of a window "
             f"of {length:,}; use longer windows (--length) or shorter prompts"
         )
     return prompts

@@ -38,16 +38,29 @@ class TemplateError(ValueError):
 def rendered(
     template: str, conversations: Sequence[Sequence[Mapping[str, Any]]], special: Mapping[str, Any], *, ask: bool
 ) -> list[str]:
+    """As :func:`rendered_each`; TemplateError where it refuses one."""
+    texts = list[str]()
+    for text in rendered_each(template, conversations, special, ask=ask):
+        if isinstance(text, TemplateError):
+            raise text
+        texts.append(text)
+    return texts
+
+
+def rendered_each(
+    template: str, conversations: Sequence[Sequence[Mapping[str, Any]]], special: Mapping[str, Any], *, ask: bool
+) -> list[str | TemplateError]:
     """What ``template`` makes of each of ``conversations``; with ``ask`` up to where the model's answer begins.
 
-    ``special`` are the names and texts of special tokens. TemplateError where it fails, takes too long, or makes too
-    much of one.
+    ``special`` are the names and texts of special tokens. Of one that it refuses that is the error. TemplateError is
+    raised where it takes too long, too much memory, or makes too much of all.
     """
     if len(template) > _LONGEST:
         raise TemplateError(0, f"it has {len(template):,} characters, and at most {_LONGEST:,} are allowed")
     seconds = math.ceil(_SECONDS + _SECONDS_EACH * len(conversations))
     asked = {"template": template, "conversations": conversations, "special": special, "ask": ask, "seconds": seconds}
-    return [*_rendered(json.dumps(asked, default=str), len(conversations), seconds)]
+    made = _rendered(json.dumps(asked, default=str), len(conversations), seconds)
+    return [TemplateError(i, error) if error else text for i, (text, error) in enumerate(made)]
 
 
 def verbatim(text: str) -> str:
@@ -56,8 +69,8 @@ def verbatim(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _rendered(asked: str, count: int, seconds: int) -> tuple[str, ...]:
-    """The answers of the other process to ``asked``, which has ``count`` conversations."""
+def _rendered(asked: str, count: int, seconds: int) -> tuple[tuple[str, str], ...]:
+    """The answers of the other process to ``asked``, which has ``count`` conversations: the text, or else an error."""
     command = [sys.executable, "-m", __name__]
     place = Path(__file__).parents[2]  # or modules of the present directory would come before all others
     patience, ended = _START + 4 * seconds, f"it does not end within {seconds} s"
@@ -70,22 +83,22 @@ def _rendered(asked: str, count: int, seconds: int) -> tuple[str, ...]:
             ended = "it ended unexpectedly"
     except subprocess.TimeoutExpired as error:
         said = error.stdout or b""
-    texts = list[str]()
+    answers = list[tuple[str, str]]()
     for line in said.splitlines():
         try:
             answer = json.loads(line)
         except ValueError:  # a line that was not finished
             break
-        if "error" in answer:
-            raise TemplateError(len(texts), answer["error"])
-        texts.append(answer["text"])
-    if len(texts) < count:
-        raise TemplateError(len(texts), ended)
-    return tuple(texts)
+        if "end" in answer:
+            raise TemplateError(len(answers), answer["end"])
+        answers.append((answer.get("text", ""), answer.get("error", "")))
+    if len(answers) < count:
+        raise TemplateError(len(answers), ended)
+    return tuple(answers)
 
 
-def _render(asked: dict[str, Any]) -> Iterator[str]:
-    """What the template makes of each conversation, in the process with limits."""
+def _render(asked: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """What the template makes of each conversation, or why it refuses it, in the process with limits."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     with contextlib.suppress(ImportError, OSError, ValueError):  # on systems without them there is the time alone
@@ -99,27 +112,33 @@ def _render(asked: dict[str, Any]) -> Iterator[str]:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     left = _LONGEST_TEXTS
     for messages in asked["conversations"]:
-        made: Any = render_jinja_template(
-            conversations=[messages],
-            chat_template=asked["template"],
-            add_generation_prompt=asked["ask"],
-            **asked["special"],
-        )
+        try:
+            made: Any = render_jinja_template(
+                conversations=[messages],
+                chat_template=asked["template"],
+                add_generation_prompt=asked["ask"],
+                **asked["special"],
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # of the template
+            yield {"error": first_line(error)[:200] or type(error).__name__}
+            continue
         text: str = made[0][0] if isinstance(made, tuple) else made[0]
         left -= len(text)
         if len(text) > _LONGEST or left < 0:
             raise ValueError(f"it makes {len(text):,} characters of a conversation, more than are allowed")
-        yield text
+        yield {"text": text}
 
 
 def _main() -> None:
     try:
-        for text in _render(json.load(sys.stdin)):
-            _say({"text": text})
+        for answer in _render(json.load(sys.stdin)):
+            _say(answer)
     except MemoryError:
-        _say({"error": f"it takes more than {_MEMORY / 2**30:.0f} GiB"})
-    except Exception as error:  # of the template
-        _say({"error": first_line(error)[:200]})
+        _say({"end": f"it takes more than {_MEMORY / 2**30:.0f} GiB"})
+    except Exception as error:
+        _say({"end": first_line(error)[:200]})
 
 
 def _say(answer: dict[str, str]) -> None:

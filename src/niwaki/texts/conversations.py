@@ -20,7 +20,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration
 from niwaki.records.record import CalibrationRecord
 from niwaki.texts.chat_templates import verbatim
-from niwaki.texts.rows import ChatTemplate
+from niwaki.texts.rows import ChatTemplate, refused_note
 from niwaki.texts.sources import Conversation, read_conversations
 
 _TOKENS = "input_ids"
@@ -105,7 +105,10 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
     conversations = conversations[: calibration.samples]
     processor = _load_processor(model.checkpoint.path, source)
     digest, lengths = hashlib.sha256(), []
-    conversations = _with_texts(processor, conversations)
+    refused = list[str]()
+    conversations = _with_texts(processor, conversations, refused)
+    if not conversations:
+        raise CalibrationError(refused[0])
     for each in conversations:
         inputs = _processed(processor, each)
         with named(each.where):
@@ -115,6 +118,7 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(raw_bytes(value))
     notes = [f"the conversations of {source} have {min(lengths):,} to {max(lengths):,} tokens, each on its own"]
+    notes += refused_note(source, refused)
     if len(conversations) < calibration.samples:
         notes.append(f"{source} has {len(conversations):,} conversations, fewer than {calibration.samples:,} samples")
     return Conversations(source, tuple(notes), conversations, processor, max(lengths), digest.hexdigest())
@@ -151,8 +155,8 @@ def _load_processor(path: Path, source: str) -> Any:
     return processor
 
 
-def _with_texts(processor: Any, conversations: list[Conversation]) -> list[Conversation]:
-    """The conversations with their texts; CalibrationError, which names the line, where the chat template fails."""
+def _with_texts(processor: Any, conversations: list[Conversation], refused: list[str]) -> list[Conversation]:
+    """The conversations with their texts, without those that the chat template refuses, see :class:`ChatTemplate`."""
     template = getattr(processor, "chat_template", None)
     if isinstance(template, dict):  # of several by name
         template = template.get("default")
@@ -160,8 +164,9 @@ def _with_texts(processor: Any, conversations: list[Conversation]) -> list[Conve
         return conversations
     special = getattr(getattr(processor, "tokenizer", None), "special_tokens_map", {})
     wheres, messages = [each.where for each in conversations], [each.messages for each in conversations]
-    texts = ChatTemplate(template, special, bos="").texts(wheres, messages)
-    return [dataclasses.replace(each, text=text) for each, text in zip(conversations, texts, strict=True)]
+    texts = ChatTemplate(template, special, bos="").texts(wheres, messages, refused)
+    both = zip(conversations, texts, strict=True)
+    return [dataclasses.replace(each, text=text) for each, text in both if text is not None]
 
 
 def _processed(processor: Any, conversation: Conversation) -> dict[str, Tensor]:

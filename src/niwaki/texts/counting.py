@@ -39,8 +39,9 @@ def count_tokens(model: StreamedModel, calibration: Calibration, without: Tensor
     size, characters, found, notes = model.config.vocab_size, 0, list[Tensor](), list[str]()
     for text in calibration.texts:
         if isinstance(text, str):
-            counts, length, is_cut = _of_text(model, text, calibration)
+            counts, length, is_cut, said = _of_text(model, text, calibration)
             characters += length
+            notes += said
             if is_cut:
                 notes.append(f"only the first {length:,} characters of {text} were counted")
         else:
@@ -57,10 +58,11 @@ def count_tokens(model: StreamedModel, calibration: Calibration, without: Tensor
     return Counts(shares, total, characters, tuple(notes))
 
 
-def _of_text(model: StreamedModel, name: str, calibration: Calibration) -> tuple[Tensor, int, bool]:
-    """(counts (tokens,), characters that were counted, whether there are more)."""
+def _of_text(model: StreamedModel, name: str, calibration: Calibration) -> tuple[Tensor, int, bool, tuple[str, ...]]:
+    """(counts (tokens,), characters that were counted, whether there are more, notes on how they were read)."""
     template = ChatTemplate.of(model.tokenizer, find_bos(model.tokenizer))
-    pieces, counts = read_text(name, calibration.field, template).pieces, Counter[int]()
+    opened, counts = read_text(name, calibration.field, template), Counter[int]()
+    pieces = opened.pieces
     left, characters = "", 0
     for piece in itertools.chain(pieces, [None]):
         left += piece or ""
@@ -74,4 +76,4 @@ def _of_text(model: StreamedModel, name: str, calibration: Calibration) -> tuple
     for number, count in counts.items():
         if number < len(made):
             made[number] = count
-    return made, characters, next(pieces, None) is not None
+    return made, characters, next(pieces, None) is not None, opened.notes

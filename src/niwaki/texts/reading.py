@@ -61,14 +61,14 @@ def read_windows(
     step = length - (first is not None)  # tokens of the text in a window
     template = ChatTemplate.of(tokenizer, first)
     opened = read_text(source, field, template)
-    notes = opened.notes
+    notes = list[str]()
     if count is None:
         ids, which = _all_tokens(opened.pieces, tokenizer, step, source)
     elif order == "random":
         pool = _LONGEST if file else min(_LONGEST, _RANDOM_POOL * wanted * length * _CHARACTERS_PER_TOKEN)
         text = _characters(opened.pieces, pool)
         if next(opened.pieces, None) is not None:
-            notes += (f"random windows are from the first {len(text):,} characters of {source}, which has more",)
+            notes.append(f"random windows are from the first {len(text):,} characters of {source}, which has more")
         ids = _random_windows(text, tokenizer, step, wanted, seed)
     else:
         ids = _first_tokens(opened.pieces, tokenizer, wanted * step)
@@ -90,7 +90,7 @@ def read_windows(
     tokens = in_windows(torch.tensor(ids, dtype=torch.int64), available, length, first)
     none = ", no BOS" if opened.notes else ", no special tokens (no BOS)"  # a chat template has some of its own
     how = none if first is None else f"; each window begins with BOS (token id {first})"
-    return Windows(tokens, source, order, f"{opened.origin}; one text{how}; {which}", notes, first)
+    return Windows(tokens, source, order, f"{opened.origin}; one text{how}; {which}", (*opened.notes, *notes), first)
 
 
 def _characters(pieces: Iterator[str], count: float) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from niwaki.errors import CalibrationError, first_line, raised_as, shown
-from niwaki.records.wording import several
-from niwaki.texts.chat_templates import TemplateError, rendered
+from niwaki.records.wording import counted, several
+from niwaki.texts.chat_templates import TemplateError, rendered_each
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,14 +68,30 @@ class ChatTemplate:
         begins = "" if bos is None else str(tokenizer.convert_ids_to_tokens(bos))
         return cls(template, tokenizer.special_tokens_map, begins)
 
-    def texts(self, wheres: Sequence[str], conversations: Sequence[Messages]) -> list[str]:
-        """What it makes of each of ``conversations``; CalibrationError, which says where one is, if it fails."""
+    def texts(self, wheres: Sequence[str], conversations: Sequence[Messages], refused: list[str]) -> list[str | None]:
+        """What it makes of each of ``conversations``; None where it refuses one, and why goes to ``refused``.
+
+        CalibrationError, which says where one is, if it takes too long or too much memory.
+        """
+
+        def said(error: TemplateError) -> str:
+            return f"{wheres[error.number]}: the model's chat template fails: {first_line(error)}"
+
         try:
-            made = rendered(self.template, conversations, self.special, ask=False)
+            made = rendered_each(self.template, conversations, self.special, ask=False)
         except TemplateError as error:
-            where = wheres[error.number]
-            raise CalibrationError(f"{where}: the model's chat template fails: {first_line(error)}") from error
-        return [text.removeprefix(self.bos) for text in made]
+            raise CalibrationError(said(error)) from error
+        refused += (said(each) for each in made if isinstance(each, TemplateError))
+        return [None if isinstance(text, TemplateError) else text.removeprefix(self.bos) for text in made]
+
+
+def refused_note(source: str, refused: Sequence[str]) -> list[str]:
+    """What a record is to say of the conversations of ``source`` that the chat template ``refused``, if any."""
+    if not refused:
+        return []
+    return [
+        f"left out of {source} ({counted(len(refused), 'conversation')}, which the chat template refuses): {refused[0]}"
+    ]
 
 
 class Form(ABC):
@@ -112,6 +130,8 @@ class Talk(Form):
 
     columns: tuple[str, ...]
     template: ChatTemplate
+    #: Why conversations that were read so far are left out.
+    refused: list[str] = field(default_factory=list, compare=False)
     joint = ""  # the template ends each as its model expects
 
     def __str__(self) -> str:
@@ -121,7 +141,10 @@ class Talk(Form):
         size = _FIRST
         while batch := [(where, self.messages(row, where)) for where, row in itertools.islice(rows, size)]:
             wheres, conversations = zip(*batch, strict=True)
-            yield from self.template.texts(wheres, conversations)
+            made = self.template.texts(wheres, conversations, self.refused)
+            if size == _FIRST and not any(text is not None for text in made):
+                raise CalibrationError(self.refused[0])
+            yield from (text for text in made if text is not None)
             size = min(2 * size, _MOST)
 
     def messages(self, row: Any, where: str) -> Messages:
@@ -231,9 +254,24 @@ def message_of(given: Any, where: str) -> dict[str, Any]:
         parts = [each.get("text") for each in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     calls = "tool_calls" in message
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [_with_objects(each) for each in message["tool_calls"]]
     if not isinstance(role, str) or not (isinstance(content, str) or (calls and content is None)):
         raise CalibrationError(f"{where}: not a message with a role and a content that is text; got {shown(given)}")
     return {"role": _ROLES.get(role, role), "content": content or "", **message}
+
+
+def _with_objects(call: Any) -> Any:
+    """A call of a tool with its arguments as an object, which templates expect; many files have them as JSON text."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_objects(call["function"])}
+    if isinstance(call.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            if isinstance(read := json.loads(call["arguments"] or "{}"), dict):
+                return {**call, "arguments": read}
+    return call
 
 
 def _is_talk(value: Any) -> bool:

@@ -20,7 +20,19 @@ from niwaki.files import given_path
 from niwaki.options import OWN_ANSWERS, USUAL_CALIBRATION, USUAL_TEXT, Calibration
 from niwaki.records.progress import Progress
 from niwaki.texts.files import EXTRA, JSON, ROWS, SUFFIXES, kind, pieces, rows
-from niwaki.texts.rows import JOINT, TEXT, ChatTemplate, Column, Form, Messages, Rows, as_texts, message_of
+from niwaki.texts.rows import (
+    JOINT,
+    TEXT,
+    ChatTemplate,
+    Column,
+    Form,
+    Messages,
+    Rows,
+    Talk,
+    as_texts,
+    message_of,
+    refused_note,
+)
 
 
 @dataclass(frozen=True)
@@ -101,12 +113,22 @@ class OpenText:
     Attributes:
         origin: What text it is, in words.
         pieces: Join to the whole; CalibrationError where more of it is not available.
-        notes: What a record should say of how it is read.
+        source: Its name.
+        form: How rows became it.
     """
 
     origin: str
     pieces: Iterator[str]
-    notes: tuple[str, ...] = ()
+    source: str = ""
+    form: Form | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a record should say of how it was read so far."""
+        if self.form is None or isinstance(self.form, Column):
+            return ()
+        refused = self.form.refused if isinstance(self.form, Talk) else ()
+        return (f"{self.source} was read as {self.form}", *refused_note(self.source, refused))
 
 
 def read_text(source: str, field: str | None = None, template: ChatTemplate | None = None) -> OpenText:
@@ -122,7 +144,7 @@ def read_text(source: str, field: str | None = None, template: ChatTemplate | No
     if kind(path) not in ROWS:
         return OpenText(source, pieces(path, source))
     form, texts = as_texts(rows(path, source), field, template)
-    return OpenText(f"{source}, {form}", _joined(texts, form.joint), _notes(source, form))
+    return OpenText(f"{source}, {form}", _joined(texts, form.joint), source, form)
 
 
 def usual_calibration(given: Calibration, progress: Progress) -> Calibration:
@@ -160,10 +182,6 @@ def check_field(field: str | None, sources: Iterable[object]) -> None:
 def _has_columns(source: str) -> bool:
     path = find_file(source)
     return source not in DATASETS if path is None else kind(path) in ROWS
-
-
-def _notes(source: str, form: Form) -> tuple[str, ...]:
-    return () if isinstance(form, Column) else (f"{source} was read as {form}",)
 
 
 def find_file(source: str) -> Path | None:
@@ -306,7 +324,7 @@ def _dataset_text(source: str, field: str | None, template: ChatTemplate | None)
     field = wanted.field or TEXT if source in DATASETS else field
     form, texts = as_texts(_dataset_rows(wanted, source), field, template)
     joint = wanted.separator if wanted.is_usual(form) else form.joint
-    return OpenText(wanted.described(form), _joined(texts, joint), _notes(source, form))
+    return OpenText(wanted.described(form), _joined(texts, joint), source, form)
 
 
 def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
