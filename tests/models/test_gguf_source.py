@@ -129,6 +129,30 @@ def test_other_commands_and_places(tmp_path: Path, small: tuple[Path, bytes], fi
     assert locate_model(str(source)) == source
 
 
+def test_tokens_are_read_once(cache: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's reader, which transformers calls each time, makes objects of each token: a minute for Gemma's."""
+    read, of_package = list[int](), gguf.GGUFReader.__init__
+
+    def reader(self: Any, *given: Any) -> None:
+        of_package(self, *given)
+        read.append(sum(len(field.data) for key, field in self.fields.items() if key.startswith("tokenizer.")))
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", reader)
+    summaries = [*map(str, niwaki.inspect(file))]
+    assert read
+    assert max(read) < FEW_TOKENS
+    (made,) = cache.rglob(SINGLE_NAME)
+    assert not [*made.parent.glob("tokenizer*")]  # which looking at weights needs none of
+    changed = made.stat().st_mtime_ns
+    assert locate_model(str(file)) == made.parent
+    assert made.stat().st_mtime_ns == changed
+    after = files(made.parent)
+    assert {"tokenizer.json", ORIGIN} <= {path.name for path in made.parent.iterdir()}
+    assert [*map(str, niwaki.inspect(file))] == summaries
+    shutil.rmtree(cache)
+    assert files(locate_model(str(file))) == after
+
+
 @pytest.mark.slow
 def test_the_same_bytes_again(tmp_path: Path, cache: Path, file: Path) -> None:
     first = locate_model(str(file))

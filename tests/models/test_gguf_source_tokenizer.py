@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 import niwaki
 from niwaki.checkpoints.gguf_header import read_header
 from niwaki.errors import CheckpointError, UnsupportedModelError
-from niwaki.models.gguf_source_tokenizer import SPLITTINGS, read_tokenizer
+from niwaki.models.gguf_source_tokenizer import SPLITTINGS, check_parts, read_tokenizer
 from support.gguf_files import changed
 from support.models import FEW_TOKENS, add_small_tokenizer, message, random_model
 
@@ -74,6 +74,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read(file: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a file, as it is after it was saved."""
     header = read_header(file, {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()})
+    check_parts(file, header.fields)
     read_tokenizer(file, file, header.fields).save_pretrained(file.parent / "tokenizer")
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(file.parent / "tokenizer")
     return tokenizer

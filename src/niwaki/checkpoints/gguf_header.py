@@ -5,6 +5,7 @@ but for the limits on the header as a whole, which are far above what models nee
 """
 
 import math
+import shutil
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from typing import Any, BinaryIO
 #: What to try where a file is not as it should be, or has what niwaki cannot take; what is cut off may be a download.
 ORIGINAL = "prune the model that the file was made from"
 ANOTHER = f"get another file of the model, or {ORIGINAL}"
+#: What fields of tokenizers begin with.
+TOKENIZER = "tokenizer.ggml."
 #: By their numbers, struct's letters for the types of values that have one size.
 _SCALARS = dict(enumerate(["B", "b", "H", "h", "I", "i", "f", "?"])) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY, _UINT32 = 8, 9, 4
@@ -47,10 +50,14 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """All that a file says: values by key, arrays as lists, and its tensors in their order."""
+    """All that a file says: values by key, arrays as lists, and its tensors in their order.
+
+    ``places`` are those of the fields, by key, and that of what is said of tensors: from byte to byte of the file.
+    """
 
     fields: Mapping[str, Any]
     tensors: tuple[GgufTensor, ...]
+    places: tuple[Mapping[str, tuple[int, int]], tuple[int, int]]
 
 
 def read_header(path: Path, sizes: Mapping[int, tuple[int, int]]) -> Header:
@@ -71,18 +78,21 @@ def read_header(path: Path, sizes: Mapping[int, tuple[int, int]]) -> Header:
         if _TENSOR * tensor_count + _FIELD * field_count > reader.left:
             raise CutOffError(f"it says that it has {tensor_count:,} tensors and {field_count:,} fields, more than fit")
         fields: dict[str, Any] = {}
+        places: dict[str, tuple[int, int]] = {}
         alignment = 32
         for _ in range(field_count):
+            at = reader.at
             key, kind = reader.text("the name of a field"), reader.number("I")
             if key in fields:
                 raise ValueError(f"it has the field {key!r} twice")
             fields[key] = reader.value(kind, key)
+            places[key] = (at, reader.at)
             if key == "general.alignment":
                 alignment = fields[key]
                 if kind != _UINT32 or alignment < 1 or alignment & (alignment - 1):
                     raise ValueError(f"its alignment is {alignment!r}, no power of two")
         tensors: dict[str, GgufTensor] = {}
-        free = 0  # tensors lie one after the other
+        free, at = 0, reader.at  # tensors lie one after the other
         for _ in range(tensor_count):
             tensor = _tensor(reader, sizes)
             if tensor.name in tensors:
@@ -97,7 +107,30 @@ def read_header(path: Path, sizes: Mapping[int, tuple[int, int]]) -> Header:
             if each.offset + each.size > reader.size:
                 where = f"is not in the file, which ends at byte {reader.size:,}"
                 raise CutOffError(f"the tensor {each.name!r}, {each.shape}, {where}")
-        return Header(fields, tuple(placed))
+        return Header(fields, tuple(placed), (places, (at, reader.at)))
+
+
+def write_without_tokens(file: Path, header: Header, out: Path) -> None:
+    """Copies a GGUF file without the lists of its tokenizer, of which libraries make an object for each element.
+
+    What is left of them is one empty token: some libraries count the tokens.
+    """
+    fields, said = header.places
+    lists = {key for key, value in header.fields.items() if isinstance(value, list) and key.startswith(TOKENIZER)}
+    token = f"{TOKENIZER}tokens".encode()
+    with file.open("rb") as source, out.open("wb") as target:
+        pieces = [(0, 8)] + [place for key, place in fields.items() if key not in lists] + [said]
+        first, *others, tensors = (_bytes(source, *piece) for piece in pieces)
+        others.append(struct.pack("<Q", len(token)) + token + struct.pack("<IIQQ", _ARRAY, _STRING, 1, 0))
+        target.write(first + struct.pack("<QQ", len(header.tensors), len(others)) + b"".join(others) + tensors)
+        target.write(bytes(-target.tell() % header.fields.get("general.alignment", 32)))
+        source.seek(min(tensor.offset for tensor in header.tensors))
+        shutil.copyfileobj(source, target, 1 << 20)
+
+
+def _bytes(file: BinaryIO, start: int, end: int) -> bytes:
+    file.seek(start)
+    return file.read(end - start)
 
 
 def _tensor(reader: "_Reader", sizes: Mapping[int, tuple[int, int]]) -> GgufTensor:

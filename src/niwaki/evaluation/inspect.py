@@ -54,7 +54,7 @@ def inspect(model: str | Path) -> Iterator[MatrixSummary]:
 
 def opened(model: str | Path) -> StreamedModel:
     """A model in a directory (or hub id), dense or packed, to look at."""
-    return StreamedModel(open_checkpoint(locate_model(str(model))), "cpu", "float32")
+    return StreamedModel(open_checkpoint(locate_model(str(model), tokenizer=False)), "cpu", "float32")
 
 
 def summaries(model: StreamedModel) -> Iterator[MatrixSummary]:

@@ -19,16 +19,25 @@ import numpy as np
 import torch
 import transformers
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from niwaki.cache import cached_directory
-from niwaki.checkpoints.gguf_header import ANOTHER, ORIGINAL, CutOffError, GgufTensor, Header, read_header
+from niwaki.checkpoints.gguf_header import (
+    ANOTHER,
+    ORIGINAL,
+    TOKENIZER,
+    CutOffError,
+    GgufTensor,
+    Header,
+    read_header,
+    write_without_tokens,
+)
 from niwaki.checkpoints.reading import ORIGIN
 from niwaki.errors import CheckpointError, UnsupportedModelError, one_line, raised_as, shown
 from niwaki.files import check_space, digest, input_errors, output_errors, replace_file
 from niwaki.layer.linalg import is_finite
 from niwaki.models.gguf_keys import check_keys, follow_keys, stretch
-from niwaki.models.gguf_source_tokenizer import read_tokenizer
+from niwaki.models.gguf_source_tokenizer import check_parts, read_tokenizer
 from niwaki.models.structure import check_sizes, refusals
 from niwaki.records.record import versions
 
@@ -37,16 +46,15 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16}
 #: The tensors of stretched positions begin with it.
 _ROPE = "rope_"
 #: Part of the name of what is made: other versions of this module may make something else of a file.
-_MAKER = 3
-#: What a file is called where it is alone.
-_LINK = "model.gguf"
+_MAKER = 4
 #: Bytes of a file's name in that of its directory.
 _NAME = 100
 
 
-def as_directory(file: Path) -> Path:
+def as_directory(file: Path, tokenizer: bool = True) -> Path:
     """The model directory of a GGUF file, made when it is first asked for; the model is in memory meanwhile.
 
+    Without ``tokenizer`` it may have none, whose making takes longer than that of a small model's weights.
     CheckpointError for a file that is damaged or that transformers refuses, and where the package gguf is missing;
     UnsupportedModelError where something in it would be left out; OutputError where the cache cannot be written.
     Nothing beside the file is looked at, and no code is taken from anywhere.
@@ -56,8 +64,7 @@ def as_directory(file: Path) -> Path:
     except ImportError as error:
         hint = "pip install gguf"
         raise CheckpointError(f"{file} is a GGUF file, and reading it needs gguf: {hint}") from error
-    with raised_as(CheckpointError, f"{file} cannot be read as GGUF", reason=_damage), input_errors(file):
-        header = read_header(file, {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()})
+    with input_errors(file):
         status = file.stat()
         sha256 = _digest(file.absolute(), status.st_size, status.st_mtime_ns)
     version = metadata.version("gguf")
@@ -67,17 +74,23 @@ def as_directory(file: Path) -> Path:
     with raised_as(CheckpointError, what, (OSError, ValueError), reason=one_line):
         place = cached_directory("gguf", made_by, f"{stem}-")
     made = place / "model"
-    if not made.is_dir():
-        with output_errors(place), tempfile.TemporaryDirectory(dir=place) as temporary:
-            directory, alone = Path(temporary) / "model", Path(temporary) / "file"
-            directory.mkdir()
-            alone.mkdir()
-            # transformers looks at what lies beside a file, and would take code from there.
-            (alone / _LINK).symlink_to(file.absolute())
-            _convert(gguf, file, alone / _LINK, header, directory)
+    if (made / ORIGIN).is_file() or (made.is_dir() and not tokenizer):  # which is the last file
+        return made
+    with raised_as(CheckpointError, f"{file} cannot be read as GGUF", reason=_damage), input_errors(file):
+        header = read_header(file, {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()})
+    with output_errors(place), tempfile.TemporaryDirectory(dir=place) as temporary:
+        directory = Path(temporary) / "model"
+        directory.mkdir()
+        _convert(gguf, file, header, directory, not made.is_dir(), tokenizer)
+        if tokenizer:
             replace_file(directory / ORIGIN, json.dumps({"file": file.name, "sha256": sha256}) + "\n")
-            with contextlib.suppress(OSError) if made.is_dir() else contextlib.nullcontext():  # another process has
-                directory.rename(made)
+        try:
+            directory.rename(made)
+        except OSError:
+            if not made.is_dir():
+                raise
+            for path in sorted(directory.iterdir(), key=lambda path: path.name == ORIGIN):
+                path.replace(made / path.name)
     return made
 
 
@@ -92,33 +105,47 @@ def _damage(error: Exception) -> str:
     return f"{one_line(error)}; {'is the download complete?' if isinstance(error, CutOffError) else ANOTHER}"
 
 
-def _convert(gguf: Any, file: Path, alone: Path, header: Header, directory: Path) -> None:
-    """Writes the model of ``file`` with its tokenizer to ``directory``; ``alone`` is the file with nothing beside."""
+def _convert(gguf: Any, file: Path, header: Header, directory: Path, weights: bool, tokenizer: bool) -> None:
+    """Writes the model of ``file`` to ``directory``: its configuration and ``weights``, its ``tokenizer``, or both."""
     fields = header.fields
     _check(file, header)
     check_keys(file, fields)
+    check_parts(file, fields)
     sizes = Counter[str]()
     for tensor in header.tensors:
         if not tensor.name.startswith(_ROPE):
             sizes[gguf.GGMLQuantizationType(tensor.kind).name] += tensor.count
     dtype = _DTYPES.get(sizes.most_common(1)[0][0] if sizes else "", torch.bfloat16)
-    check_space(directory, sizes.total() * dtype.itemsize)
+    check_space(directory, weights * (sizes.total() * dtype.itemsize + file.stat().st_size))
+    # transformers looks at what lies beside a file, and would take code from there.
+    alone, short = (directory.parent / name / "model.gguf" for name in ("alone", "short"))
     with refusals(file), contextlib.redirect_stderr(io.StringIO()):  # where a reader draws bars of its own
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            alone.parent, gguf_file=alone.name, trust_remote_code=False
-        )
-        if config.model_type == "mistral":  # by general.name alone, and of this type the reader knows no tensors
-            said = config.to_dict()
-            config = LlamaConfig(**{key: said[key] for key in said.keys() - {"model_type", "sliding_window"}})
-        config._name_or_path = ""
-        check_sizes(config.to_dict(), file)
-        factors = {t.name: _factors(file, t) for t in header.tensors if t.name.startswith(_ROPE)}
-        stretch(config, file, fields, factors)
-        follow_keys(config, file, fields)
-        tokenizer = read_tokenizer(file, alone, fields)
-        model = _read(config, file, alone, dtype, sizes.total())
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+        if tokenizer:
+            alone.parent.mkdir()
+            alone.symlink_to(file.absolute())
+            read_tokenizer(file, alone, fields).save_pretrained(directory)
+        if weights:
+            short.parent.mkdir()
+            write_without_tokens(file, header, short)
+            config = _configuration(file, short, header)
+            _read(config, file, short, dtype, sizes.total()).save_pretrained(directory)
+
+
+def _configuration(file: Path, short: Path, header: Header) -> PreTrainedConfig:
+    """What ``file`` says, which is ``short`` without its tokens, as a configuration."""
+    fields = header.fields
+    said: dict[str, Any] = PreTrainedConfig.get_config_dict(short.parent, gguf_file=short.name)[0]
+    said["vocab_size"] = fields.get(f"{fields['general.architecture']}.vocab_size", len(fields[f"{TOKENIZER}tokens"]))
+    if said["model_type"] == "mistral":  # by general.name alone, and of this type the reader knows no tensors
+        said = {**said, "model_type": "llama"}
+        said.pop("sliding_window", None)
+    config: PreTrainedConfig = AutoConfig.for_model(**said)
+    config._name_or_path = ""
+    check_sizes(config.to_dict(), file)
+    factors = {t.name: _factors(file, t) for t in header.tensors if t.name.startswith(_ROPE)}
+    stretch(config, file, fields, factors)
+    follow_keys(config, file, fields)
+    return config
 
 
 def _check(file: Path, header: Header) -> None:
@@ -151,9 +178,9 @@ def _factors(file: Path, tensor: GgufTensor) -> torch.Tensor:
     return torch.from_numpy(np.fromfile(file, np.float32, tensor.count, offset=tensor.offset))
 
 
-def _read(config: PreTrainedConfig, file: Path, alone: Path, dtype: torch.dtype, size: int) -> PreTrainedModel:
-    """The model of ``file``, which has ``size`` weights, without marks of where it is from."""
-    options: dict[str, Any] = {"gguf_file": alone.name, "config": copy.deepcopy(config), "dtype": dtype}
+def _read(config: PreTrainedConfig, file: Path, short: Path, dtype: torch.dtype, size: int) -> PreTrainedModel:
+    """The model of ``file``, which has ``size`` weights, by ``short``; without marks of where it is from."""
+    options: dict[str, Any] = {"gguf_file": short.name, "config": copy.deepcopy(config), "dtype": dtype}
     if hasattr(transformers, "GgufConfig"):  # without which some versions keep weights as they are
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with init_empty_weights(include_buffers=False):
@@ -162,7 +189,7 @@ def _read(config: PreTrainedConfig, file: Path, alone: Path, dtype: torch.dtype,
     if (count := sum(value.numel() for value in model.parameters())) > 2 * size + config.vocab_size:
         raise CheckpointError(f"{file} has {size:,} weights, of the {count:,} that its sizes ask for; {ANOTHER}")
     auto: Any = AutoModelForCausalLM  # whose annotations do not know that there are two answers
-    read, said = auto.from_pretrained(alone.parent, output_loading_info=True, trust_remote_code=False, **options)
+    read, said = auto.from_pretrained(short.parent, output_loading_info=True, trust_remote_code=False, **options)
     if said["missing_keys"]:
         raise CheckpointError(
             f"{file} lacks the tensor that transformers calls {min(said['missing_keys'])!r}, which its architecture "

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from niwaki.checkpoints.gguf_header import ANOTHER, ORIGINAL
+from niwaki.checkpoints.gguf_header import ANOTHER, ORIGINAL, TOKENIZER
 from niwaki.errors import CheckpointError, UnsupportedModelError, shown
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -93,8 +93,7 @@ SPLITTINGS: Mapping[str, _Splitting] = {
 #: Kinds of tokens.
 _CONTROL, _USER = 3, 4
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-#: What fields of tokenizers begin with; by kinds of tokenizers one of the fields that it has to have; what are lists.
-_FIELDS = "tokenizer.ggml."
+#: By kinds of tokenizers one of the fields that it has to have; what are lists.
 _MADE_OF = {"gpt2": ("merges",), "llama": ("scores", "merges"), "t5": ("scores",)}
 _LISTS: Mapping[str, tuple[type, str]] = {
     "tokens": (str, "texts"),
@@ -108,13 +107,13 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 def read_tokenizer(file: Path, alone: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """The tokenizer of a GGUF file by the ``fields`` of its header; ``alone`` is the file with nothing beside it.
 
-    UnsupportedModelError where how it splits text is unknown here, CheckpointError where its parts do not fit.
+    UnsupportedModelError where how it splits text is unknown here. :func:`check_parts` was called.
     """
     kind = fields.get("tokenizer.ggml.model")
-    _check_parts(file, fields, kind)
     if kind == "gpt2":
         return _of_bytes(file, fields)
-    read = AutoTokenizer.from_pretrained(alone.parent, gguf_file=alone.name, trust_remote_code=False)
+    # Not AutoTokenizer, which first makes a configuration of the file: minutes where there are many tokens.
+    read = PreTrainedTokenizerFast.from_pretrained(alone.parent, gguf_file=alone.name, trust_remote_code=False)
     backend: Tokenizer = read.backend_tokenizer
     if kind == "llama" and isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):  # not Gemma's or Phi 3's
         prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
@@ -129,27 +128,28 @@ def read_tokenizer(file: Path, alone: Path, fields: Mapping[str, Any]) -> PreTra
     return _finished(file, fields, backend, begins)
 
 
-def _check_parts(file: Path, fields: Mapping[str, Any], kind: Any) -> None:
+def check_parts(file: Path, fields: Mapping[str, Any]) -> None:
     """CheckpointError unless what the tokenizer is made of is there, in lists that fit, and so are special tokens."""
-    own = {key.removeprefix(_FIELDS): value for key, value in fields.items() if key.startswith(_FIELDS)}
+    kind = fields.get(f"{TOKENIZER}model")
+    own = {key.removeprefix(TOKENIZER): value for key, value in fields.items() if key.startswith(TOKENIZER)}
     for names in (("model",), ("tokens",), _MADE_OF.get(str(kind), ())):
         if names and not any(name in own for name in names):
             raise CheckpointError(
-                f"{file} lacks the field {_FIELDS}{names[0]}, which the tokenizer needs; {ANOTHER}, with its "
+                f"{file} lacks the field {TOKENIZER}{names[0]}, which the tokenizer needs; {ANOTHER}, with its "
                 "tokenizer beside its weights"
             )
     count = len(own["tokens"]) if isinstance(own["tokens"], list) else 0
     for name, (of, what) in _LISTS.items():
         values = own.get(name, [])
         if not isinstance(values, list) or not all(isinstance(value, of) for value in values):
-            raise CheckpointError(f"{file} has {_FIELDS}{name} {shown(values)}, no list of {what}; {ANOTHER}")
+            raise CheckpointError(f"{file} has {TOKENIZER}{name} {shown(values)}, no list of {what}; {ANOTHER}")
         if name in own and name != "merges" and len(values) != count:
-            raise CheckpointError(f"{file} has {count:,} tokens, and {len(values):,} in {_FIELDS}{name}; {ANOTHER}")
+            raise CheckpointError(f"{file} has {count:,} tokens, and {len(values):,} in {TOKENIZER}{name}; {ANOTHER}")
     for short in _SPECIAL.values():
         number = own.get(f"{short}_token_id", 0)
         if type(number) is not int or not 0 <= number < count:
             raise CheckpointError(
-                f"{file} says that token {shown(number)} is its {short} token ({_FIELDS}{short}_token_id), and has "
+                f"{file} says that token {shown(number)} is its {short} token ({TOKENIZER}{short}_token_id), and has "
                 f"{count:,}; {ANOTHER}"
             )
 
@@ -199,7 +199,7 @@ def _finished(file: Path, fields: Mapping[str, Any], backend: Tokenizer, begins:
     ends = fields.get("tokenizer.ggml.add_eos_token", False)
     for name, wanted in (("bos", begins), ("eos", ends)):
         if wanted and f"{name}_token" not in special:
-            key = f"{_FIELDS}{name}_token_id"
+            key = f"{TOKENIZER}{name}_token_id"
             raise CheckpointError(f"{file} lacks the field {key}, and has that token around each text; {ANOTHER}")
     around = [special["bos_token"] if begins else None, special["eos_token"] if ends else None]
     first, last = (f"{token}:0 " if token else "" for token in around)
