@@ -78,6 +78,26 @@ def test_pieces_make_the_text(given: tuple[Any, Any]) -> None:
     assert len(said) > 2
 
 
+@pytest.mark.parametrize("text", ["def f(x):\n    return x", "ねこがいる", "ไม่มีช่องว่าง", "1234567890", "a  b "])
+def test_each_token_is_told_at_once(given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """A word, or a text of a script without spaces, does not wait for its end; only half a character waits."""
+    model, tokenizer = given
+    written = tokenizer.encode(text)
+
+    def write(prompt: Any, streamer: Any, **_: Any) -> Any:
+        streamer.put(prompt)
+        for number, token in enumerate(written):
+            streamer.put(torch.tensor([token]))
+            whole = tokenizer.decode(written[: number + 1])
+            assert "".join(said) == whole.rstrip(" \N{REPLACEMENT CHARACTER}")
+        streamer.end()
+        return torch.cat([prompt, torch.tensor([written])], dim=1)
+
+    said: list[str] = []
+    monkeypatch.setattr(model, "generate", write)
+    assert continue_text(model, tokenizer, PROMPT, len(written), say=said.append) == "".join(said) == text
+
+
 def test_the_tokenizers_end_where_the_model_has_none(given: tuple[Any, Any]) -> None:
     """It is no word of the text."""
     model, tokenizer = given

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+#: What a text does not end with for certain: half of a character, and a space.
+_WAITING = "\N{REPLACEMENT CHARACTER} "
 
 
 @checked
@@ -138,19 +140,9 @@ def continue_text(
         UsageError: the prompt has no tokens or is not valid text, or a number is out of its range.
         CheckpointError: transformers cannot generate text with this model.
     """
-    from transformers import GenerationConfig, TextStreamer
+    from transformers import GenerationConfig
 
     check(prompt, tokens, temperature, seed)
-    of_the_caller: list[Exception] = []  # what ``say`` raised
-
-    class Teller(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            try:
-                say(text)  # type: ignore[misc]
-            except Exception as error:
-                of_the_caller.append(error)
-                raise
-
     given = _prompt_tokens(model, tokenizer, prompt, tokens, special=not is_message).to(model.device)
     if not hasattr(model, "generate"):  # it has no head
         raise CheckpointError("the model generates no text: it makes no predictions of words")
@@ -159,22 +151,55 @@ def continue_text(
     end = tokenizer.eos_token_id if end is None else end
     drawn: Any = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     # What is not set here would be taken from the model's own settings, which may draw or punish repetition.
-    streamer = Teller(tokenizer, skip_prompt=True, skip_special_tokens=True) if say is not None else None
+    teller = _Teller(tokenizer, say) if say is not None else None
     write: Any = model.generate
     try:
         config = GenerationConfig(max_new_tokens=tokens, eos_token_id=end, pad_token_id=0, **drawn)
         model.generation_config = config
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            how: Any = {"attention_mask": torch.ones_like(given), "generation_config": config, "streamer": streamer}
+            how: Any = {"attention_mask": torch.ones_like(given), "generation_config": config, "streamer": teller}
             made = write(given, logits_processor=[_numbers], **how)
     except Exception as error:  # transformers raises nearly anything
-        if error in of_the_caller or isinstance(error, NumericalError):
+        if (teller and error is teller.raised) or isinstance(error, NumericalError):
             raise
         raise CheckpointError(f"the model generates no text: {first_line(error)}") from error
     finally:
         model.generation_config = own
     return str(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))
+
+
+class _Teller:
+    """Tells ``say`` the text of each token at once, which transformers' streamers keep back until there is a space.
+
+    Only the first bytes of a character wait for the others, and a space for what follows: some tokenizers remove it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
+        self._tokenizer, self._say = tokenizer, say
+        self._tokens: list[int] | None = None  # None until the prompt, which comes first
+        self._told = 0
+        self.raised: Exception | None = None  # by ``say``
+
+    def put(self, value: Tensor) -> None:
+        if self._tokens is None:
+            self._tokens = []
+        else:
+            self._tokens += value.flatten().tolist()
+            self._tell(_WAITING)
+
+    def end(self) -> None:
+        self._tell("")
+
+    def _tell(self, waiting: str) -> None:
+        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)).rstrip(waiting)
+        if piece := text[self._told :]:
+            self._told = len(text)
+            try:
+                self._say(piece)
+            except Exception as error:
+                self.raised = error
+                raise
 
 
 def _numbers(_: Tensor, logits: Tensor) -> Tensor:

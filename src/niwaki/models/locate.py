@@ -14,8 +14,9 @@ def locate_model(model: str, tokenizer: bool = True) -> Path:
     """The directory of a model: itself, "demo" for the embedded one, or the local copy of a hub id or a GGUF file.
 
     The hub only gives safetensors, JSON and tokenizer files, never pickles or code. A GGUF file may be alone in a
-    directory; :mod:`niwaki.models.gguf_source` converts it, on request without its ``tokenizer``. UsageError where there is no such directory and it cannot
-    be a hub id; CheckpointError where the hub does not have it, or cannot be reached.
+    directory; :mod:`niwaki.models.gguf_source` converts it, on request without its ``tokenizer``. UsageError where
+    there is no such directory and it cannot be a hub id; CheckpointError where the hub does not have it, or cannot be
+    reached.
     """
     if (path := find_local(model)) is not None:
         return path if path.is_dir() else as_directory(path, tokenizer)
