@@ -32,7 +32,7 @@ from niwaki.reports.page import report
 from support.command import Command, Result, without_sign_of_life
 from support.covering import FULL
 from support.models import reference, save_model_with_tokenizer
-from support.runs import SMALL, listing
+from support.runs import SMALL, files, listing
 
 NIWAKI = Path(sys.executable).with_name("niwaki")
 
@@ -502,7 +502,10 @@ def test_bench(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if directory == packed:  # again, and in this process, which has all loaded
             monkeypatch.undo()
             monkeypatch.setattr(measuring, "measured", measuring.measure)
-        said = niwaki_("bench", directory, *short)
+        before = files(directory)
+        assert niwaki_("bench", directory, *short).code == 0
+        assert files(directory) == before  # nobody asked for anything there
+        said = niwaki_("bench", directory, *short, "--record", directory / "niwaki-bench.json")
         assert said.code == 0, said.err
         found = SpeedRecord.from_json((directory / "niwaki-bench.json").read_text())
         assert [(speed.weights, speed.dtype) for speed in found.speeds] == [
@@ -522,7 +525,6 @@ def test_bench(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert said.code == 0, said.err
     assert "note: only the dense model is measured" in said.out
     assert [line.split()[0] for line in said.out.splitlines()[1:3]] == ["weights", "dense"]
-    assert not (model / "niwaki-bench.json").exists()
     said = niwaki_("bench", pruned, "--prompt-tokens", "200")
     assert (said.code, said.err.count("\n")) == (2, 1)
     assert "128 positions" in said.err

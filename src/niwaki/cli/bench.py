@@ -8,7 +8,6 @@ from niwaki.cli.screen import Screen
 from niwaki.cli.tables import speed_table
 from niwaki.files import replace_file
 from niwaki.options import Compute
-from niwaki.records.record import SPEED_NAME
 
 
 @options(without=("tf32", "max_memory"))
@@ -32,14 +31,11 @@ def bench(
         repeats: Number of runs; the median is shown.
 
     More options:
-        record: JSON file for the results. [default: niwaki-bench.json in MODEL, if niwaki wrote it]
+        record: JSON file for the results; 'niwaki report' shows those in MODEL/niwaki-bench.json.
     """
     with Screen(f"measuring {model}") as screen, in_session():
         from niwaki.evaluation.bench import bench as run
-        from niwaki.models.locate import locate_model
 
-        if record is None and ((directory := locate_model(model)) / "niwaki.json").is_file():
-            record = str(directory / SPEED_NAME)
         file = record_file(record, "speeds")
         speed = run(
             model, prompt_tokens=prompt_tokens, tokens=tokens, repeats=repeats, compute=compute, progress=screen
