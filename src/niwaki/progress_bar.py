@@ -49,7 +49,7 @@ class ProgressBar(Progress):
             tqdm.write(f"this takes about {estimated(seconds)}")
 
     def turn(self, number: int, count: int, stage: str) -> None:
-        self._pace.turn()
+        self._pace = Pace()  # the estimate was for all stages
         self._prefix = f"stage {number}/{count}, {stage}: "
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:

@@ -182,6 +182,43 @@ def test_a_look_at_the_dense_model_before(clock: Clock) -> None:
     assert blocks == expected
 
 
+@pytest.mark.parametrize(("part", "what"), [("perplexity", "measuring"), ("rounding", "rounding")])
+def test_what_comes_after_the_last_block_is_counted(clock: Clock, part: str, what: str) -> None:
+    """The bar does not stand, and the time left falls, while the head or the embeddings are at work for minutes."""
+    display = Watched(console(True))
+    with display:
+        display.begin(record(), 3, 0)
+        for block in range(3):
+            display.stage(block, "advance", 1)
+            clock.now += 1.0
+            display.step()
+        display.stage(0, part, 10)
+        for _ in range(10):
+            clock.now += 60.0
+            display.step()
+    last = [shown for shown in display.shown if shown[1] == what]
+    assert [shown[0] for shown in last] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert [shown[2] for shown in last][:9] == [*(f"{10 - step} min left" for step in range(1, 9)), "60 s left"]
+
+
+def test_a_stage_without_blocks_has_the_bar_too(clock: Clock) -> None:
+    display = Watched(console(True))
+    with display:
+        display.turn(1, 3, "heal")
+        display.begin(record(), 3, 0)
+        healing = HealingRecord("dense", "full", 1000, None, 0.01, 64, 128, points=[HealingPoint(0, 0, 0.0, 1.0, None)])
+        display.healing(healing, 0.96, 96.0)
+        assert display.describe().startswith("healing, 96 %")
+        display.stage(0, "perplexity", 10)
+        assert display.describe().startswith("measuring, 0 %")
+        display.turn(2, 3, "pack")
+        assert display.describe() == "pack"
+        display.status("packing, tensor", 3, 9)
+        assert display.describe() == "packing, tensor 3/9"
+        (task,) = display._bar.tasks
+        assert (task.description, task.completed) == ("packing, tensor", pytest.approx(1 / 3))
+
+
 def test_what_the_solver_says(clock: Clock) -> None:
     display = Watched(console(True))
     with display:

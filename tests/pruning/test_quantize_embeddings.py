@@ -21,6 +21,7 @@ from niwaki.models.ends import head_gram
 from niwaki.models.scales import EMBEDDINGS
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.linear import SparseEmbedding, SparseLinear
+from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from support.models import random_model, random_tokens
 from support.runs import files, raw, tensors
@@ -151,6 +152,34 @@ def test_a_table_that_is_scaled_is_unpacked(tmp_path: Path) -> None:
     assert isinstance(packed.get_input_embeddings(), nn.Embedding)
     wanted = dense(tokens).logits
     assert (packed(tokens).logits - wanted).norm() <= 0.02 * wanted.norm()
+
+
+class Counted(Progress):
+    """How many steps each part had, of how many it was said to have."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[object]] = []
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self.parts.append([name, 0, steps])
+
+    def step(self) -> None:
+        self.parts[-1][1] += 1  # type: ignore[operator]
+
+
+def test_all_that_takes_long_has_steps(tmp_path: Path) -> None:
+    """Also what comes after the last block: the head of a large vocabulary, and its rounding."""
+    model, counted = wide(tmp_path / "model", vocab_size=5000), Counted()
+    options = {"calibration": TEXT, "measurement": TEXT, "progress": counted}
+    niwaki.run(model, tmp_path / "out", [QuantizeEmbeddings("int4:32")], **options)  # type: ignore[arg-type]
+    (rounding,) = (part for part in counted.parts if part[0] == "rounding")
+    assert rounding[1] == rounding[2] > 2
+    for name, done, steps in counted.parts:
+        assert done == steps, name
+    measured = [steps for name, _, steps in counted.parts if name == "perplexity"]
+    blocks = [steps for name, _, steps in counted.parts if name == "advance"]
+    assert len(measured) == 2
+    assert min(measured) > sum(blocks) + 2  # type: ignore[type-var, arg-type, operator]
 
 
 def test_alone_and_at_the_end_of_a_list(tmp_path: Path) -> None:

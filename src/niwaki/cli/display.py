@@ -25,6 +25,7 @@ _DETAILS = {
     "synthesis": "text of its own",
     "influence": "which blocks matter",
     "perplexity": "perplexity",
+    "rounding": "embeddings",
     "capture": "inputs",
     "fit": "fitting the block",
     "advance": "outputs",
@@ -56,13 +57,20 @@ class Display(Screen):
 
     def turn(self, number: int, count: int, stage: str) -> None:
         self._close_block()
-        self._pace.turn()
+        self._pace = Pace()  # the estimate was for all stages
         self._names = []
         self.line(f"stage {number} of {count}: {stage}", style="bold")
+        self.status(stage)
 
     def estimate(self, seconds: float) -> None:
         super().estimate(seconds)
         self._pace.estimate(seconds)
+
+    def status(self, what: str, done: int = 0, count: int = 0) -> None:
+        super().status(what, done, count)
+        if not self._pace.blocks and self._bar.live.is_started:  # the bar of the stage before
+            share = done / count if count else 0.0
+            self._bar.update(self._task, completed=share, description=what, left="", detail="")
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         self._close_block()  # of an earlier part
@@ -218,8 +226,11 @@ class TableDisplay(Screen):
             self.note(note)
 
     def stage(self, block: int, name: str, steps: int) -> None:
-        planning = "planning, " if name in PLANNING else ""
-        self.status(f"{planning}block", block + 1, self._blocks)
+        if name == "perplexity":
+            self.status("measuring")
+        else:
+            planning = "planning, " if name in PLANNING else ""
+            self.status(f"{planning}block", block + 1, self._blocks)
 
     def step(self) -> None:
         self.show()

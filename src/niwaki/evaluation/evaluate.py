@@ -64,7 +64,21 @@ def evaluate(
             budget.left = max(0, compute.budget - resident() - 2 * streamed.block_size)
         operations = passes(streamed, windows.tokens.numel(), head=True)
         progress.estimate(operations / products_per_second(streamed.device))
-        return streamed.perplexity(windows, lambda done, count: progress.status("measuring, block", done, count))
+        return streamed.perplexity(windows, _Measuring(progress))
+
+
+class _Measuring(Progress):
+    """Tells ``progress``, which knows no run, the steps of measuring."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._done, self._steps = progress, 0, 1
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self._done, self._steps = 0, steps
+
+    def step(self) -> None:
+        self._done += 1
+        self._progress.status("measuring", self._done, self._steps)
 
 
 def evaluate_both(

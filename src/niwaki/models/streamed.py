@@ -43,6 +43,7 @@ from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.structure import config_of_text, find_parts, is_bidirectional, predicts_words, refusals, structure
 from niwaki.models.tokens import check_tokens, load_tokenizer
 from niwaki.models.weights import Weights, holding
+from niwaki.records.progress import Progress
 from niwaki.records.perplexity import Perplexity
 from niwaki.windows import Windows
 
@@ -281,10 +282,13 @@ class StreamedModel:
         return self._found
 
     @torch.no_grad()
-    def losses(self, states: HiddenStates, only: Tensor | None = None) -> Tensor:
+    def losses(
+        self, states: HiddenStates, only: Tensor | None = None, done: Callable[[], None] = lambda: None
+    ) -> Tensor:
         """(samples, length - 1) float32 cross-entropies in nats, by ``states`` after the last block.
 
         Of pairs they are those of the targets, and 0 after shorter ones. With ``only`` the model has no other tokens.
+        ``done`` is called after each batch of states.
         """
         losses: list[Tensor] = []
         with self.head() as head:
@@ -298,19 +302,32 @@ class StreamedModel:
                     labels = labels.to(self.device).flatten()
                     loss = nn.functional.cross_entropy(logits, labels, reduction="none")
                     losses += loss.view(len(tokens), -1).cpu()
+                done()
         joined = torch.nn.utils.rnn.pad_sequence(losses, batch_first=True)
         if not torch.isfinite(joined).all():
             raise NumericalError("the model's outputs are NaN or infinite on this text; try dtype float32")
         return joined
 
     def measured(
-        self, states: HiddenStates, windows: Windows, world: World = _ALONE, only: Tensor | None = None
+        self,
+        states: HiddenStates,
+        windows: Windows,
+        world: World = _ALONE,
+        only: Tensor | None = None,
+        progress: Progress | None = None,
     ) -> Perplexity:
         """The perplexity, by ``states`` after the last block, of each process's share of ``windows``.
 
         With ``only`` these tokens can be predicted, and no others.
         """
-        losses, counts = self.losses(states, only), tuple[int, ...]()
+        progress = progress or Progress()
+        progress.stage(0, "perplexity", len(states.tokens))
+        return self._measured(states, windows, world, only, progress.step)
+
+    def _measured(
+        self, states: HiddenStates, windows: Windows, world: World, only: Tensor | None, done: Callable[[], None]
+    ) -> Perplexity:
+        losses, counts = self.losses(states, only, done), tuple[int, ...]()
         if self.pairs is not None:
             counts = tuple(tokens.shape[1] for tokens in states.tokens)
         if windows.spans is not None:
@@ -323,16 +340,22 @@ class StreamedModel:
         joined = torch.cat([nn.functional.pad(each, (0, longest - each.shape[1])) for each in every])
         return Perplexity.of(joined, windows.source, windows.origin, sum(counted, ()), sum(lengths, ()))
 
-    def perplexity(
-        self, windows: Windows, done: Callable[[int, int], None] = lambda *_: None, world: World = _ALONE
-    ) -> Perplexity:
-        """The perplexity on ``windows``, each process's share; ``done(blocks, of)`` is called after each block."""
+    def perplexity(self, windows: Windows, progress: Progress | None = None, world: World = _ALONE) -> Perplexity:
+        """The perplexity on ``windows``, each process's share."""
         self.check_head()
-        states = self.embed(windows.tokens)
+        states, progress = self.embed(windows.tokens), progress or Progress()
+        # Of a small model with many tokens the head takes longer than all blocks.
+        weights = max(1, sum(value.numel() for value in self.blocks[0].parameters()))
+        head = max(1, round(self.config.get_text_config().vocab_size * states.hidden[0].shape[-1] / weights))
+        progress.stage(0, "perplexity", (len(self.blocks) + head) * len(states.hidden))
         for block in self.stream():
-            block.advance(states)
-            done(block.index + 1, len(self.blocks))
-        return self.measured(states, windows, world)
+            block.advance(states, progress.step)
+
+        def done() -> None:
+            for _ in range(head):
+                progress.step()
+
+        return self._measured(states, windows, world, None, done)
 
     def check_head(self) -> None:
         """Raises UnsupportedModelError where the model makes no predictions."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.options import Measurement
 from niwaki.pruning.request import rounds_to_nearest
 from niwaki.pruning.texts import read_texts
+from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import write_config
@@ -168,8 +170,8 @@ class QuantizingEmbeddings(Task):
         """Of what the head receives on the calibration text, in all processes."""
         states = self.model.embed(self.texts.shared(run.world).windows.tokens)
         for block in self.model.stream():
-            run.progress.stage(block.index, "advance", 1)
-            block.advance(states)
+            run.progress.stage(block.index, "advance", len(states.hidden))
+            block.advance(states, run.progress.step)
         gram = head_gram(self.model, states, run.world)
         run.clock.lap("capture")
         return gram
@@ -180,10 +182,11 @@ class QuantizingEmbeddings(Task):
         directory = run.begin_output(self.carried, [*checkpoint.shards, EMBEDDINGS])
         places = embedding_places(checkpoint, self.keys, self.grid)
         zeros = {}
+        run.progress.stage(0, "rounding", sum(math.ceil(checkpoint.entries[key].shape[0] / STRIP) for key in self.keys))
         with CheckpointWriter(checkpoint, directory, added=places) as writer:
             for key, scale_key in zip(self.keys, places, strict=True):
                 # The last one is the head, where there is one.
-                weights, scales = self._rounded(key, gram if key == self.keys[-1] else None)
+                weights, scales = self._rounded(key, gram if key == self.keys[-1] else None, run.progress)
                 writer.write(key, weights)
                 writer.write(scale_key, scales)
                 zeros[key] = weights.numel() - int(weights.count_nonzero())
@@ -197,7 +200,7 @@ class QuantizingEmbeddings(Task):
                 raise OutputError(f"{directory}: {key!r} has weights on disk that are not on its grid {self.grid}")
         run.clock.lap("check")
 
-    def _rounded(self, key: str, gram: Gram | None) -> tuple[Tensor, Tensor]:
+    def _rounded(self, key: str, gram: Gram | None, progress: Progress) -> tuple[Tensor, Tensor]:
         """The tensor as the file has it, on the grid, and its scales; with a ``gram`` fitted to the inputs of that."""
         value = self.checkpoint.read(key)
         of_scales, strips = scale_dtype(value.dtype), []
@@ -211,6 +214,7 @@ class QuantizingEmbeddings(Task):
                 weights, scales = solution.W.cpu(), scales.cpu()
             rows.copy_(weights.to(value.dtype).add_(0.0))
             strips.append(scales.to(of_scales))
+            progress.step()
         return value, torch.cat(strips)
 
     def _record(self, run: Run) -> Record:

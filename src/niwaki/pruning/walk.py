@@ -227,7 +227,7 @@ class Walk:
         record.sparsity = sum(run.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
-                record.perplexity[when] = model.measured(states, heldout, run.world)
+                record.perplexity[when] = model.measured(states, heldout, run.world, progress=run.progress)
         run.clock.lap("perplexity")
 
 

@@ -4,8 +4,10 @@ import time
 
 from niwaki.records.wording import duration, estimated
 
-#: Parts that are a walk over all blocks before or after that which prunes.
-PLANNING = ("sensitivity", "allocation", "sharing", "synthesis", "influence", "perplexity")
+#: Parts that are not of a block: a walk over all before or after that which prunes, or something else for all.
+PLANNING = ("sensitivity", "allocation", "sharing", "synthesis", "influence", "perplexity", "rounding")
+#: What those of them are called whose steps are all that they have to do, and not those of a block.
+_OF_ALL = {"sensitivity": "planning", "synthesis": "planning", "perplexity": "measuring", "rounding": "rounding"}
 
 
 class Pace:
@@ -28,10 +30,6 @@ class Pace:
         """All that comes takes about this long."""
         self._end = time.monotonic() + seconds
 
-    def turn(self) -> None:
-        """It is the turn of a stage of several; the estimate was for all of them."""
-        self._at, self._end = None, 0.0
-
     def begin(self, blocks: int) -> None:
         """So many blocks are to come."""
         self.blocks, self._began = blocks, time.monotonic()
@@ -47,7 +45,7 @@ class Pace:
             self._began = time.monotonic()  # the time so far says nothing of what comes
         self.is_planning = planning
         self.block, self._part, self._steps, self._done = block, part, steps, 0
-        self._part_began = time.monotonic()
+        self._part_began, self._at = time.monotonic(), None
 
     def step(self) -> None:
         """A step of the part is done."""
@@ -80,8 +78,10 @@ class Pace:
         rest = self._end - time.monotonic()
         left = f"about {estimated(rest)} left" if rest > 0 else ""
         if self.is_planning:
-            of_all = self._part in ("sensitivity", "synthesis")
-            return "planning", part if of_all else (self.block + part) / max(1, self.blocks), left
+            what = _OF_ALL.get(self._part, "")
+            if not left and part and what not in ("", "planning"):
+                left = f"{duration((time.monotonic() - self._part_began) * (1 - part) / part)} left"
+            return what or "planning", part if what else (self.block + part) / max(1, self.blocks), left
         done = sum(self._shares[: len(self._spent)]) + sum(self._shares[len(self._spent) :][:1]) * part
         fraction = (self.block + done) / max(1, self.blocks)
         if self.block > 0:

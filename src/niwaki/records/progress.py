@@ -41,7 +41,8 @@ class Progress:
 
         Before these, if the effort asks for them, come one "sensitivity", an "allocation" for each block and a
         "synthesis"; and, where blocks share matrices, a "sharing" for each block. Structured pruning has an "influence"
-        for each block. A "perplexity" for each block can come before and after all others.
+        for each block. A "perplexity" for all of them can come before and after all others, and where embeddings are
+        put on a grid a "rounding" comes last.
         """
 
     def step(self) -> None:

@@ -129,7 +129,7 @@ class Run:
     def perplexity(self, model: StreamedModel, windows: Windows, shared: bool = False) -> Perplexity:
         """The perplexity of ``model`` on ``windows``; ``shared`` is whether every process measures, each on its own."""
         world = self.world if shared else World()
-        measured = model.perplexity(windows, lambda i, _: self.progress.stage(i - 1, "perplexity", 1), world)
+        measured = model.perplexity(windows, self.progress, world)
         self.clock.lap("perplexity")
         return measured
 
