@@ -26,7 +26,7 @@ from niwaki.models.device import training_dtype
 from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
-from niwaki.options import HEALING_BATCH, HEALING_RATE, OWN_TEXT, Calibration, Compute
+from niwaki.options import HEALING_BATCH, HEALING_RATE, OWN_TEXT, Calibration, Compute, Measurement
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -801,6 +801,38 @@ def test_a_time(tmp_path: Path) -> None:
     assert record.healing
     assert record.healing.limit == 2
     assert record.healing.points[-1].tokens < 1_000_000
+
+
+def test_half_of_the_time_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a model is slow for the time that it has, less is held out and measured; a resumed run keeps to it."""
+    dense, pruned = pruned_model(tmp_path, "llama")
+    monkeypatch.setattr("niwaki.healing.run.products_per_second", lambda _: 1e6)
+    asked: dict[str, Any] = {"tokens": 960, "max_time": "1m", "measurement": TOKENS[:8]}
+    whole = heal(pruned, tmp_path / "whole", dense, **(asked | {"max_time": "10h"}))
+    with pytest.raises(KeyboardInterrupt):
+        heal(pruned, tmp_path / "out", dense, progress=Notes(stop_at=3), **asked)
+    monkeypatch.undo()  # as on a faster machine
+    record = heal(pruned, tmp_path / "out", dense, **asked)
+    assert record.resumed
+    assert whole.healing
+    assert record.healing
+    assert record.healing.held == LENGTH < whole.healing.held
+    assert {name: each.windows for name, each in record.perplexity.items()} == {"before": 2, "pruned": 2, "after": 2}
+    assert {each.windows for each in whole.perplexity.values()} == {8}
+    assert "perplexity is of 2 of 8 windows; give more --max-time to measure on more" in record.notes
+    assert not any("perplexity is of" in note for note in whole.notes)
+
+
+def test_a_short_text_is_also_measured_on(tmp_path: Path) -> None:
+    """Without more than it is asked to train on: an eighth of it is kept for that."""
+    (tmp_path / "text.txt").write_text("The old man looked at the sea, and the sea looked at the old man. " * 60)
+    asked: dict[str, Any] = {"calibration": Calibration(str(tmp_path / "text.txt"), length=16), "tokens": "1M"}
+    dense, pruned = tmp_path / "dense", tmp_path / "pruned"
+    save_model_with_tokenizer(dense)
+    niwaki.prune(dense, pruned, 0.5, solver="magnitude", calibration=TOKENS[:4], measurement=None, compute="cpu")
+    record = heal(pruned, tmp_path / "out", dense, **asked, max_time="3s", measurement=Measurement())
+    windows = record.perplexity["after"].windows
+    assert windows == (windows + record.calibration["samples"]) // 8 > 2
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,31 @@ def test_where_there_is_no_time_to_write(tmp_path: Path, monkeypatch: pytest.Mon
     assert note not in heal(pruned, tmp_path / "little", dense, own_text=0.001).notes  # none was wanted
 
 
+def test_where_writing_would_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends after some tokens of the first text, not when that is whole."""
+    dense, pruned = pruned_model(tmp_path, "llama")
+    monkeypatch.setattr("niwaki.healing.run._WRITING_TIME", 1e-6)
+    written: list[int] = []
+
+    class Steps(Progress):
+        def stage(self, block: int, name: str, steps: int) -> None:
+            written.extend([0] if name == "synthesis" else [])
+
+        def step(self) -> None:
+            if written:
+                written[-1] += 1
+
+    asked: dict[str, Any] = {"own_text": SHARE, "tokens": 64, "max_time": "1h", "progress": Steps()}
+    record = heal(pruned, tmp_path / "out", dense, **asked)
+    (note,) = (note for note in record.notes if "wrote no text" in note)
+    assert note.startswith("the dense model wrote no text to train on: it would take ")
+    assert note.endswith(" of 60 min; give more --max-time")
+    assert written == [8]
+    assert record.calibration["synthetic"] == 0
+    assert record.healing
+    assert record.healing.points[-1].tokens >= 64
+
+
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.8])
 def test_the_share_of_what_comes_first(share: float) -> None:
     """It is that of all, to within one window."""

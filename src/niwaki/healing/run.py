@@ -1,5 +1,6 @@
 """A healing from its first measurement to a directory that only has to be moved into place."""
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
@@ -18,16 +19,52 @@ from niwaki.models.formats import format_of, zeros_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Perplexity
+from niwaki.records.progress import Progress
 from niwaki.records.record import Record
+from niwaki.records.wording import duration
 from niwaki.runs.card import write_config
 from niwaki.runs.carried import CarriedFiles
+from niwaki.runs.duration import passes, products_per_second
 from niwaki.runs.kept import Kept, kept_once
 from niwaki.runs.stage import Run
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
-#: The share of a limit of time that writing own text may take.
-_WRITING_TIME = 0.1
+#: The shares of a limit of time that may be taken by writing own text, by all perplexities, and by each time that what
+#: is held out is measured; at least half of it is for training.
+_WRITING_TIME, _MEASURING_TIME, _HELD_TIME = 0.1, 0.25, 0.02
+#: Perplexities of a run: of the dense model, and of the pruned one before and after. Windows for an error of each.
+_MEASURED, _FEW = 3, 2
+#: Tokens after which it is known how long writing takes: the first ones take longer.
+_FIRST_WORDS = 8
+
+
+class _TooSlowError(Exception):
+    """Writing would take too long: so many ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
+
+
+class _Watched(Progress):
+    """Tells ``progress`` how far writing is, and ends its first part (_TooSlowError) if that takes over ``seconds``."""
+
+    def __init__(self, progress: Progress, seconds: float) -> None:
+        self._progress, self._seconds = progress, seconds
+        self._parts = self._steps = self._done = 0
+        self._began = monotonic()
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self._progress.stage(block, name, steps)
+        self._parts, self._steps = self._parts + 1, steps
+
+    def step(self) -> None:
+        self._progress.step()
+        self._done += 1
+        expected = (monotonic() - self._began) * max(1.0, self._steps / self._done)
+        if self._parts == 1 and self._done >= min(_FIRST_WORDS, self._steps) and expected > self._seconds:
+            raise _TooSlowError(expected)
 
 
 @dataclass(frozen=True)
@@ -53,7 +90,23 @@ class HealingRun(ABC):
 
     def train(self, windows: Windows) -> None:
         """Trains on ``windows``, of which the last are held out; the first process writes the weights."""
+        length = windows.tokens.shape[1]
+        if self.run.journal.blocks:
+            self.held = self.healing.held // length
+        elif self.healing.limit is not None:
+            self.held = self.run.world.received(self._affordable(_HELD_TIME, length, 1, self.held))
+            self.healing.held = self.held * length
         self._train(self._with_own_text(windows))
+
+    def _affordable(self, share: float, length: int, least: int, most: int) -> int:
+        """How many windows of this ``length`` a model can read in a ``share`` of the time, from ``least`` to ``most``.
+
+        By an estimate, as nothing was measured yet.
+        """
+        assert self.healing.limit is not None
+        device = self.dense.device
+        window = passes(self.dense, length, head=self.dense.has_head) / products_per_second(device)
+        return max(min(least, most), min(most, int(share * self.healing.limit / window)))
 
     @abstractmethod
     def _train(self, tokens: Tensor) -> None:
@@ -67,7 +120,8 @@ class HealingRun(ABC):
 
     def write(self, texts: Texts, dense_text: Windows | None, carried: CarriedFiles) -> None:
         """Trains, writes the model and checks it; the dense model is measured on ``dense_text``, where there is one."""
-        run, heldout = self.run, texts.only
+        run = self.run
+        heldout, dense_text = self._measurable(texts.only, dense_text)
         run.progress.begin(self.record, len(self.model.blocks), len(self.model.matrices()))
         if heldout and not run.journal.blocks and not run.earlier:
             self._measure_first(heldout, dense_text)
@@ -79,6 +133,20 @@ class HealingRun(ABC):
         run.clock.lap("write")
         if heldout:
             self.record.perplexity["after"] = self._perplexity(self._opened(directory), heldout)
+
+    def _measurable(self, heldout: Windows | None, dense_text: Windows | None) -> tuple[Windows | None, Windows | None]:
+        """The windows of both that there is time to measure on; a resumed run's are those that it began with."""
+        there, measured = len(heldout.tokens) if heldout else 0, self.record.perplexity.get("pruned")
+        if not heldout or self.healing.limit is None or self.run.earlier:
+            return heldout, dense_text
+        share = _MEASURING_TIME / _MEASURED
+        count = self._affordable(share, heldout.tokens.shape[1], _FEW, there) if measured is None else measured.windows
+        if count < there and measured is None:
+            self.run.note(
+                self.record, f"perplexity is of {count} of {there} windows; give more --max-time to measure on more"
+            )
+        first = torch.arange(count)
+        return heldout.of(first), dense_text and dense_text.of(first)
 
     @property
     def _kept(self) -> list[str]:
@@ -123,16 +191,22 @@ class HealingRun(ABC):
     def _written(self, count: int, length: int, bos: int | None) -> Tensor:
         """Text of the dense model; none, with a note, where it cannot write."""
         began, limit, run = monotonic(), self.healing.limit, self.run
-        budget, world, progress = run.compute.budget, run.world, run.progress
+        # Several processes end together, after a part.
+        seconds = math.inf if limit is None or run.world.size > 1 else _WRITING_TIME * limit
+        budget, world, progress = run.compute.budget, run.world, _Watched(run.progress, seconds)
 
         def is_enough() -> bool:
             return limit is not None and monotonic() - began > _WRITING_TIME / 2 * limit
 
         try:
             return own_text.written(self.dense, count, length, budget, world, progress, is_enough, bos)
+        except _TooSlowError as error:
+            assert limit is not None
+            reason = f"it would take {duration(error.seconds)} of {duration(limit)}; give more --max-time"
         except UnsupportedModelError as error:
-            run.note(self.record, f"the dense model wrote no text to train on: {error}")
-            return torch.empty(0, length, dtype=torch.int64)
+            reason = str(error)
+        run.note(self.record, f"the dense model wrote no text to train on: {reason}")
+        return torch.empty(0, length, dtype=torch.int64)
 
     def note_reuse(self, there: int) -> None:
         """Notes that the text has fewer tokens than are to be trained on, only ``there``."""

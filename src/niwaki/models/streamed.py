@@ -43,8 +43,8 @@ from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.structure import config_of_text, find_parts, is_bidirectional, predicts_words, refusals, structure
 from niwaki.models.tokens import check_tokens, load_tokenizer
 from niwaki.models.weights import Weights, holding
-from niwaki.records.progress import Progress
 from niwaki.records.perplexity import Perplexity
+from niwaki.records.progress import Progress
 from niwaki.windows import Windows
 
 _ALONE = World()

@@ -24,6 +24,8 @@ from niwaki.windows import Windows
 
 #: Windows after those of the calibration, where the same text is measured on and nobody says how many.
 WINDOWS_AFTER = 256
+#: One of so many windows of a text that is shorter than what is asked for is left to measure on.
+_SHARE_AFTER = 8
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,8 @@ class _Reading:
         needed = 1 if self.fewer else samples
         spare = self._spare + samples - needed
         windows = _read(self.model, name, self.calibration, self._length, needed, spare, order, self.calibration.seed)
+        if self.fewer and len(windows.tokens) < samples + self._spare:  # of a short text some is left to measure on
+            samples = min(samples, len(windows.tokens) - min(self._spare, len(windows.tokens) // _SHARE_AFTER))
         self._notes += windows.notes
         source = f"the text after the calibration windows of {name}"
         origin = f"after the calibration windows: {windows.origin}"
