@@ -21,9 +21,10 @@ from transformers.models.gemma3n import modeling_gemma3n
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, UnsupportedModelError
+from niwaki.exports.export import export
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import Compute
-from niwaki.recipes import prune
+from niwaki.options import Compute, Measurement
+from niwaki.recipes import prune, quantize
 from support.covering import some
 from support.models import message, random_tokens, save_random
 from support.runs import raw, tensors, zeros
@@ -49,6 +50,15 @@ _GEMMA = TEXT | {
     "vocab_size_per_layer_input": 64,
 }
 KINDS: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **TEXT},
+        "vision_config": {"model_type": "pixtral", **SIGHT, "image_size": 16, "patch_size": 8},
+    },
+    "qwen2_5_vl": {
+        "text_config": TEXT | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 4, "patch_size": 8}
+        | {"out_hidden_size": 32},
+    },
     "llava": {
         "text_config": {"model_type": "llama", **TEXT},
         "vision_config": {"model_type": "clip_vision_model", **SIGHT, "image_size": 16, "patch_size": 8},
@@ -176,6 +186,16 @@ def test_the_language_model_inside_is_pruned(tmp_path: Path, kind: str) -> None:
     assert all(".layers." in key and ("language_model." in key or "text_model." in key) for key in pruned)
     assert all(zeros(after[key]) == after[key].numel() // 2 for key in pruned)
     torch.testing.assert_close(losses(tmp_path / "out"), whole_losses(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl", "llava", "gemma4"])
+@torch.no_grad()
+@pytest.mark.slow
+def test_packed_integers_of_the_language_model_inside(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    quantize(save(tmp_path / "model", kind), tmp_path / "out", "int8", measurement=Measurement(samples=0))
+    export(tmp_path / "out", tmp_path / "packed")
+    assert torch.equal(whole_losses(tmp_path / "packed"), whole_losses(tmp_path / "out"))
 
 
 def test_experts_that_files_have_twice(tmp_path: Path) -> None:

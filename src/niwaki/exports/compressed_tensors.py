@@ -1,5 +1,6 @@
 """Weights on a grid as packed integers: the format ``pack-quantized`` of compressed-tensors."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ from niwaki.checkpoints.shards import Shards
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import replace_file
 from niwaki.layer.grid import Grid
-from niwaki.models.extra import ExtraTensors, find_extra
-from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_grid
+from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_grid, why_no_layer
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -29,15 +29,18 @@ _PACKED = (
     "weights are packed integers in the format 'pack-quantized' of compressed-tensors, which has to be installed to "
     "load them in transformers"
 )
+#: And of mixtures, whose experts transformers runs as one tensor.
+_EXPERTS = "transformers unpacks experts as it loads them: in memory they are as large as before"
 
 
 class CompressedTensors(Form):
     """A model whose weights are on a grid, to be written as packed integers.
 
     A matrix becomes ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and ``weight_shape``;
-    all else is copied. ``name`` is what errors call the model: UsageError where its weights are not on a grid, or it
-    has other than 4 or 8 bits; UnsupportedModelError where a matrix is not the weight of a linear layer of its own,
-    with the same name in the files.
+    all else is copied, and names are those of the files, also of experts, which transformers unpacks and joins where it
+    loads them. ``name`` is what errors call the model: UsageError where its weights are not on a grid, or it has other
+    than 4 or 8 bits; UnsupportedModelError where a matrix is not the weight of a linear layer, or transformers cannot
+    load the result.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
@@ -64,18 +67,20 @@ class CompressedTensors(Form):
                 "them"
             )
         self._grid, self._model = grid, StreamedModel(checkpoint, "cpu")
-        if self._model.model.base_model_prefix == "transformer" and self._model.pairs is not None:  # T5 and its kin
-            raise UnsupportedModelError(
-                f"{name}: transformers cannot load packed integers into {type(self._model.model).__name__}; use the "
-                "model as it is, or 'niwaki pack'"
-            )
         if blocks is not None:
+            mixtures = {matrix.block for matrix in self._model.matrices() if matrix.expert is not None}
+            if len(mixtures & {*range(*blocks)}) not in (0, len(mixtures)):
+                raise UnsupportedModelError(
+                    f"{name} has experts in its blocks {blocks} on a grid and others that are not, and transformers "
+                    "loads packed integers of either all or none; quantize all blocks, or use 'niwaki pack'"
+                )
             self._model.limit(range(*blocks))
             if not self._model.matrices():
                 raise CheckpointError(
                     f"{checkpoint.path / 'config.json'} says that blocks {blocks} are pruned, but there are no such "
                     "blocks"
                 )
+        _check_loads(self._model, name)
         self._config = {**checkpoint.config, "quantization_config": _config(self._model, grid)}
 
     def check(self, name: str) -> None:
@@ -87,7 +92,8 @@ class CompressedTensors(Form):
         self._note(directory)
         least = self._write_shards(directory)
         replace_file(directory / "config.json", json.dumps(self._config, indent=2) + "\n")
-        return [_BELOW_0] if least < 0 else []
+        has_experts = any(matrix.expert is not None for matrix in self._model.matrices())
+        return [*([_BELOW_0] if least < 0 else []), *([_EXPERTS] if has_experts else [])]
 
     def _write_shards(self, directory: Path) -> float:
         """Writes the shards, in which three tensors replace each matrix, and their index; the least of all scales."""
@@ -130,16 +136,12 @@ def packed_integers(codes: Tensor, bits: int) -> Tensor:
 
 def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
     """``quantization_config`` of config.json."""
-    matrices = {model.places[matrix.block] + matrix.name: matrix for matrix in model.matrices()}
-    for name, matrix in matrices.items():
-        if matrix.transposed or not matrix.is_module or matrix.key != f"{name}.weight" or matrix.blocks:
-            raise UnsupportedModelError(
-                f"{matrix.key!r} of {model.checkpoint.path} cannot be packed: it is not the weight of a linear layer "
-                "of its own; use the model as it is"
-            )
+    modules, stored = _modules(model), {matrix.key for matrix in model.matrices()}
     linear = [name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)]
-    # Other programs run draft layers too, and would look for packed integers there.
-    linear += [key.removesuffix(".weight") for key in _matrices_of(find_extra(model), model.checkpoint)]
+    # vLLM has the files' names, and linear layers where transformers has none: routers, and draft layers.
+    others = [key for key, entry in model.checkpoint.entries.items() if len(entry.shape) > 1 and key not in stored]
+    ignored = [name for name in linear if name not in modules]
+    ignored += [key.removesuffix(".weight") for key in others if key.endswith(".weight")]
     groups = {"strategy": "group" if grid.group else "channel", "group_size": grid.group}
     weights = {"num_bits": grid.bits, "type": "int", "symmetric": True, **groups, "dynamic": False}
     return {
@@ -147,11 +149,30 @@ def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": [name for name in linear if name not in matrices],
+        "ignore": list(dict.fromkeys(ignored)),
     }
 
 
-def _matrices_of(extra: list[ExtraTensors], checkpoint: Checkpoint) -> list[str]:
-    """The keys of tensors that may be the weights of linear layers, but not of transformers' model."""
-    keys = [key for each in extra for key in each.keys]
-    return [key for key in keys if key.endswith(".weight") and len(checkpoint.entries[key].shape) > 1]
+def _modules(model: StreamedModel) -> set[str]:
+    """Where transformers' model has the matrices that are linear layers of their own."""
+    return {model.places[matrix.block] + matrix.name for matrix in model.matrices() if matrix.is_module}
+
+
+def _check_loads(model: StreamedModel, name: str) -> None:
+    """UnsupportedModelError where transformers cannot have packed integers in the place of all matrices."""
+    for matrix in model.matrices():
+        if why := why_no_layer(matrix):
+            raise UnsupportedModelError(
+                f"compressed-tensors has linear layers alone, and {matrix.key!r} of {name} is none: {why}; 'niwaki "
+                "pack' writes it"
+            )
+    whole = copy.deepcopy(model.model)
+    for path in _modules(model):
+        del whole.get_submodule(path).weight
+    try:
+        whole.initialize_weights()  # as where it loads a model: some kinds look for the weights that are not there
+    except AttributeError as error:
+        raise UnsupportedModelError(
+            f"{name}: transformers cannot load packed integers into {type(model.model).__name__}; use the model as it "
+            "is, or 'niwaki pack'"
+        ) from error

@@ -39,9 +39,9 @@ def _parsed(checkpoint: Checkpoint, name: str | None) -> Grid | None:
         raise CheckpointError(f"{checkpoint.path / 'config.json'}, pruning_config: {error}") from error
 
 
-def stored_as_usual(grid: Grid, matrices: Iterable[Matrix]) -> str:
+def stored_as_usual(grid: Grid, matrices: Sequence[Matrix]) -> str:
     """The note of ``prune`` on ``matrices``, which ``export`` has to take back."""
-    ways = [] if any(matrix.blocks for matrix in matrices) else _small_forms(grid)
+    ways = _small_forms(grid, matrices)
     packs = f", and {' and '.join(ways)} make{'' if len(ways) > 1 else 's'} them small" if ways else ""
     return (
         f"weights on the grid {grid} are stored as usual until they are packed, so that they load wherever the "
@@ -49,12 +49,27 @@ def stored_as_usual(grid: Grid, matrices: Iterable[Matrix]) -> str:
     )
 
 
-def _small_forms(grid: Grid) -> list[str]:
-    """The commands that make a small model of weights on ``grid``."""
+def _small_forms(grid: Grid, matrices: Sequence[Matrix]) -> list[str]:
+    """The commands that make a small model of ``matrices`` on ``grid``."""
+    if any(matrix.blocks for matrix in matrices):
+        return []
     ways = ["'niwaki pack'"] if grid.group is None or grid.group % _PACKED_GROUP == 0 else []
-    if grid.is_mixed:
+    if grid.is_mixed or grid.bits not in _EXPORTED_BITS or any(map(why_no_layer, matrices)):
         return ways
-    return [*ways, "'niwaki export'"] if grid.bits in _EXPORTED_BITS else ways
+    return [*ways, "'niwaki export'"]
+
+
+def why_no_layer(matrix: Matrix) -> str:
+    """Why files do not have ``matrix`` as the weight of a linear layer, or of an expert's; "" where they do."""
+    if matrix.index is not None:
+        return "it is one tensor with the matrices of all experts"
+    if matrix.is_stored_transposed:
+        return "it is stored the other way around, as (inputs, outputs)"
+    if matrix.blocks:
+        return "several blocks share it"
+    if not (matrix.is_module or matrix.expert is not None) or not matrix.key.endswith(".weight"):
+        return "it is a part of a larger matrix of transformers' model"
+    return ""
 
 
 def scale_key(matrix: Matrix) -> str:
