@@ -160,9 +160,16 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         if hasattr(value, "save_pretrained"):  # a model or a tokenizer in memory
             kind = type(value).__name__
             raise UsageError(f"{what}; got a {kind}: save it with save_pretrained(DIR) and give DIR") from None
-        raise UsageError(f"{what}; got {shown(value)}") from None
+        raise UsageError(f"{what}; got {shown(value)}{meant_word(value, get_args(hint))}") from None
     except _RangeError as error:
         raise UsageError(f"{name} must be {error}; got {shown(value)}") from None
+
+
+def meant_word(given: Any, words: Sequence[Any]) -> str:
+    """A question where ``given`` is nearly one of ``words``, whatever the case of its letters."""
+    known = {name: word for word in words for name in (str(word).lower(), str(word).lower().rpartition("-")[2])}
+    near = difflib.get_close_matches(str(given).lower(), known, n=1, cutoff=0.5)
+    return f"; did you mean {known[near[0]]}?" if near else ""
 
 
 def _fitted(value: Any, hint: Any) -> Any:

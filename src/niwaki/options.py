@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 DEFAULT_SOLVER = "continuation"
 #: The texts of the hub that are read where nobody gives one, to calibrate on and to measure on.
 USUAL_CALIBRATION, USUAL_TEXT = "c4", "wikitext2"
+#: The most windows that are calibrated on, where nobody says how many.
+USUAL_SAMPLES = 128
 #: What healing trains on, where nobody says how much: hours on a CPU, minutes on a GPU; and tokens in its windows.
 HEALING_TOKENS, HEALING_LENGTH = "2M", 512
 #: Its learning rate, relative to the size of the weights, that of the method blocks, and tokens in a step; see
@@ -74,9 +76,11 @@ class Calibration(_Options):
             several of these, which contribute equal shares of ``samples`` and take turns. ``samples``, ``order`` and
             ``seed`` do not apply to windows and tokens. :func:`niwaki.prune` also accepts a JSONL file of conversations
             with images, as the only text.
-        samples: Number of windows.
+        samples: Number of windows; None for 128, or as many as the text has, of which a few are left to measure on, or
+            as a CPU calibrates a model of this size on in an hour or two. A note says which.
         length: Tokens in a window; None for 2,048, or the model's positions if fewer, or the length of the given
-            windows.
+            windows. If ``samples`` is None too, windows are shorter (128 tokens or more) where there would be fewer
+            than 16.
         order: "first" for the first windows of the text, "random" for windows drawn from all of it with ``seed``; None
             for the first, except in healing, where windows of files are random.
         seed: Random seed, for random windows and for the text that the model writes.
@@ -91,7 +95,7 @@ class Calibration(_Options):
     """
 
     text: Text | Sequence[Text] = USUAL_CALIBRATION
-    samples: int = 128
+    samples: int | None = None
     length: int | None = None
     order: Order | None = None
     seed: int = 0
@@ -114,11 +118,10 @@ class Calibration(_Options):
         """The texts as a tuple, also where there is only one."""
         return self.text if isinstance(self.text, tuple) else (self.text,)
 
-    @property
-    def shares(self) -> list[int]:
-        """The number of windows that each text contributes."""
+    def shares(self, samples: int) -> list[int]:
+        """The number of windows that each text contributes to so many, at least one."""
         count = len(self.texts)
-        return [self.samples // count + (i < self.samples % count) for i in range(count)]
+        return [max(1, samples // count + (i < samples % count)) for i in range(count)]
 
     @property
     def answered(self) -> list[bool]:

@@ -148,6 +148,7 @@ def check_how_small(
     runtime: str | None,
 ) -> None:
     """UsageError where these do not say how small a model is to be, or say what the program cannot have."""
+    runtime = "llama.cpp" if runtime == "ollama" else runtime
     given = sum(each is not None for each in (size, parameters, loss, speed))
     if runtime == "2:4":
         if given:

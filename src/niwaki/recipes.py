@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -17,14 +18,23 @@ from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.solvers import Solver
 from niwaki.models.locate import locate_model
-from niwaki.options import HEALING_BATCH, HEALING_TOKENS, OWN_TEXT, Calibration, Compute, Measurement, Text
+from niwaki.options import (
+    HEALING_BATCH,
+    HEALING_TOKENS,
+    OWN_TEXT,
+    USUAL_SAMPLES,
+    Calibration,
+    Compute,
+    Measurement,
+    Text,
+)
 from niwaki.pruning.embeddings import QuantizeEmbeddings
 from niwaki.pruning.prune import Prune, Quantize
 from niwaki.quantities import parse_share
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import Recipe
 from niwaki.records.record import Record
-from niwaki.runs.execute import check_order, execute
+from niwaki.runs.execute import check, check_order, execute
 from niwaki.runs.recipe import begin_recipe
 from niwaki.runs.session import current_session
 from niwaki.runs.stage import Stage, label
@@ -33,6 +43,7 @@ from niwaki.shrinking.vocabulary import ShrinkVocabulary
 from niwaki.stages import make_stages, stages_of, table_of
 from niwaki.texts.conversations import has_images
 from niwaki.texts.sources import usual_calibration
+from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
 
@@ -353,17 +364,45 @@ def _execute(
     progress: Progress | None,
     follows: Recipe | None = None,
 ) -> Record:
-    """Does ``stages``, with the healing that their efforts ask for as stages too; errors name the ``caller``.
-
-    They also say which of several stages they come from, also those of the healing that its effort asks for.
-    """
+    """Does ``stages``, with the healing that their efforts ask for as stages too; errors name the ``caller``."""
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text(caller)
+    speaker = progress if progress and current_session().world.first else Progress()
+    calibration, whole, how = _planned(model, stages, calibration, compute, speaker)
+    recipe = None
+    try:
+        recipe = begin_recipe([table_of(stage) for stage in stages], str(model), calibration, measurement, compute)
+    except UsageError as error:  # such as what is of the caller's own making
+        speaker.note(f"the result will have no recipe.toml: {error}")
+    others = {"recipe": recipe, "follows": follows, "restart": restart, "progress": progress}
+    return execute(model, out, whole, calibration, measurement, compute, **how, **others)  # type: ignore[arg-type]
+
+
+def check_run(
+    model: str | Path,
+    out: str | Path,
+    stages: Sequence[Stage],
+    calibration: Calibration,
+    measurement: Measurement,
+    compute: Compute,
+) -> list[Texts]:
+    """Raises what :func:`run` would before anything is computed; the texts of the stages that have some."""
+    measurement.only_text("run")
+    calibration, whole, how = _planned(model, stages, calibration, compute, Progress())
+    return check(model, out, whole, calibration, measurement, compute, **how)
+
+
+def _planned(
+    model: str | Path, stages: Sequence[Stage], calibration: Calibration, compute: Compute, speaker: Progress
+) -> tuple[Calibration, list[Stage], dict[str, Any]]:
+    """The calibration that is there, all stages, also of the healing of efforts, and what errors call them.
+
+    Errors also say which of several stages they come from.
+    """
     given = [label(number, len(stages), stage.name) for number, stage in enumerate(stages)]
     check_order(stages, given)
     calibrates = any(not (stage.is_format or getattr(stage, "rounds_to_nearest", False)) for stage in stages)
     if calibrates and not any(isinstance(stage, Heal) for stage in stages):  # which needs more text than there is
-        speaker = progress if progress and current_session().world.first else Progress()
         calibration = usual_calibration(calibration, speaker)
     whole, labels, reads = list[Stage](), list[str](), list[Path]()
     for stage, name in zip(stages, given, strict=True):
@@ -372,21 +411,7 @@ def _execute(
             reads += [locate_model(str(path)) for path in _other_models(stage)]
         whole += own
         labels += [name] * len(own)
-    recipe = None
-    try:
-        recipe = begin_recipe([table_of(stage) for stage in stages], str(model), calibration, measurement, compute)
-    except UsageError as error:  # such as what is of the caller's own making
-        if progress and current_session().world.first:
-            progress.note(f"the result will have no recipe.toml: {error}")
-    return execute(
-        *(model, out, whole, calibration, measurement, compute),
-        labels=labels,
-        reads=reads,
-        recipe=recipe,
-        follows=follows,
-        restart=restart,
-        progress=progress,
-    )
+    return calibration, whole, {"labels": labels, "reads": reads}
 
 
 def _other_models(stage: Stage) -> Iterator[str | Path]:
@@ -430,4 +455,4 @@ def _refusal(model: str | Path, stage: Stage, calibration: Calibration, compute:
 def _windows(calibration: Calibration) -> int:
     """How many there are of the text."""
     given = [text.tokens if isinstance(text, Windows) else text for text in calibration.texts]
-    return sum(len(text) for text in given if isinstance(text, Tensor)) or calibration.samples
+    return sum(len(text) for text in given if isinstance(text, Tensor)) or calibration.samples or USUAL_SAMPLES

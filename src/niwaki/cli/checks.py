@@ -172,6 +172,6 @@ def check(given: Mapping[str, Any]) -> None:
         return  # nothing is written
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return  # of several processes the first one looks, when all are there
-    if isinstance(output := given.get("output"), str) and not is_gguf_file(output, given.get("form", "gguf-")):
+    if isinstance(output := given.get("output"), str) and not ("form" in given and is_gguf_file(output, given["form"])):
         models = (given.get(name) for name in ("model", "pruned"))
         check_output(next((find_local(each) for each in models if isinstance(each, str)), None), output)

@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+from niwaki.arguments import meant_word
 from niwaki.choices import BRIEFLY, LONG, SPINS
 from niwaki.errors import NiwakiError, UsageError, first_line, shown
 from niwaki.quantities import parse_number
@@ -167,6 +168,9 @@ def _reword(error: Any) -> None:
         error.message = f"{shown(given)} is not {kind}{_number_meant(given)}"
     else:
         error.message = error.message.removeprefix("Value error, ")
+        if choice := re.fullmatch(r"'(.*)' is not one of (.*)\.", error.message):
+            meant = meant_word(choice[1], re.findall(r"'([^']*)'", choice[2]))
+            error.message = error.message.removesuffix(".") + meant
 
 
 def _number_meant(given: str) -> str:

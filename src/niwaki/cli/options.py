@@ -72,7 +72,7 @@ class _Shared:
         model: Directory, GGUF file or hub id of the model, or 'demo'. 'demo' is a small model that ships with niwaki.
         output: Output directory, new or empty.
         restart: Start over instead of resuming an interrupted run.
-        length: Tokens per window. [default: 2048, or the model's positions if fewer]
+        length: Tokens per window. [default: 2048; fewer for models with fewer positions, and short texts]
 
     More options:
         record: Also write the record to this JSON file.
@@ -89,7 +89,7 @@ class _Calibration:
         calibration: Calibration text: a file, a data set such as wikitext2, or 'answers'. {text} 'answers' are the
             model's own answers to prompts that ship with niwaki. May be repeated; each text then gets an equal share.
             'prune' also accepts JSONL with images.
-        samples: Windows of calibration text to use.
+        samples: Windows of calibration text to use. [default: 128, or what the text has and a CPU can do in an hour]
 
     More options:
         order: Use the first windows of the text, or random ones from all of it. [default: first]
@@ -99,7 +99,7 @@ class _Calibration:
     """
 
     calibration: Annotated[list[str], "TEXT"]
-    samples: Annotated[int, "N"]
+    samples: Annotated[int | None, "N"]
     length: Length
     order: Order | None
     seed: Annotated[int, "N"]

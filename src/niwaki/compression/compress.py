@@ -11,18 +11,19 @@ from niwaki.compression.part import with_notes
 from niwaki.compression.plan import Asked, Compression, planned, searched
 from niwaki.compression.trials import Trials
 from niwaki.errors import UsageError
-from niwaki.exports.export import check_is_directory
 from niwaki.files import weights_size
+from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement, Text
-from niwaki.recipes import run
+from niwaki.recipes import check_run, run
 from niwaki.records.perplexity import FEWEST_WINDOWS
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.session import current_session, remembering
-from niwaki.runs.stage import USUAL_WINDOWS
+from niwaki.runs.stage import USUAL_WINDOWS, Stage
 from niwaki.runs.workplace import check_output
 from niwaki.texts.sources import usual_calibration
+from niwaki.texts.texts import read_heldout
 
 
 @checked
@@ -85,11 +86,21 @@ def compress(
     """
     wanted = Asked(model, size, parameters, loss, speed, runtime, max_time, also)
     world = current_session().world
+    if world.first:
+        check_output(wanted.checkpoint.path, out)
     if not world.first:
         progress = None  # of several processes the first says how it goes
     calibration, where, measured = Calibration.of(calibration), Compute.of(compute), Measurement.of(measurement)
+    measured.only_text("compress")
+
+    def check(stages: Sequence[Stage], text: Calibration) -> None:
+        texts = check_run(model, out, stages, text, measured, where) if stages else []
+        windows = min((len(each.only.tokens) if each.only else 0 for each in texts), default=2)
+        if loss is not None and windows < 2:
+            raise UsageError("a bound on the loss needs 2 windows of text to measure on; give more text, or --text")
+
     if not wanted.searches:
-        plan, text = planned(wanted, calibration, where, progress)
+        plan, text = planned(wanted, calibration, where, progress, check)
         if progress:
             progress.note(str(plan))
         how: dict[str, Any] = {"calibration": text, "measurement": measurement, "compute": where}
@@ -104,16 +115,22 @@ def compress(
         )
     if loss is not None and max_time is not None and measured.text is None:
         raise UsageError("healing trains on what is left of the calibration text; name another text to measure on")
-    if world.first:
-        check_output(wanted.checkpoint.path, out)
-    if wanted.program == "llama.cpp":
-        check_is_directory(Path(out))
     calibration = usual_calibration(calibration, progress or Progress())
     length, samples = measured.length or calibration.length, measured.samples or USUAL_WINDOWS
-    texts = tuple(replace(measured, text=text, samples=samples, length=length) for text in also)
-    ways, bound = searched(wanted, texts, calibration, where, progress)
+    dense = StreamedModel(wanted.checkpoint, where.device, where.dtype)
+    texts = tuple(_there(dense, replace(measured, text=text, samples=samples, length=length)) for text in also)
+    ways, bound = searched(wanted, texts, calibration, where, progress, check)
     trials = Trials(model, out, calibration, measurement, compute, restart, progress or Progress())
     return trials.best(ways.ladder(), bound)
+
+
+def _there(model: StreamedModel, measurement: Measurement) -> Measurement:
+    """``measurement`` with the windows that its text has of those it says, two at least, and their length."""
+    windows = read_heldout(model, measurement.texts[0], measurement, fewer=True)
+    count, length = windows.tokens.shape
+    if count < 2:
+        raise UsageError(f"a bound on the loss needs 2 windows of each text; {measurement.text} has {count}")
+    return replace(measurement, samples=count, length=None if model.pairs is not None else length)
 
 
 def _compared(plan: Compression, record: Record, out: Path) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from niwaki.compression.trials import LossBound, SpeedBound
 from niwaki.compression.ways import Parts, SmallerWays, Way, Ways
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.healing.heal import Heal
+from niwaki.models.factors import check_one_matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement, Text
@@ -30,6 +31,10 @@ from niwaki.shrinking.configuration import numbers
 from niwaki.shrinking.token_choice import PRIOR
 from niwaki.stages import text_of
 from niwaki.texts.sources import usual_calibration
+
+
+#: Raises what a run of such stages with this text would before anything is computed.
+Check = Callable[[Sequence[Stage], Calibration], None]
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Asked:
     @property
     def program(self) -> Runtime:
         """What will run the result."""
+        if self.runtime == "ollama":
+            return "llama.cpp"
         return self.runtime or ("niwaki" if self.parameters is None else "transformers")
 
     @property
@@ -78,6 +85,7 @@ class Asked:
     @property
     def ways(self) -> Ways | SmallerWays:
         """All ways, of which nothing is foreseen yet; UnsupportedModelError where the program cannot have the model."""
+        check_one_matrix(self.checkpoint, "compressing")
         model = StreamedModel(self.checkpoint, "cpu")
         if self.program != "transformers" or self.searches:
             model.check_head()
@@ -189,7 +197,7 @@ def plan_compression(
     dense model, and disk space for a packed one.
     """
     asked = Asked(model, size, parameters, loss, speed, runtime, max_time, also)
-    plan, _ = planned(asked, Calibration.of(calibration), Compute.of(compute), progress)
+    plan, _ = planned(asked, Calibration.of(calibration), Compute.of(compute), progress, lambda *_: None)
     if not measure_speed or plan.runtime != "niwaki" or plan.speed:
         return plan
     timed = _timed(asked.checkpoint, Compute.of(compute), progress)
@@ -197,7 +205,7 @@ def plan_compression(
 
 
 def planned(
-    asked: Asked, calibration: Calibration, compute: Compute, progress: Progress | None
+    asked: Asked, calibration: Calibration, compute: Compute, progress: Progress | None, check: Check
 ) -> tuple[Compression, Calibration]:
     """As :func:`plan_compression`, and the calibration text, which is another one where the usual is not available."""
     checkpoint, runtime, before = asked.checkpoint, asked.program, asked.before
@@ -208,7 +216,7 @@ def planned(
     if asked.searches:
         calibration = usual_calibration(calibration, progress or Progress())
         texts = tuple(Measurement(text) for text in asked.also)
-        ways, bound = searched(asked, texts, calibration, compute, progress)
+        ways, bound = searched(asked, texts, calibration, compute, progress, check)
         way, others = _foreseen(ways, bound)
         limit = float(way.size)
     else:
@@ -217,6 +225,7 @@ def planned(
         ways.check(limit)
         if isinstance(ways, SmallerWays) or limit < ways.largest.size:
             calibration = usual_calibration(calibration, progress or Progress())
+            check(ways.stages, calibration)
             ways = _with_foresight(ways, checkpoint, calibration, compute, progress)
         way, others = ways.to(limit)
     ends = (ways.largest, ways.smallest) if isinstance(ways, Ways) else ()
@@ -244,9 +253,11 @@ def searched(
     calibration: Calibration,
     compute: Compute,
     progress: Progress | None,
+    check: Check,
 ) -> tuple[Ways | SmallerWays, LossBound | SpeedBound]:
     """The ways among which sizes are tried, and what they have to keep, a loss ``also`` on other texts."""
     checkpoint, ways = asked.checkpoint, asked.ways
+    check(ways.stages, calibration)
     bound: LossBound | SpeedBound
     if asked.loss is not None:
         bound = LossBound(parse_positive("loss", asked.loss), also, checkpoint.path, compute)

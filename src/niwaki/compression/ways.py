@@ -203,6 +203,11 @@ class SmallerWays(_Foreseen):
         count, before = numbers(checkpoint, checkpoint.entries), sum(each.size for each in checkpoint.entries.values())
         return cls(count, before, weights_of_neurons(model), of_tokens, fewest_parameters(model), heal)
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Those of one of the ways, for what can be checked before all are looked at; none where only tokens can go."""
+        return (Shrink(parameters=self.least), *self.heal) if self.least < self.count else ()
+
     def check(self, parameters: float) -> None:
         """UsageError where no way leads to so few, whatever there is to see of the model."""
         self._check(self._left(parameters), self.least - int((1 - FEWEST) * self.of_tokens))
@@ -283,6 +288,11 @@ class Ways(_Foreseen):
     def ends_bits(self) -> tuple[int, ...]:
         """Bits that embeddings and head can have, the most first."""
         return (8, 6, 5, 4) if self.runtime == "niwaki" else (8,)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Those of one of the ways, for what can be checked before all are looked at."""
+        return self._bits(self.grid.choices[0], self.ends_bits[-1]).stages
 
     @cached_property
     def largest(self) -> Way:

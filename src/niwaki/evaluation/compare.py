@@ -23,6 +23,7 @@ from niwaki.layer.solvers import Solver
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, Text
+from niwaki.pruning.prune import Prune
 from niwaki.pruning.request import patterns_of
 from niwaki.quantities import parse_time
 from niwaki.recipes import prune
@@ -113,13 +114,18 @@ def compare(
     streamed.check_head()
     streamed.check_coverage()
     for cell in cells:
-        patterns_of(cell.pattern, None, streamed)
+        with named(" at ".join(cell.key)):
+            Prune(cell.pattern, cell.given, cell.effort).check()
+            patterns_of(cell.pattern, None, streamed)
     if out is not None:
         out = given_path(out).resolve()
         check_comparison(out, given_path(model), checkpoint.path)
     progress.status("reading texts")
-    written = with_answers(streamed, calibration, compute.budget, current_session().world, progress)
+    world = current_session().world
+    written = with_answers(streamed, calibration, compute.budget, world, progress, measurement=measurement)
     texts = Texts.read(streamed, written, measurement)
+    for note in texts.notes:
+        progress.note(note)
     asked = Comparison(str(model), texts.described(calibration.seed), list(texts.heldout))
     asked.missing = [cell.key for cell in cells]
     asked.fingerprint = _fingerprint(str(model), streamed, texts, compute)

@@ -14,7 +14,7 @@ from niwaki.choices import ExportFormat
 from niwaki.errors import UsageError
 from niwaki.exports.compressed_tensors import CompressedTensors
 from niwaki.exports.gguf_file import KINDS, Gguf, write_gguf
-from niwaki.files import GGUF, is_gguf_file
+from niwaki.files import is_gguf_file
 from niwaki.models.locate import locate_model
 from niwaki.packed.pack import Packed
 from niwaki.records.progress import Progress
@@ -79,12 +79,6 @@ def _opened(
     return form
 
 
-def check_is_directory(out: Path) -> None:
-    """UsageError where the output of a run, which is always a directory, has the name of a file for llama.cpp."""
-    if out.suffix.lower() == GGUF:
-        raise UsageError(f"{out} would be a directory with a file in it; give it a name without {GGUF}")
-
-
 @checked_names
 @dataclass(frozen=True)
 class Export(Stage):
@@ -135,7 +129,6 @@ class Exporting(Task):
 
     def __init__(self, stage: Export, run: Run) -> None:
         self._format = stage.format
-        check_is_directory(run.out)
         checkpoint = Checkpoint(run.reading)
         checkpoint.config = {**checkpoint.config, **run.foreseen}
         form = _opened(stage.format, checkpoint, run.model, run.progress, run.foreseen)

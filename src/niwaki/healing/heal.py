@@ -44,7 +44,6 @@ from niwaki.records.wording import counted
 from niwaki.runs.begin import begin_record
 from niwaki.runs.duration import passes, training
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
-from niwaki.texts.answers import with_answers
 from niwaki.texts.same_text import same_text
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
@@ -147,9 +146,6 @@ class Healing(Task):
         run.sentences.dense = knowing.path
         dtype = training_dtype(compute.dtype, compute.device, knowing)
         self.dense = StreamedModel(knowing, compute.device, dtype)
-        self.tokens = stage.tokens_asked
-        if stage.times is not None and run.seen:
-            self.tokens = max(1, int(stage.times * calibration_tokens(run.seen)))
         self._settings = {"batch": stage.tokens_in_a_step, "own_text": parse_share("own_text", stage.own_text)}
         if self.dense.pairs is not None:  # it writes nothing without a source
             self._settings["own_text"] = 0.0
@@ -161,8 +157,15 @@ class Healing(Task):
             self._identity = {"model": self.student.checkpoint.fingerprint()}
         else:
             self.dense.check_head() if stage.method == "blocks" else find_logits(self.dense)
+
+    def read(self, run: Run) -> None:
+        self.tokens = self.stage.tokens_asked
+        if self.stage.times is not None and run.seen:
+            self.tokens = max(1, int(self.stage.times * calibration_tokens(run.seen)))
         run.progress.status("reading the text to train on")
         self.texts, self.held = self._read(run)
+        if run.is_first:
+            check_zeros(self.student, self.dense, self.base)
 
     def _open(self, run: Run, method: HealingMethod) -> None:
         """Opens the model that is read, and checks that it can be trained."""
@@ -174,7 +177,6 @@ class Healing(Task):
             self.carried = self.carried.only(lambda name: name.as_posix() not in self.format.files)
         self.translation = find_translation(self.student, self.dense)
         self.base = run.earlier or base_record(checkpoint.path)
-        check_zeros(self.student, self.dense, self.base)
         if "pruning_config" in self.dense.checkpoint.config:  # it may be meant: one with fewer zeros, say
             self.notes.append(
                 f"{self.teacher} was pruned itself; the pruned model comes near it, and not the model before that"
@@ -197,7 +199,7 @@ class Healing(Task):
         seen = _seen(calibration, run.seen, usual)
         samples = seen + math.ceil(self.tokens / usual) + _held(self.tokens, usual)
         more = replace(calibration, samples=max(samples, len(calibration.texts)), length=length)
-        written = with_answers(self.dense, more, run.compute.budget, run.world, run.progress)
+        written = run.written(self.dense, more, fewer=True)
         texts = Texts.read(self.dense, written, run.measurement, USUAL_WINDOWS, fewer=True)
         model.check(texts.windows.tokens)
         windows, length = texts.windows.tokens.shape
@@ -252,6 +254,7 @@ class Healing(Task):
         begun = Record.from_json(run.journal.record).healing if run.journal.blocks else None
         if not run.is_first or (begun and begun.method != self.method):
             self._open(run, begun.method if begun else self.stage.method)  # type: ignore[arg-type]
+            check_zeros(self.student, self.dense, self.base)
         healing = self._make_run(self.dense, self.student, self.held, self._record(run), run)
         with products(tf32=False):
             if self.carried:

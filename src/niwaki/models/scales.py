@@ -39,9 +39,9 @@ def _parsed(checkpoint: Checkpoint, name: str | None) -> Grid | None:
         raise CheckpointError(f"{checkpoint.path / 'config.json'}, pruning_config: {error}") from error
 
 
-def stored_as_usual(grid: Grid, matrices: Sequence[Matrix]) -> str:
+def stored_as_usual(grid: Grid, matrices: Iterable[Matrix]) -> str:
     """The note of ``prune`` on ``matrices``, which ``export`` has to take back."""
-    ways = _small_forms(grid, matrices)
+    ways = _small_forms(grid, [*matrices])
     packs = f", and {' and '.join(ways)} make{'' if len(ways) > 1 else 's'} them small" if ways else ""
     return (
         f"weights on the grid {grid} are stored as usual until they are packed, so that they load wherever the "

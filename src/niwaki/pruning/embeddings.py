@@ -99,6 +99,9 @@ class QuantizingEmbeddings(Task):
         if self._fits and has_images(run.calibration):
             self._fits = False
             self.model.notes.append("calibrated on images: embeddings and head are rounded to the nearest")
+        run.foreseen["pruning_config"] = {**run.foreseen.get("pruning_config", {}), "embeddings": str(self.grid)}
+
+    def read(self, run: Run) -> None:
         self.texts = read_texts(self.model, run, self._measurement(run), calibrates=self._fits)
         self._before = run.measured.before
         method = LEAST_SQUARES if self._fits else NEAREST
@@ -115,7 +118,6 @@ class QuantizingEmbeddings(Task):
         self._asked = usually_asked(self.model, self.texts, self._begun)
         if not run.is_first:
             del self._asked["model"]
-        run.foreseen["pruning_config"] = {**run.foreseen.get("pruning_config", {}), "embeddings": str(self.grid)}
 
     def _open(self, run: Run) -> None:
         """Opens the model that is read, and checks that its embeddings can be on the grid."""

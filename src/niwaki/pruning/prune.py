@@ -24,7 +24,7 @@ from niwaki.models.scales import FILE as SCALES
 from niwaki.models.sharing import sharing_notes
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.weight_format import OnGrid, WeightFormat
-from niwaki.pruning.request import PatternOf, Request, patterns_of
+from niwaki.pruning.request import PatternOf, Request, notes_on_masks, patterns_of
 from niwaki.pruning.texts import read_texts
 from niwaki.pruning.walk import Walk
 from niwaki.records.data import plain
@@ -132,11 +132,16 @@ class Pruning(Task):
         self.request = request
         request.check()
         self._open(run)
-        texts = read_texts(self.model, run, self.measurement, calibrates=not request.rounds_to_nearest)
+        self.texts = Texts(None, {})
+        run.foreseen["pruning_config"] = pruning_config(self._begun(run))
+
+    def read(self, run: Run) -> None:
+        calibrates = not self.request.rounds_to_nearest
+        texts = read_texts(self.model, run, self.measurement, calibrates=calibrates)
         self.texts = run.sentences.apart(self.model, texts)
+        self.model.notes += notes_on_masks(self.request.wanted, self.request.mask_model, self.model)
         self.record: Record = self._begun(run)
         run.seen = self.record.calibration or run.seen
-        run.foreseen["pruning_config"] = pruning_config(self.record)
 
     def _open(self, run: Run) -> None:
         """Opens the model that is read, and checks that what is asked for can be done to it."""
@@ -277,6 +282,7 @@ class Pruning(Task):
     def work(self, run: Run) -> Record:
         if not run.is_first:
             self._open(run)
+            self.model.notes += notes_on_masks(self.request.wanted, self.request.mask_model, self.model)
             self.record = self._begun(run)
         measures = self.texts.heldout or run.sentences.windows
         if not measures and self.request.rounds_to_nearest and self.measurement.samples != 0:

@@ -203,10 +203,9 @@ def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | Non
 def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: StreamedModel) -> PatternOf:
     """The pattern of each matrix: the same for all, or the mask that it has in another model.
 
-    With both, a mask with too few zeros for the pattern gets more, and may be refined within it; where masks have other
-    zeros than it asks for, the model gets a note. All are checked first, so that no error comes after hours: UsageError
-    where there is neither, or the pattern does not fit the matrices; errors of
-    :func:`~niwaki.models.layout.check_dtypes`.
+    With both, a mask with too few zeros for the pattern gets more, and may be refined within it. All are checked first,
+    so that no error comes after hours: UsageError where there is neither, or the pattern does not fit the matrices;
+    errors of :func:`~niwaki.models.layout.check_dtypes`.
     """
     matrices = streamed.matrices()
     check_dtypes(streamed.checkpoint, (matrix.key for matrix in matrices))
@@ -228,8 +227,6 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
         mask = (matrix.read(lender) != 0).to(streamed.device)
         return Fixed(mask) if wanted is None else _extended(mask, wanted)
 
-    if wanted is not None:
-        streamed.notes += _notes_on_masks(matrices, lender, wanted, mask_model)
     return masked
 
 
@@ -239,8 +236,11 @@ def _extended(mask: Tensor, pattern: Pattern) -> Pattern:
     return Fixed(mask, pattern) if torch.equal(extended.mask(mask.float()), mask) else extended
 
 
-def _notes_on_masks(matrices: list[Matrix], lender: Checkpoint, pattern: Pattern, source: str) -> list[str]:
-    """What to note where the masks of ``source`` have other zeros than ``pattern`` asks for."""
+def notes_on_masks(pattern: Pattern | None, source: str | None, streamed: StreamedModel) -> list[str]:
+    """What to note where the masks of ``source``, if they are another model's, have other zeros than ``pattern`` has."""
+    if pattern is None or source is None:
+        return []
+    matrices, lender = streamed.matrices(), Checkpoint(locate_model(source))
     zeros = asked = added = 0
     for matrix in matrices:
         with named(matrix.label):

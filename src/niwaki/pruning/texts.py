@@ -3,7 +3,6 @@
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Measurement
 from niwaki.runs.stage import USUAL_WINDOWS, Run
-from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 
 
@@ -15,5 +14,4 @@ def read_texts(model: StreamedModel, run: Run, measurement: Measurement, calibra
     if not calibrates:
         return Texts.to_measure(model, run.calibration, measurement, USUAL_WINDOWS)
     run.progress.status("reading the text to calibrate on")
-    calibration = with_answers(model, run.calibration, run.compute.budget, run.world, run.progress)
-    return Texts.read(model, calibration, measurement, USUAL_WINDOWS)
+    return Texts.read(model, run.written(model, run.calibration), measurement, USUAL_WINDOWS)

@@ -28,6 +28,7 @@ from niwaki.runs.session import current_session
 from niwaki.runs.similarity import FEW_SENTENCES, Sentences
 from niwaki.runs.stage import Run, Stage, Task
 from niwaki.runs.workplace import check_output, workplace
+from niwaki.texts.texts import Texts
 
 
 def execute(
@@ -47,7 +48,7 @@ def execute(
 ) -> Record:
     """Does ``stages`` to ``model``, one after the other, and writes the result to the directory ``out``.
 
-    All of them are opened and checked before anything is written. A run that is interrupted resumes after the last
+    All of them are opened and checked, and then read their texts, before anything is computed or written. A run that is interrupted resumes after the last
     block that is done, of the stage that was at work. ``labels`` are what errors call the stages, see
     :func:`check_order`; ``reads`` are directories of other models that stages read. ``recipe`` says what is asked for
     and goes into the output; where the run ``follows`` another, it is compared with that.
@@ -58,23 +59,13 @@ def execute(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`.
     """
-    world = current_session().world
-    progress = progress if progress and world.first else Progress()
-    check_order(stages, labels)
-    progress.status(f"reading {model}")
-    source = locate_model(str(model))
-    target = check_output(source, out, *reads) if world.first else Path(out)
     with contextlib.ExitStack() as stack:
-        budget = stack.enter_context(contextlib.closing(MemoryBudget()))
-        run = Run(
-            *(str(model), source, target, tuple(stages), calibration, measurement, compute, world, progress, budget),
-            reading=source,
-            sentences=Sentences(dense=source),
-            recipe=recipe,
-            follows=follows,
-        )
-        _compare_recipe(run)
+        where = model, out, stages, calibration, measurement, compute, labels, reads, progress
+        run = stack.enter_context(_begun(*where))
+        world, source, target, progress = run.world, run.source, run.out, run.progress
+        run.recipe, run.follows = recipe, follows
         tasks = _opened(run, labels)
+        _compare_recipe(run)
         if world.first and run.recipe:
             run.recipe = with_texts(run.recipe, calibration)
         asked = [{"stage": stage.name, **task.asked()} for stage, task in zip(stages, tasks, strict=True)]
@@ -103,6 +94,50 @@ def execute(
             place.move()
     progress.end(record)
     return record
+
+
+def check(
+    model: str | Path,
+    out: str | Path,
+    stages: Sequence[Stage],
+    calibration: Calibration,
+    measurement: Measurement,
+    compute: Compute,
+    *,
+    labels: Sequence[str],
+    reads: Sequence[Path] = (),
+) -> list[Texts]:
+    """Raises what :func:`execute` would before anything is computed; the texts of the stages that have some."""
+    with _begun(model, out, stages, calibration, measurement, compute, labels, reads, None) as run:
+        run.only_checks = True
+        return [task.texts for task in _opened(run, labels) if task.texts]
+
+
+@contextlib.contextmanager
+def _begun(
+    model: str | Path,
+    out: str | Path,
+    stages: Sequence[Stage],
+    calibration: Calibration,
+    measurement: Measurement,
+    compute: Compute,
+    labels: Sequence[str],
+    reads: Sequence[Path],
+    progress: Progress | None,
+) -> Iterator[Run]:
+    """A run of which no stage is opened, where the order of the stages and the place of the output are right."""
+    world = current_session().world
+    progress = progress if progress and world.first else Progress()
+    check_order(stages, labels)
+    progress.status(f"reading {model}")
+    source = locate_model(str(model))
+    target = check_output(source, out, *reads) if world.first else Path(out)
+    with contextlib.closing(MemoryBudget()) as budget:
+        yield Run(
+            *(str(model), source, target, tuple(stages), calibration, measurement, compute, world, progress, budget),
+            reading=source,
+            sentences=Sentences(dense=source),
+        )
 
 
 def _say_first(run: Run, tasks: Sequence[Task], done: int) -> None:
@@ -136,12 +171,19 @@ def check_order(stages: Sequence[Stage], labels: Sequence[str]) -> None:
 
 
 def _opened(run: Run, labels: Sequence[str]) -> list[Task]:
-    """All stages, opened; what is measured on is the same text for all: that after all windows that any trains on."""
-    tasks = []
+    """All stages, opened, and then with their texts; what is measured on is the same for all.
+
+    That is the text after all windows that any of them trains on.
+    """
+    tasks = list[Task]()
     for number, (stage, label) in enumerate(zip(run.stages, labels, strict=True)):
         run.number = number
         with named(label):
             tasks.append(stage.open(run))
+    for number, (task, label) in enumerate(zip(tasks, labels, strict=True)):
+        run.number = number
+        with named(label):
+            task.read(run)
     texts = [task.texts for task in tasks if task.texts]
     if len(texts) > 1:
         most = max(texts, key=lambda each: len(each.samples))
@@ -179,6 +221,7 @@ def _reread(run: Run, tasks: Sequence[Task]) -> Task:
     if not changed or not task.texts:
         return task
     again = run.stages[run.number].open(run)
+    again.read(run)
     again.measure_on(changed[-1])
     return again
 

@@ -23,6 +23,7 @@ from niwaki.runs.clock import Clock
 from niwaki.runs.journal import Journal
 from niwaki.runs.similarity import Sentences
 from niwaki.runs.workplace import Workplace, scratch_size, unfinished_size
+from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
@@ -57,6 +58,8 @@ class Run:
     seen: CalibrationRecord | None = None
     #: What the stages that are opened will have changed in config.json, as far as later ones have to know.
     foreseen: dict[str, Any] = field(default_factory=dict)
+    #: Whether it ends once all stages are opened and have read their texts.
+    only_checks: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -116,6 +119,12 @@ class Run:
             check_space(self.out, MARGIN + 2 * size - unfinished_size(self.out, with_source=True))
         return carried
 
+    def written(self, model: StreamedModel, calibration: Calibration, fewer: bool = False) -> Calibration:
+        """``calibration`` with the answers that ``model`` writes, if it is to write some, see :func:`.with_answers`."""
+        where, how = (self.compute.budget, self.world, self.progress), {"usual": USUAL_WINDOWS, "fewer": fewer}
+        others: dict[str, Any] = {"measurement": self.measurement, **how, "writes": not self.only_checks}
+        return with_answers(model, calibration, *where, **others)
+
     def begin_output(self, carried: CarriedFiles, kept: Collection[str] = ()) -> Path:
         """The directory to write to, with the files that are ``carried`` over.
 
@@ -156,9 +165,9 @@ class Stage(Protocol):
         """UsageError where it cannot follow these stages."""
 
     def open(self, run: Run) -> Task:
-        """Reads and checks all that can be before the run begins; nothing is written. NiwakiError where it cannot work.
+        """Checks all that names, options and configurations say. NiwakiError where it cannot work.
 
-        Where it is not the first stage, ``run.reading`` is not yet the model that it will read, but the one that was
+        No text is read here and no weights, so that what is wrong with any stage of a run is said at once. Where it is not the first stage, ``run.reading`` is not yet the model that it will read, but the one that was
         given.
         """
 
@@ -187,6 +196,12 @@ class Task(ABC):
         Where some are gone the tasks after it are opened again, to read their texts as such.
         """
         return None
+
+    def read(self, run: Run) -> None:  # noqa: B027 - a format has none
+        """Reads its texts, once all stages of the run are opened; nothing is written. NiwakiError where that fails.
+
+        All that is computed before the run begins, such as answers of the model, comes last here.
+        """
 
     @abstractmethod
     def asked(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Literal
 
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import (
+    GGUF,
     check_replaced,
     digests,
     given_path,
@@ -45,11 +46,16 @@ _PARTS = {"matrices", "cells", "speeds"}
 def check_output(source: Path | None, given: str | Path, *read: Path) -> Path:
     """``given`` as an absolute path; UsageError where it is not empty, may not be written, or is inside the model's.
 
-    Nor may another process be writing there, be it by a run or by trials. ``source`` is the model's directory, None
-    where that is not here yet; ``read`` are directories of other models that the run reads, in which it may not be
-    either.
+    It may also not be called like a file for llama.cpp, and no other process may be writing there, be it by a run or by
+    trials. ``source`` is the model's directory, None where that is not here yet; ``read`` are directories of other
+    models that the run reads, in which it may not be either.
     """
     out = given_path(given, _LONGER).resolve()
+    if out.suffix.lower() == GGUF and not out.is_dir():
+        raise UsageError(
+            f"{given} would be a directory, into which the file for llama.cpp goes; give it a name without {GGUF}, such "
+            f"as {Path(given).with_suffix('')}"
+        )
     path = _place(out)
     # What is in it may be our own where a run was stopped while it moved its directory.
     if _taken(out, path) and not is_complete(out):

@@ -36,7 +36,6 @@ from niwaki.shrinking.units import (
     removed_of,
 )
 from niwaki.shrinking.walk import Removing
-from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 
 #: What is removed from each block by shares.
@@ -150,15 +149,18 @@ class Shrinking(Task):
         output = self.tensors.size(model, removals, depth - stage.blocks)
         self.carried = run.carried(checkpoint, output, scratch=self._scratch_size(removals))
         check_dtypes(checkpoint, (matrix.key for removal in removals for matrix in removal.matrices))
-        run.progress.status("reading the text to calibrate on")
-        written = with_answers(model, run.calibration, compute.budget, run.world, run.progress)
-        self.texts = run.sentences.apart(model, Texts.read(model, written, run.measurement, USUAL_WINDOWS))
         self._measured = "both" if run.measurement.before else "after"
-        self.record = self._begun(run, stage, removals)
-        run.seen = self.record.calibration
+        self._stage, self._removals, self.texts = stage, removals, Texts(None, {})
         for each in removals:
             run.foreseen |= each.config
-        run.foreseen["pruning_config"] = pruning_config(self.record)
+        run.foreseen["pruning_config"] = pruning_config(self._begun(run))
+
+    def read(self, run: Run) -> None:
+        run.progress.status("reading the text to calibrate on")
+        written = run.written(self.model, run.calibration)
+        self.texts = run.sentences.apart(self.model, Texts.read(self.model, written, run.measurement, USUAL_WINDOWS))
+        self.record = self._begun(run)
+        run.seen = self.record.calibration
 
     def _of_size(self, parameters: float | str | None) -> Combinations | None:
         """What can be removed for a model of so many parameters; None where that is not asked for."""
@@ -186,8 +188,9 @@ class Shrinking(Task):
     def _bytes(self, matrix: Matrix) -> int:
         return matrix.size * self.model.checkpoint.dtype(matrix.key).itemsize
 
-    def _begun(self, run: Run, stage: Shrink, removals: Sequence[Removal]) -> Record:
+    def _begun(self, run: Run) -> Record:
         """The record, as far as it is known before the work."""
+        stage, removals = self._stage, self._removals
         depth, shares, sized = len(self.model.blocks), stage.shares, stage.parameters is not None
         effort = describe_effort(self._effort) if self._effort != Effort() else {}
         record = begin_record(

@@ -26,14 +26,13 @@ from niwaki.models.tokens import encode
 from niwaki.records.record import Record
 from niwaki.records.structure import StructureRecord
 from niwaki.runs.begin import begin_record, usually_asked
-from niwaki.runs.card import pruning_config, write_config
+from niwaki.runs.card import write_config
 from niwaki.runs.duration import measuring
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
 from niwaki.shrinking.model_tokens import ModelTokens
 from niwaki.shrinking.token_choice import PRIOR, Size
 from niwaki.shrinking.token_ids import FILES, mapped
 from niwaki.shrinking.tokenizer_files import left_out, write_tokenizer
-from niwaki.texts.answers import with_answers
 from niwaki.texts.counting import count_tokens
 from niwaki.texts.same_text import decoded, same_text
 from niwaki.texts.texts import Texts
@@ -100,10 +99,15 @@ class ShrinkingVocabulary(Task):
     def __init__(self, stage: ShrinkVocabulary, run: Run) -> None:
         checkpoint, compute = Checkpoint(run.reading), run.compute
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
-        tokens = ModelTokens(model)
+        self._stage, self._tokens = stage, ModelTokens(model)
+        self._measured = "both" if run.measurement.before else "after"
+        run.foreseen["pruning_config"] = {}
+
+    def read(self, run: Run) -> None:
+        model, tokens, checkpoint, stage = self.model, self._tokens, self.model.checkpoint, self._stage
         self._rows, self._keys, self._file = tokens.rows, tokens.keys, tokens.file
         run.progress.status("reading the text to count tokens in")
-        calibration = with_answers(model, run.calibration, compute.budget, run.world, run.progress)
+        calibration = run.written(model, run.calibration)
         self.texts = Texts.read(model, calibration, run.measurement, USUAL_WINDOWS)
         (measured,) = run.measurement.texts
         names = [text for text in calibration.texts if isinstance(text, str)]
@@ -119,10 +123,8 @@ class ShrinkingVocabulary(Task):
         self._left = left_out(checkpoint.path)
         carried = run.carried(checkpoint, size)
         self.carried = carried and carried.only(lambda name: name.as_posix() not in self._left)
-        self._measured = "both" if run.measurement.before else "after"
         self.record = self._begun(run, stage)
         run.seen = self.record.calibration
-        run.foreseen["pruning_config"] = pruning_config(self.record)
 
     def _begun(self, run: Run, stage: ShrinkVocabulary) -> Record:
         """The record, as far as it is known before the work."""
@@ -168,11 +170,11 @@ class ShrinkingVocabulary(Task):
         return {
             **usually_asked(self.model, self.texts, self.record),
             "solver": self.record.solver,
-            "tokens": self._tokens(),
+            "tokens": self._fingerprint(),
             "measure": self._measured,
         }
 
-    def _tokens(self) -> str:
+    def _fingerprint(self) -> str:
         """Which tokens stay, as a number that tells two choices apart."""
         kept = torch.tensor([*self._new])
         return Windows(kept[None], "tokens").fingerprint()

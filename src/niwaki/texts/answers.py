@@ -22,12 +22,13 @@ from niwaki.models.generation import Sampling, at_a_time, continued, for_writing
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import check_known, encode, find_bos
-from niwaki.options import OWN_ANSWERS, Calibration
+from niwaki.options import OWN_ANSWERS, Calibration, Measurement
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
 from niwaki.texts.chat_templates import TemplateError, rendered_each
 from niwaki.texts.rows import Messages, refused_note
 from niwaki.texts.sources import read_prompts
+from niwaki.texts.texts import Texts, usual_size
 from niwaki.windows import Windows
 
 #: Answers that are written together.
@@ -37,9 +38,21 @@ USUAL_SAMPLING = Sampling(temperature=0.7, top_p=0.95)
 
 
 def with_answers(
-    model: StreamedModel, calibration: Calibration, budget: int | None, world: World, progress: Progress
+    model: StreamedModel,
+    calibration: Calibration,
+    budget: int | None,
+    world: World,
+    progress: Progress,
+    *,
+    measurement: Measurement = Measurement(samples=0),
+    usual: int | None = None,
+    fewer: bool = False,
+    writes: bool = True,
 ) -> Calibration:
     """``calibration`` with windows of conversations in the place of prompts; the same where no answers are asked for.
+
+    All other texts are read before the first answer is written, as :meth:`.Texts.read` reads them with ``measurement``,
+    ``usual`` and ``fewer``, so that errors show then; unless it ``writes``, windows of nothing stand for answers.
 
     The dense model writes the answers until there are enough windows, drawn as its ``generation_config.json`` says, or
     with temperature 0.7 and top-p 0.95; where there are fewer prompts than that takes, each is answered several times.
@@ -49,43 +62,66 @@ def with_answers(
     The whole model with its keys and values takes up to ``budget`` bytes, by default the device's memory.
 
     Raises:
+        NiwakiError: as of :meth:`.Texts.read`.
         CalibrationError: there are no prompts in the file, the model has no chat template or one that fails, a prompt
             is longer than a window, the model does not fit in memory, or it answers nothing.
         UnsupportedModelError: transformers cannot generate text with this model.
     """
     if not any(calibration.answered):
         return calibration
+    samples, length = usual_size(model, calibration)
+    every = [*zip(calibration.texts, calibration.shares(samples), calibration.answered, strict=True)]
+    asked = {str(text): _Asked.of(model, str(text), length) for text, _, answered in every if answered}
+    nothing = [torch.zeros(share, length, dtype=torch.int64) if answered else text for text, share, answered in every]
+    blank = dataclasses.replace(calibration, text=nothing, answers=None)
+    Texts.read(model, blank, measurement, usual, fewer)
+    if not writes:
+        return blank
     texts = [
-        _answered(model, str(text), share, calibration, budget, world, progress) if answered else text
-        for text, share, answered in zip(calibration.texts, calibration.shares, calibration.answered, strict=True)
+        _answered(model, asked[str(text)], share, calibration, budget, world, progress) if answered else text
+        for text, share, answered in every
     ]
     return dataclasses.replace(calibration, text=texts, answers=None)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """The prompts of ``source``, as tokens for windows of a ``length``; ``answered`` of its conversations had answers."""
+
+    source: str
+    prompts: list[list[int]]
+    length: int
+    answered: int
+    refused: list[str]  # why the chat template refuses some
+
+    @classmethod
+    def of(cls, model: StreamedModel, source: str, length: int) -> "_Asked":
+        """CalibrationError where there are no prompts, or the model cannot answer them."""
+        (found, answered), refused = read_prompts(source), list[str]()
+        return cls(source, _prompts(model, found, source, length, refused), length, answered, refused)
+
+
 def _answered(
     model: StreamedModel,
-    source: str,
+    asked: _Asked,
     samples: int,
     calibration: Calibration,
     budget: int | None,
     world: World,
     progress: Progress,
 ) -> Windows:
-    """So many windows of conversations that begin with the prompts of ``source``, a text of ``calibration``.
+    """So many windows of conversations that begin with prompts which are ``asked``, for ``calibration``.
 
     They say which token texts of the model begin with, if one does and that is wanted.
     """
-    length = model.window_length(calibration.length)
-    asked, answered = read_prompts(source)
-    refused = list[str]()
-    prompts = _prompts(model, asked, source, length, refused)
-    writer = _Writer(for_writing(model), prompts, length, calibration.seed)
+    source, length = asked.source, asked.length
+    writer = _Writer(for_writing(model), asked.prompts, length, calibration.seed)
     writer.find_room(source, budget, world)
     windows, answers = _joined(writer, samples, source, world, progress)
-    notes = [*writer.notes, *refused_note(source, refused)]
-    if answered:
+    notes = [*writer.notes, *refused_note(source, asked.refused)]
+    if asked.answered:
         notes.append(
-            f"{answered:,} of the {len(asked):,} conversations in {source} end with an answer, in place of which "
+            f"{asked.answered:,} of the {len(asked.prompts):,} conversations in {source} end with an answer, in place of which "
             "the model writes its own; without --answers they are read as they are"
         )
     for what, number in (

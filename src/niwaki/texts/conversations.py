@@ -17,7 +17,7 @@ from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.errors import CalibrationError, UsageError, first_line, named, panics_as_errors, raised_as
 from niwaki.models.interface import Inputs
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import Calibration
+from niwaki.options import USUAL_SAMPLES, Calibration
 from niwaki.records.record import CalibrationRecord
 from niwaki.texts.chat_templates import verbatim
 from niwaki.texts.rows import ChatTemplate, refused_note
@@ -102,7 +102,8 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
             raise UsageError(
                 f"{option} is for windows of text; {source} has conversations with images, which are used as they are"
             )
-    conversations = conversations[: calibration.samples]
+    samples = calibration.samples or USUAL_SAMPLES
+    conversations = conversations[:samples]
     processor = _load_processor(model.checkpoint.path, source)
     digest, lengths = hashlib.sha256(), []
     refused = list[str]()
@@ -119,8 +120,8 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
             digest.update(raw_bytes(value))
     notes = [f"the conversations of {source} have {min(lengths):,} to {max(lengths):,} tokens, each on its own"]
     notes += refused_note(source, refused)
-    if len(conversations) < calibration.samples:
-        notes.append(f"{source} has {len(conversations):,} conversations, fewer than {calibration.samples:,} samples")
+    if len(conversations) < samples:
+        notes.append(f"{source} has {len(conversations):,} conversations, fewer than {samples:,} samples")
     return Conversations(source, tuple(notes), conversations, processor, max(lengths), digest.hexdigest())
 
 

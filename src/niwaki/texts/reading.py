@@ -9,6 +9,7 @@ before a text (BOS): each window begins with it, as texts did that the model was
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -26,8 +27,18 @@ _CHARACTERS_PER_TOKEN = 8
 _LONGEST = 1 << 28
 #: Random windows of a data set are drawn from this many times as much text as they need.
 _RANDOM_POOL = 64
-#: Windows that are usually measured on, which the number that an error advises leaves.
-_MEASURED = 16
+#: Windows that are usually measured on, and the shortest ones that are read where nobody says how long.
+_MEASURED, _SHORTEST = 16, 128
+
+
+def left_to_measure(windows: int) -> int:
+    """How many of all windows of a text are not calibrated on, where nobody says how many are."""
+    return min(_MEASURED, windows // 4)
+
+
+def shorter(length: int) -> int:
+    """Half of a ``length`` of windows that nobody asked for; 0 where that is too short to be of use."""
+    return length // 2 if length // 2 >= _SHORTEST else 0
 
 
 def read_windows(
@@ -41,6 +52,7 @@ def read_windows(
     seed: int = 0,
     bos: bool = True,
     field: str | None = None,
+    few: int = 0,
 ) -> Windows:
     """Non-overlapping windows of ``length`` tokens of a text, named as in the module's docstring.
 
@@ -49,8 +61,8 @@ def read_windows(
     chooses; where it is too short for that they are all of its windows, shuffled. Of a text that is very long, only the
     first part is drawn from, of which there is a note then. Each begins with the token that the tokenizer puts before a
     text, if it does and ``bos`` is not off, and has one token less of the text. Rows of a table have their text in the
-    column ``field``. CalibrationError where it is not available or too short, UsageError for a ``length`` below 2 or
-    ``count`` below 1.
+    column ``field``. Where the text has fewer windows than ``few``, they are shorter. CalibrationError where it is not
+    available or too short, UsageError for a ``length`` below 2 or ``count`` below 1.
     """
     if length < 2 or (count is not None and count < 1):
         raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
@@ -77,10 +89,13 @@ def read_windows(
     if piece.strip() and not encode(tokenizer, piece.strip()):
         raise CalibrationError(f"the model's tokenizer makes no tokens of {source}; is its vocabulary there?")
     available = len(ids) // step
+    if available < few and (less := shorter(length)):
+        how: dict[str, Any] = {"spare": 2 * spare + 1, "order": order, "seed": seed, "bos": bos, "field": field}
+        return read_windows(source, tokenizer, less, count, **how, few=few)
     if available < needed and order == "random":
         raise CalibrationError(f"{source} has only {available} random windows of {length} tokens, {needed} are needed")
     if available < needed:
-        most = available - min(_MEASURED, available // 2)  # which leaves some to measure on
+        most = available - left_to_measure(available)
         total, one = needed * step, "" if first is None else ", of which one is BOS,"
         raise CalibrationError(
             f"{source} is too short: {needed} windows of {length} tokens{one} need {total} tokens, it has {len(ids)}, "
@@ -89,8 +104,8 @@ def read_windows(
         )
     tokens = in_windows(torch.tensor(ids, dtype=torch.int64), available, length, first)
     none = ", no BOS" if opened.notes else ", no special tokens (no BOS)"  # a chat template has some of its own
-    how = none if first is None else f"; each window begins with BOS (token id {first})"
-    return Windows(tokens, source, order, f"{opened.origin}; one text{how}; {which}", (*opened.notes, *notes), first)
+    begun = none if first is None else f"; each window begins with BOS (token id {first})"
+    return Windows(tokens, source, order, f"{opened.origin}; one text{begun}; {which}", (*opened.notes, *notes), first)
 
 
 def _characters(pieces: Iterator[str], count: float) -> str:

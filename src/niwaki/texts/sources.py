@@ -95,8 +95,6 @@ _USUAL = {
 EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
 #: The one to calibrate on.
 SHIPPED = "demo"
-#: Windows of the excerpt where it takes the place of the usual text: half of it, so that some is left to measure on.
-_FEW_SAMPLES = 24
 #: What else there is for those who have no data sets.
 _OFFLINE = "a text that ships with niwaki (--calibration demo, --text demo-held)"
 #: Prompts of many kinds that ship with niwaki, for a model to answer.
@@ -148,22 +146,15 @@ def read_text(source: str, field: str | None = None, template: ChatTemplate | No
 
 
 def usual_calibration(given: Calibration, progress: Progress) -> Calibration:
-    """``given``, or where it is the usual text and that is not available, one that ships with niwaki.
-
-    That has fewer windows than others where nobody says how many, so that some of it is left to measure on. A note says
-    why it is taken.
-    """
-    if isinstance(given.text, str) and given.text == SHIPPED:
-        return given.over({"samples": _FEW_SAMPLES})
+    """``given``, or where it is the usual text and that is not available, one that ships with niwaki, with a note."""
     is_usual = isinstance(given.text, str) and given.text == USUAL_CALIBRATION
     if not is_usual or not (why := _not_available(DATASETS[USUAL_CALIBRATION])):
         return given
-    fewer = given.over({"samples": _FEW_SAMPLES})
     progress.note(
-        f"calibrating on {fewer.samples} windows of books that ship with niwaki, because {USUAL_CALIBRATION} {why}; "
-        "for better results give --calibration a text like those the model will be used for"
+        f"calibrating on books that ship with niwaki, because {USUAL_CALIBRATION} {why}; for better results give "
+        "--calibration a text like those the model will be used for"
     )
-    return dataclasses.replace(fewer, text=SHIPPED)
+    return dataclasses.replace(given, text=SHIPPED)
 
 
 def _not_available(wanted: DataSet) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,18 +15,23 @@ from niwaki.errors import UsageError, shown
 from niwaki.models.pairs import NOTHING, count_tokens, padded
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import USUAL_CALIBRATION, Calibration, Measurement
+from niwaki.options import USUAL_CALIBRATION, USUAL_SAMPLES, Calibration, Measurement
 from niwaki.records.record import CalibrationRecord
+from niwaki.records.wording import counted
 from niwaki.texts.conversations import Conversations, Samples, find_conversations, has_images
 from niwaki.texts.pairs import read_pairs
-from niwaki.texts.reading import read_windows
+from niwaki.texts.reading import left_to_measure, read_windows, shorter
 from niwaki.texts.sources import check_field, find_file
 from niwaki.windows import Windows
 
 #: Windows after those of the calibration, where the same text is measured on and nobody says how many.
 WINDOWS_AFTER = 256
-#: One of so many windows of a text that is shorter than what is asked for is left to measure on.
-_SHARE_AFTER = 8
+#: Where nobody says how much text there is to be: windows are shorter where a text has fewer to calibrate on, and to
+#: measure on.
+_FEW, _FEW_MEASURED = 16, 2
+#: And a CPU calibrates on so many tokens times weights, with the usual effort an hour or two on two cores, but on no
+#: fewer than so many tokens.
+_ON_A_CPU, _LEAST_TOKENS = 1 << 44, 16 * 512
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ class Texts:
         With ``usual`` a text to measure on may have fewer windows than the measurement says, and they are this many
         where it does not say. Without, they are all of the text, or as many as the measurement says. With ``fewer`` the
         calibration may have fewer windows than it says too, and where it has no order those of a file are random ones,
-        and not the first. Errors are as of :func:`read_heldout`; also UsageError
+        and not the first. Where it does not say how many, it has those of :func:`usual_size`, or what the text has, but
+        for a few to measure on, whatever is measured. Errors are as of :func:`read_heldout`; also UsageError
         where a text has nothing after the calibration windows. Conversations with images are taken where they are the
         calibration's only text, see :func:`.find_conversations`.
         """
@@ -76,7 +83,7 @@ class Texts:
         asked = dataclasses.replace(
             measurement,
             samples=usual if measurement.samples is None else measurement.samples,
-            length=measurement.length or calibration.length,
+            length=measurement.length or calibration.length,  # without either of them windows may be shorter
         )
         if asked.samples == 0:
             return cls(None, {})
@@ -163,7 +170,10 @@ class _Reading:
         #: The calibration's windows that were given as such; None where a name was.
         self._given = [None if isinstance(text, str) else _given_windows(self.model, text) for text in texts]
         given = next((part.tokens.shape[1] for part in self._given if part and self.model.pairs is None), None)
-        self._length = self.model.window_length(self.calibration.length or given)
+        asked = dataclasses.replace(self.calibration, length=self.calibration.length or given)
+        self._samples, self._length = usual_size(self.model, asked)
+        #: Whether they may be shorter: nobody has said anything of them.
+        self._is_free = asked.samples is None and asked.length is None and self.model.pairs is None
         #: Windows of each text to measure on after its calibration windows, and what there is, by the text's name.
         follows = any(map(self._follows, self._measured))
         self._spare = (self.measurement.samples or WINDOWS_AFTER) if follows else 0
@@ -184,44 +194,72 @@ class _Reading:
     def _calibrated(self) -> Windows:
         """The calibration's windows; what is left of their texts is kept for :meth:`_after`."""
         self._notes += [note for part in self._given if part for note in part.notes]
-        if self._names and not any(self._given):
-            if self.calibration.length is None and self.model.pairs is None:
-                self._notes.append(f"windows of {self._length:,} tokens, because no length was given")
-            if self.model.tokenizer.chat_template:
-                self._notes.append(
-                    "this model has a chat template; if it will answer questions, '--calibration answers' calibrates "
-                    "on its own answers"
-                )
+        texts, longest = self.calibration.texts, self._length
+        shares = self.calibration.shares(self._samples)
+        few = math.ceil(_FEW / len(texts)) if self._is_free else 0
+        read = {name: self._read(name, share, few) for name, share in self._named(shares)}
+        if few and read and (least := min(windows.tokens.shape[1] for windows in read.values())) < longest:
+            self._length, self._samples = least, min(USUAL_SAMPLES, self._samples * longest // least)
+            shares = self.calibration.shares(self._samples)
+            read = {name: self._read(name, share) for name, share in self._named(shares)}
         parts = list(self._given)
-        for i, (text, samples) in enumerate(zip(self.calibration.texts, self.calibration.shares, strict=True)):
+        for i, (text, share) in enumerate(zip(texts, shares, strict=True)):
             if isinstance(text, str):
-                parts[i], self._rests[text] = self._read(text, samples)
-        return _in_turn([part for part in parts if part])
+                parts[i], self._rests[text] = self._split(read[text], share)
+                self._notes += read[text].notes
+        whole = _in_turn([part for part in parts if part])
+        if self._names and not any(self._given):
+            self._note_size(len(whole.tokens))
+        return whole
 
-    def _read(self, name: str, samples: int) -> tuple[Windows, Windows]:
-        """The first ``samples`` windows of a text, to calibrate on, and those after them."""
+    def _named(self, shares: list[int]) -> list[tuple[str, int]]:
+        """The texts that were given by name, each with how many windows it contributes."""
+        return [(text, n) for text, n in zip(self.calibration.texts, shares, strict=True) if isinstance(text, str)]
+
+    def _note_size(self, samples: int) -> None:
+        """Says how many windows there are, and of which length, where nobody has said it; and what else there is."""
+        most = USUAL_SAMPLES * self.model.window_length(None)
+        if self.calibration.samples is None and samples < USUAL_SAMPLES and samples * self._length < most:
+            no_more = "the text has no more, but for what is left to measure on"
+            why = "more would take a CPU long" if samples == self._samples else no_more
+            what = counted(samples, "window" if self.model.pairs is None else "pair")
+            of = f" of {self._length:,} tokens" if self.model.pairs is None else ""
+            self._notes.append(f"calibrating on {what}{of}: {why}; --samples and --length set others")
+        elif self.calibration.length is None and self.model.pairs is None:
+            self._notes.append(f"windows of {self._length:,} tokens, because no length was given")
+        if self.model.tokenizer.chat_template:
+            self._notes.append(
+                "this model has a chat template; if it will answer questions, '--calibration answers' calibrates "
+                "on its own answers"
+            )
+
+    @property
+    def _takes_fewer(self) -> bool:
+        """Whether the text may have fewer windows than are asked for."""
+        return self.fewer or self.calibration.samples is None
+
+    def _read(self, name: str, samples: int, few: int = 0) -> Windows:
+        """``samples`` windows of a text to calibrate on, or fewer where it may have fewer, and some after them."""
         usual: Order = "random" if self.fewer and find_file(name) else "first"
-        order = self.calibration.order or usual
-        needed = 1 if self.fewer else samples
-        spare = self._spare + samples - needed
-        windows = _read(self.model, name, self.calibration, self._length, needed, spare, order, self.calibration.seed)
-        if self.fewer and len(windows.tokens) < samples + self._spare:  # of a short text some is left to measure on
-            samples = min(samples, len(windows.tokens) - min(self._spare, len(windows.tokens) // _SHARE_AFTER))
-        self._notes += windows.notes
-        source = f"the text after the calibration windows of {name}"
+        how = self.calibration.order or usual, self.calibration.seed, few
+        needed = 1 if self._takes_fewer else samples
+        spare = samples - needed + max(self._spare, _FEW if self._takes_fewer else 0)
+        return _read(self.model, name, self.calibration, self._length, needed, spare, *how)
+
+    def _split(self, windows: Windows, samples: int) -> tuple[Windows, Windows]:
+        """The first ``samples`` of the windows of a text, to calibrate on, and those after them."""
+        there = len(windows.tokens)
+        if self._takes_fewer:
+            samples = min(samples, there - left_to_measure(there))
+        source = f"the text after the calibration windows of {windows.source}"
         origin = f"after the calibration windows: {windows.origin}"
-        return (
-            windows.of(torch.arange(min(samples, len(windows.tokens)))),
-            dataclasses.replace(
-                windows.of(torch.arange(samples, max(samples, len(windows.tokens)))), source=source, origin=origin
-            ),
-        )
+        rest = windows.of(torch.arange(samples, max(samples, there)))
+        return windows.of(torch.arange(samples)), dataclasses.replace(rest, source=source, origin=origin)
 
     def _apart(self, text: object) -> dict[str, Windows]:
         """The windows of a text that is only measured on."""
         name = text if isinstance(text, str) else ""
-        asked = dataclasses.replace(self.measurement, length=self.measurement.length or self._length)
-        windows = read_heldout(self.model, text, asked, self.fewer_heldout)
+        windows = read_heldout(self.model, text, self.measurement, self.fewer_heldout, self._length)
         self._notes += [note for note in windows.notes if name and note not in self._notes]
         return {name: windows}
 
@@ -248,16 +286,43 @@ class _Reading:
             )
 
 
-def read_heldout(model: StreamedModel, text: object, measurement: Measurement, fewer: bool = False) -> Windows:
+def usual_size(model: StreamedModel, calibration: Calibration) -> tuple[int, int]:
+    """(windows, length) that ``model`` calibrates on, where ``calibration`` does not say it: no more is read.
+
+    That is the same on every machine, but for whether there is a GPU.
+    """
+    length = model.window_length(calibration.length)
+    if calibration.samples is not None or model.pairs is not None:
+        return calibration.samples or USUAL_SAMPLES, length
+    tokens = USUAL_SAMPLES * length
+    if model.device.type == "cpu":
+        tokens = min(tokens, max(_LEAST_TOKENS, _ON_A_CPU // sum(matrix.size for matrix in model.matrices())))
+    while calibration.length is None and tokens < _FEW * length and (less := shorter(length)):
+        length = less
+    return max(1, len(calibration.texts), min(USUAL_SAMPLES, tokens // length)), length
+
+
+def read_heldout(
+    model: StreamedModel, text: object, measurement: Measurement, fewer: bool = False, usual: int | None = None
+) -> Windows:
     """The windows of one of its texts that a ``measurement`` asks for; with ``fewer`` those it has.
 
-    Errors are as of :func:`.read_windows`.
+    Where it asks for no length they are of the ``usual`` one, or shorter where the text has hardly one of these. Errors
+    are as of :func:`.read_windows`.
     """
     if not isinstance(text, str):
         return _given_windows(model, text)
-    count, length = measurement.samples, model.window_length(measurement.length)
+    asked = measurement.length
+    count, length = measurement.samples, model.window_length(usual if asked is None else asked)
     needed, spare = (1, count - 1) if fewer and count else (count, 0)
-    return _read(model, text, measurement, length, needed, spare)
+    few = 0 if asked is not None else min(_FEW_MEASURED, count or _FEW_MEASURED)
+    windows = _read(model, text, measurement, length, needed, spare, few=few)
+    if model.pairs is None and (less := windows.tokens.shape[1]) < length:
+        windows = dataclasses.replace(
+            windows,
+            notes=(*windows.notes, f"measured in windows of {less:,} tokens: {text} is too short for {length:,}"),
+        )
+    return windows
 
 
 def _read(
@@ -269,6 +334,7 @@ def _read(
     spare: int,
     order: Order = "first",
     seed: int = 0,
+    few: int = 0,
 ) -> Windows:
     """Windows of a text that ``model`` takes, ``needed`` ones and up to ``spare`` more, as of :func:`.read_windows`."""
     if model.pairs is not None:
@@ -280,7 +346,7 @@ def _read(
         return windows
     bos, field = options.bos and not model.sees_ahead, options.field
     windows = read_windows(
-        name, model.tokenizer, length, needed, spare=spare, order=order, seed=seed, bos=bos, field=field
+        name, model.tokenizer, length, needed, spare=spare, order=order, seed=seed, bos=bos, field=field, few=few
     )
     model.check(windows.tokens)
     return windows
