@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import niwaki
 from niwaki import Calibration, Compute, Measurement, NiwakiError
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.compression.foresight import foresee
+from niwaki.compression.foresight import _Looking, foresee
 from niwaki.compression.part import PartOf
 from niwaki.compression.plan import Compression, plan_compression
 from niwaki.compression.throughput import Throughput
@@ -130,6 +130,40 @@ def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("niwaki.pruning.mixed_bits.examined", look)  # by which the run itself would look again
     niwaki.compress(model, tmp_path / "out", 0.36, calibration=text[1:], compute=CPU, measurement=None)
     assert len(looked) == 3
+
+
+def test_what_was_looked_at_is_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is stopped goes on with the matrix at which it was stopped, without looking at what it knows."""
+    text = random_tokens(6, 24, seed=6)
+    plain, count = _Looking.at_matrix, [0]
+
+    def at_matrix(looking: _Looking, looked: Any) -> Any:
+        count[0] += 1
+        if count[0] == 9:
+            raise KeyboardInterrupt
+        return plain(looking, looked)
+
+    monkeypatch.setattr(_Looking, "at_matrix", at_matrix)
+    with pytest.raises(KeyboardInterrupt):
+        plan_compression(model, 0.3, calibration=text, compute=CPU)
+    monkeypatch.setattr("niwaki.pruning.mixed_bits.measured", None)  # sensitivities are known
+    plan = plan_compression(model, 0.3, calibration=text, compute=CPU)
+    assert count[0] == 9 + 7  # those of the second of two blocks
+    monkeypatch.undo()
+    monkeypatch.setattr("niwaki.compression.foresight._place_of", lambda *_: None)  # nothing is kept
+    assert plan == plan_compression(model, 0.3, calibration=text, compute=CPU)
+
+
+def test_a_coarse_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its losses are of the same order, nothing is fitted for it, and the run does not use it."""
+    text = random_tokens(6, 24, seed=7)
+    close = plan_compression(model, 0.35, calibration=text, compute=CPU)
+    monkeypatch.setattr("niwaki.pruning.mixed_bits.onto_grid", None)
+    coarse = plan_compression(model, 0.35, calibration=text, compute=CPU, coarse=True)
+    assert coarse.way.nats
+    assert close.way.nats
+    assert close.way.nats / 4 < coarse.way.nats < close.way.nats * 4
+    assert (coarse.coarse, close.coarse) == (True, False)
 
 
 def test_one_of_several_processes_says_what_is_planned(
@@ -635,6 +669,7 @@ def test_the_command(model: Path, niwaki_: Command, tmp_path: Path, monkeypatch:
     said = niwaki_("compress", model, tmp_path / "out", "--size", "0.4", "--plan", *texts)
     assert said.code == 0, said.err
     assert "stage 1: quantize int" in said.out
+    assert "losses are coarse, from a short look at the model; --closely looks as the run itself does" in said.out
     assert "foreseen to lose more, where other kinds of text count for 30 %:" in said.out
     assert not (tmp_path / "out").exists()
     done = niwaki_("compress", model, tmp_path / "out", "--size", "0.4", *texts)
@@ -646,7 +681,7 @@ def test_the_command(model: Path, niwaki_: Command, tmp_path: Path, monkeypatch:
     assert (tmp_path / "out" / "recipe.toml").is_file()
     wrong = niwaki_("compress", "demo", tmp_path / "out2", "--size", "tiny")
     assert wrong.code == 2
-    planned = niwaki_("compress", model, tmp_path / "out2", "--loss", "3", "--plan", *texts[:-4])
+    planned = niwaki_("compress", model, tmp_path / "out2", "--loss", "3", "--plan", "--closely", *texts[:-4])
     assert "tokens/s now" in planned.out
     assert "this size is only foreseen" in planned.out
     assert not (tmp_path / "out2").exists()

@@ -23,6 +23,7 @@ def compress(
     runtime: Annotated[Runtime | None, "PROGRAM", "--for"] = None,
     max_time: Annotated[str | None, "TIME"] = None,
     plan: bool = False,
+    closely: bool = False,
     work: Work = Work(),
 ) -> None:
     """Compress MODEL to a given size, loss or speed and write it to OUT; niwaki chooses how.
@@ -45,20 +46,23 @@ def compress(
             two zeros in every four weights. [default: niwaki; transformers with --parameters]
         max_time: Heal the result until this much time has passed, such as 1h. Healing trains it to match the original
             model. With --loss or --speed the time is for each trial. [default: no healing]
-        plan: Only show the plan and its alternatives, with the foreseen loss, and tokens per second of packed models.
-            Nothing is written.
+        plan: Only show the plan and its alternatives, with the foreseen loss, from a short look at the model.
+        closely: With --plan, look as closely as the run itself does, which uses what is found, and measure tokens per
+            second of packed models.
     """
     check_how_small(size, parameters, loss, speed, runtime)
     if also and loss is None:
         raise UsageError("--also is for --loss; measure the result on other texts with 'niwaki eval'")
     asked: dict[str, Any] = {"parameters": parameters, "loss": loss, "speed": speed, "also": also or ()}
     asked |= {"runtime": runtime, "max_time": max_time}
+    if closely and not plan:
+        raise UsageError("--closely is for --plan; a run always looks closely")
     if plan:
         with Display(f"looking at {model}") as display:
             from niwaki.compression.plan import plan_compression
 
             texts: dict[str, Any] = {"calibration": work.calibration, "compute": work.compute, "progress": display}
-            planned = str(plan_compression(model, size, **asked, **texts, measure_speed=True))
+            planned = str(plan_compression(model, size, **asked, **texts, measure_speed=closely, coarse=not closely))
         out.print(planned, markup=False, highlight=False, soft_wrap=True)
         return
     with work.begun(f"compressing {model}", output) as common:

@@ -13,7 +13,7 @@ from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration
-from niwaki.pruning.mixed_bits import EXAMINED
+from niwaki.pruning.mixed_bits import Look
 from niwaki.shrinking.model_tokens import ModelTokens
 from niwaki.shrinking.token_choice import Size
 from niwaki.texts.counting import count_tokens
@@ -100,9 +100,9 @@ class LookingAtTokens:
             self._pair = same_text(run, model.tokenizer, tokens.tokenizer(self._new), bos, model.positions)
 
     @classmethod
-    def of(cls, model: StreamedModel, calibration: Calibration, windows: Windows) -> LookingAtTokens | str:
+    def of(cls, model: StreamedModel, calibration: Calibration, windows: Windows, look: Look) -> LookingAtTokens | str:
         """Why not, where tokens of the model cannot be removed, or the text is too short to choose them by."""
-        count = min(len(windows.tokens) // 2, max(1, EXAMINED // windows.tokens.shape[1]))
+        count = min(len(windows.tokens) // 2, max(1, look.tokens // windows.tokens.shape[1]))
         if not count:
             return "the text has one window"
         held = windows.of(torch.linspace(0, len(windows.tokens) - 1, count).long())

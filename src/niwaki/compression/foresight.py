@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -34,8 +34,9 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.pruning.allocation import CostCurves, Curve, smooth
 from niwaki.pruning.mixed_bits import (
-    EXAMINED,
     BitCosts,
+    Found,
+    Look,
     Looked,
     Place,
     choose_bits,
@@ -134,6 +135,7 @@ def foresee(
     calibration: Calibration,
     compute: Compute,
     progress: PartOf,
+    look: Look = Look(),
 ) -> Foresight:
     """Looks at the model in two and a half passes forward and one backward over a little of the calibration text.
 
@@ -141,8 +143,9 @@ def foresee(
     outputs of matrices count by how sensitive the loss is to each of them (:func:`.sensitivities`): those of numbers of
     the grid (:func:`.costs_of_bits`), of zeros as Wanda chooses them, and of the neurons that add least to the outputs.
     What rounding embeddings and head costs is measured: the divergence of predictions. So is what a removed token costs
-    (:class:`.LookingAtTokens`). Without a ``grid`` neurons and tokens alone are looked at. Memory: one block, or the
-    head.
+    (:class:`.LookingAtTokens`). Without a ``grid`` neurons and tokens alone are looked at; ``look`` says how closely.
+    What is found is kept on disk block by block, so that a call that was stopped goes on, and one that is repeated does
+    not look again. Memory: one block, or the head.
 
     Raises:
         UnsupportedModelError: the model has no head, or embeddings that are no matrices.
@@ -158,20 +161,21 @@ def foresee(
             progress.note(note)
         windows, tokens = texts.windows, texts.windows.tokens
         own, tf32 = world.share(tokens), compute.tf32 if has_tf32(model.device) else "never"
-        place = _place_of(model, grid, ends, tokens, tf32, calibration) if world.first else None
-        found = world.received(_kept(place))
+        place = _place_of(model, grid, ends, tokens, tf32, calibration, look) if world.first else None
+        found, so_far = world.received(_kept(place)), Found(place and place.parent, _Costs, world)
         if found is None:
-            looking = _Looking(model, grid, ends, LookingAtTokens.of(model, text, windows) if world.first else "")
-            operations = duration.looking(model, min(EXAMINED, tokens.numel()))
+            looking = _Looking(model, grid, ends, LookingAtTokens.of(model, text, windows, look) if world.first else "")
+            operations = duration.looking(model, min(look.tokens, tokens.numel()))
             progress.estimate(operations / (world.size * duration.products_per_second(model.device)))
             with products(tf32=False):
-                costs = examined(model, own, tf32, world, progress, looking.at_matrix, looking)
+                costs = examined(model, own, tf32, world, progress, looking.at_matrix, looking, look, so_far)
             ends_costs, of_tokens = world.received((looking.ends, looking.found_of_tokens()))
             found = _sum_of(costs, ends_costs, of_tokens)
             if place:
                 with contextlib.suppress(NiwakiError):  # it only takes longer the next time
                     write_cached(place, ([*found.bits.items()], found.zeros, found.ends, found.neurons, found.tokens))
-        if grid:
+                    so_far.forget()
+        if grid and look.fitted:
             remembered_costs(model, grid, own, tf32, lambda: found.bits)
     return found
 
@@ -209,7 +213,13 @@ _Kept = tuple[
 
 
 def _place_of(
-    model: StreamedModel, grid: Grid | None, ends: Sequence[int], tokens: Tensor, tf32: str, calibration: Calibration
+    model: StreamedModel,
+    grid: Grid | None,
+    ends: Sequence[int],
+    tokens: Tensor,
+    tf32: str,
+    calibration: Calibration,
+    look: Look,
 ) -> Path | None:
     """The file that has what is foreseen, so that a command that is repeated does not look again; None for nowhere."""
     # Which tokens stay depends on the whole of the texts, and on the tokenizer.
@@ -218,7 +228,7 @@ def _place_of(
     of_grid = grid and (grid.choices, grid.group)
     with contextlib.suppress(OSError, ValueError):
         names = {file.name: digest(file) for file in sorted(model.checkpoint.path.glob("*.json"))}
-        asked = _VERSION, model.checkpoint.fingerprint(), names, text, of_grid, tuple(ends), how
+        asked = _VERSION, model.checkpoint.fingerprint(), names, text, of_grid, tuple(ends), how, astuple(look)
         return cached_directory("foresight", asked) / "costs.json"
     return None
 

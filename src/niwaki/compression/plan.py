@@ -21,6 +21,7 @@ from niwaki.models.factors import check_one_matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement, Text
+from niwaki.pruning.mixed_bits import COARSE, Look
 from niwaki.pruning.prune import Prune
 from niwaki.quantities import check_how_small, parse_compressed_size, parse_parameters, parse_positive
 from niwaki.records.progress import Progress
@@ -31,7 +32,6 @@ from niwaki.shrinking.configuration import numbers
 from niwaki.shrinking.token_choice import PRIOR
 from niwaki.stages import text_of
 from niwaki.texts.sources import usual_calibration
-
 
 #: Raises what a run of such stages with this text would before anything is computed.
 Check = Callable[[Sequence[Stage], Calibration], None]
@@ -49,6 +49,8 @@ class Asked:
     runtime: Runtime | None = None
     max_time: float | str | None = None
     also: Sequence[str] = ()
+    #: How closely the model is looked at.
+    look: Look = Look()
 
     def __post_init__(self) -> None:
         check_how_small(self.size, self.parameters, self.loss, self.speed, self.runtime)
@@ -110,6 +112,7 @@ class Compression:
         all_tokens: Why ways with fewer tokens were not considered; "" if they were, or if the model was not looked at.
         speed: Tokens a second of the dense model and of packed forms; None if they were not measured.
         not_timed: Why they were not, if that was asked for; "" otherwise.
+        coarse: Whether the model was only looked at coarsely: losses are of the right order, and no more.
         searches: Whether a run tries several sizes, this one first, because a loss or a speed is asked for.
     """
 
@@ -124,6 +127,7 @@ class Compression:
     speed: Throughput | None = None
     not_timed: str = ""
     searches: bool = False
+    coarse: bool = False
 
     def __str__(self) -> str:
         now = in_bytes(self.before) + (f" and {_rate(self.speed.dense)}" if self.speed else "")
@@ -137,6 +141,8 @@ class Compression:
             lines.append(f"fewer tokens were not considered: {self.all_tokens}")
         if self.not_timed:
             lines.append(f"tokens a second were not measured: {self.not_timed}")
+        if self.coarse and self.way.nats is not None:
+            lines.append("losses are coarse, from a short look at the model; --closely looks as the run itself does")
         if self.searches:
             lines.append("this size is only foreseen: without --plan, several are tried and measured")
         by_hand = [word for stage in self.way.stages for word in ("--stage", text_of(stage))]
@@ -177,6 +183,7 @@ def plan_compression(
     calibration: Calibration | Text = Calibration(),
     compute: Compute | str = Compute(),
     measure_speed: bool = False,
+    coarse: bool = False,
     progress: Progress | None = None,
 ) -> Compression:
     """Plans what :func:`compress` would do and what else is possible; arguments and errors are the same.
@@ -195,8 +202,13 @@ def plan_compression(
     With ``measure_speed``, and for a ``speed``, plans for "niwaki" also have tokens a second on this machine. The dense
     model, the smallest form and the largest one are timed, which takes about a minute for a small model, memory for the
     dense model, and disk space for a packed one.
+
+    What is found is kept on disk, where :func:`compress` and the same call, also after an interruption, find it. With
+    ``coarse`` it looks at an eighth of the text and rounds to the nearest instead of fitting, which takes about a
+    twentieth of the time: losses are then of the right order, and :func:`compress` still looks closely.
     """
-    asked = Asked(model, size, parameters, loss, speed, runtime, max_time, also)
+    look = COARSE if coarse else Look()
+    asked = Asked(model, size, parameters, loss, speed, runtime, max_time, also, look)
     plan, _ = planned(asked, Calibration.of(calibration), Compute.of(compute), progress, lambda *_: None)
     if not measure_speed or plan.runtime != "niwaki" or plan.speed:
         return plan
@@ -208,7 +220,7 @@ def planned(
     asked: Asked, calibration: Calibration, compute: Compute, progress: Progress | None, check: Check
 ) -> tuple[Compression, Calibration]:
     """As :func:`plan_compression`, and the calibration text, which is another one where the usual is not available."""
-    checkpoint, runtime, before = asked.checkpoint, asked.program, asked.before
+    runtime, before = asked.program, asked.before
     bound: LossBound | SpeedBound | None = None
     if runtime == "2:4":
         way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *asked.heal))
@@ -226,7 +238,7 @@ def planned(
         if isinstance(ways, SmallerWays) or limit < ways.largest.size:
             calibration = usual_calibration(calibration, progress or Progress())
             check(ways.stages, calibration)
-            ways = _with_foresight(ways, checkpoint, calibration, compute, progress)
+            ways = _with_foresight(ways, asked, calibration, compute, progress)
         way, others = ways.to(limit)
     ends = (ways.largest, ways.smallest) if isinstance(ways, Ways) else ()
     reach = tuple(each for each in ends if each.words != way.words)
@@ -243,6 +255,7 @@ def planned(
         all_tokens=ways.all_tokens,
         speed=None if isinstance(timed, str) else timed,
         searches=asked.searches,
+        coarse=asked.look == COARSE,
     )
     return plan, calibration
 
@@ -267,7 +280,7 @@ def searched(
         if isinstance(ways, Ways):
             timed = _timed(checkpoint, compute, progress)
         bound = SpeedBound(parse_positive("speed", asked.speed), asked.before, checkpoint.path, compute, timed)
-    return _with_foresight(ways, checkpoint, calibration, compute, progress), bound
+    return _with_foresight(ways, asked, calibration, compute, progress), bound
 
 
 def _foreseen(ways: Ways | SmallerWays, bound: LossBound | SpeedBound) -> tuple[Way, list[Way]]:
@@ -300,7 +313,7 @@ def _limit(asked: Asked) -> float:
 
 def _with_foresight(
     ways: Ways | SmallerWays,
-    checkpoint: Checkpoint,
+    asked: Asked,
     calibration: Calibration,
     compute: Compute,
     progress: Progress | None,
@@ -309,7 +322,8 @@ def _with_foresight(
     part = PartOf(progress or Progress(), "looking at what each step would cost")
     grid, ends = (ways.grid, ways.ends_bits) if isinstance(ways, Ways) else (None, ())
     try:
-        return replace(ways, foresight=foresee(checkpoint, grid, ends, calibration, compute, part))
+        sight = foresee(asked.checkpoint, grid, ends, calibration, compute, part, asked.look)
+        return replace(ways, foresight=sight)
     except UnsupportedModelError:
         if isinstance(ways, Ways):
             raise

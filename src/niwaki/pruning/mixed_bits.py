@@ -1,22 +1,25 @@
 """How many bits each matrix has on a grid of mixed bits: few where their errors cost the loss least."""
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from niwaki.cache import read_cached, write_cached
 from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.choices import TF32
-from niwaki.errors import named
+from niwaki.errors import NiwakiError, named
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.problem import Gram, LayerProblem
-from niwaki.layer.rounding import onto_grid, unsolved
+from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
 from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
@@ -29,8 +32,8 @@ from niwaki.runs.session import remembered
 
 T = TypeVar("T")
 
-#: About how many tokens of the calibration text matrices are looked at on, and rows of each.
-EXAMINED, _ROWS = 8192, 128
+#: What fitting leaves of the cost of rounding to the nearest, where it is not tried: 0.1 to 0.9 in single matrices.
+_FITTED = 0.6
 #: How much more matrices cost together than each alone, by what the sum is: on two models 1.05 times where it is 0.01
 #: nats, 1.4 to 1.6 where it is 0.06 to 0.08, twice from 0.12 on.
 _TOGETHER, _AT_MOST = 8.0, 2.0
@@ -48,6 +51,25 @@ class BitCosts:
 
 
 @dataclass(frozen=True)
+class Look:
+    """How closely matrices are looked at before anything is done to them.
+
+    Attributes:
+        tokens: On about how many tokens of the calibration text.
+        rows: How many rows of each stand for all.
+        fitted: Whether numbers are fitted, as in the run itself, or rounded to the nearest, which costs much less.
+    """
+
+    tokens: int = 8192
+    rows: int = 128
+    fitted: bool = True
+
+
+#: For a plan in a twentieth of the time.
+COARSE = Look(1024, 16, fitted=False)
+
+
+@dataclass(frozen=True)
 class Looked:
     """A matrix that is looked at before anything is done to it.
 
@@ -57,6 +79,7 @@ class Looked:
         gram: That of its inputs on one half of the text, for what is fitted; other matrices may share it.
         other: That on the other half, by which errors count: what is fitted to few tokens looks too good on them.
         importance: (out,) what a squared error of each output costs the loss, as of :func:`.sensitivities`.
+        look: How closely.
     """
 
     block: DecoderBlock
@@ -64,6 +87,7 @@ class Looked:
     gram: Gram
     other: Gram
     importance: Tensor
+    look: Look
 
     def rows(self) -> tuple[Tensor, Callable[[Tensor], float]]:
         """(rows, in) weights that stand for all, and what others in their place cost the loss, in nats a token.
@@ -71,7 +95,8 @@ class Looked:
         That is half of the squared errors of all outputs, weighted by their importance.
         """
         W = self.block.weight(self.matrix)
-        rows = torch.randperm(len(W), generator=torch.Generator().manual_seed(0))[:_ROWS].sort().values
+        rows = torch.randperm(len(W), generator=torch.Generator().manual_seed(0))
+        rows = rows[: self.look.rows].sort().values
         roots = self.importance[rows].to(W.device).sqrt().unsqueeze(1)
         W = W[rows.to(W.device)]
         problem, scale = LayerProblem(W * roots, self.other), self.matrix.shape[0] / len(rows) / 2
@@ -88,6 +113,51 @@ class AtEnd(Protocol):
         """Receives them after the last block, and those of the text itself in two halves, or one."""
 
 
+class Found(Generic[T]):
+    """What looking at a model has found so far: kept in ``directory``, if any, for a call that goes on from there.
+
+    It is of the type ``kind``, for each matrix. Of several processes the first keeps it.
+    """
+
+    def __init__(self, directory: Path | None, kind: type[T], world: World) -> None:
+        self._directory, self._world = directory, world
+        self._kind = list[tuple[Place, kind]]  # type: ignore[valid-type]
+
+    def sensitivity(self, find: Callable[[], list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+        """What ``find`` finds, or has found."""
+        kept = self._read("sensitivity", list[dict[str, list[float]]])
+        if kept is not None:
+            return [{name: torch.tensor(values) for name, values in each.items()} for each in kept]
+        found = find()
+        self._write("sensitivity", [{name: values.tolist() for name, values in each.items()} for each in found])
+        return found
+
+    def of_block(self, block: int) -> dict[Place, T] | None:
+        """That of the matrices of a block; None where that is not known."""
+        kept = self._read(f"block-{block}", self._kind)
+        return None if kept is None else dict(kept)
+
+    def keep(self, block: int, found: dict[Place, T]) -> None:
+        """Receives it."""
+        self._write(f"block-{block}", [*found.items()])
+
+    def forget(self) -> None:
+        """Removes the files, where all is kept elsewhere."""
+        if self._directory and self._world.first:
+            for file in (*self._directory.glob("block-*.json"), self._directory / "sensitivity.json"):
+                with contextlib.suppress(OSError):
+                    file.unlink(missing_ok=True)
+
+    def _read(self, name: str, kind: Any) -> Any:
+        has_it = self._directory and self._world.first
+        return self._world.received(read_cached(self._directory / f"{name}.json", kind) if has_it else None)  # type: ignore[operator]
+
+    def _write(self, name: str, value: Any) -> None:
+        if self._directory and self._world.first:
+            with contextlib.suppress(NiwakiError):  # it only takes longer the next time
+                write_cached(self._directory / f"{name}.json", value)
+
+
 def examined(
     model: StreamedModel,
     samples: Tensor,
@@ -96,14 +166,19 @@ def examined(
     progress: Progress,
     examine: Callable[[Looked], T],
     at_end: AtEnd | None = None,
+    look: Look = Look(),
+    kept: Found[T] | None = None,
 ) -> dict[Place, T]:
     """What ``examine`` makes of each matrix of ``model``, by some of this process's ``samples`` (count, length) int64.
 
+    What an earlier call has ``kept`` is not looked at again.
+
     Cost: two forward passes and one backward, and those of ``at_end``.
     """
-    share = min(1.0, EXAMINED / sum(world.collected(samples.numel())))
+    kept = kept or Found(None, object, world)
+    share = min(1.0, look.tokens / sum(world.collected(samples.numel())))
     pilot = pilot_of(samples, share, world)
-    sensitivity = measured(model, pilot_of(samples, share / 2, world), world, progress)
+    sensitivity = kept.sensitivity(lambda: measured(model, pilot_of(samples, share / 2, world), world, progress))
     found: dict[Place, T] = {}
     last = model.matrices()[-1].block
     count = len(model.blocks) if at_end else last + 1
@@ -112,11 +187,15 @@ def examined(
         changed = at_end.changed(halves[-1].tokens[0], budget) if at_end else []
         for block in islice(model.stream(), count):
             progress.stage(block.index, "allocation", sum(len(half.hidden) for half in halves))
-            if block.index <= last:
+            here = kept.of_block(block.index)
+            if here is None and block.index <= last:
+                here = {}
                 for matrix, grams in _inputs(block, halves, progress, world, tf32):
                     with named(matrix.label):
                         importance = sensitivity[block.index][matrix.name]
-                        found[matrix.place] = examine(Looked(block, matrix, grams[0], grams[-1], importance))
+                        here[matrix.place] = examine(Looked(block, matrix, grams[0], grams[-1], importance, look))
+                kept.keep(block.index, here)
+            found |= here or {}
             if block.index < count - 1 or at_end:
                 for states in (*halves, *changed):
                     block.advance(states)
@@ -157,8 +236,13 @@ def cost_of_bits(grid: Grid, looked: Looked) -> BitCosts:
     dtype = scale_dtype(looked.block.stored_dtype(looked.matrix))
     problem = LayerProblem(W, looked.gram)
     solution = unsolved(problem)
-    nats = {bits: cost(onto_grid(problem, solution, grid.of(bits), dtype)[0].W) for bits in grid.choices}
-    return BitCosts(looked.matrix.size, nats)
+
+    def rounded(of: Grid) -> float:
+        if looked.look.fitted:
+            return cost(onto_grid(problem, solution, of, dtype)[0].W)
+        return _FITTED * cost(to_nearest(W, of, dtype)[0])
+
+    return BitCosts(looked.matrix.size, {bits: rounded(grid.of(bits)) for bits in grid.choices})
 
 
 def _inputs(

@@ -86,7 +86,7 @@ def with_answers(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The prompts of ``source``, as tokens for windows of a ``length``; ``answered`` of its conversations had answers."""
+    """The prompts of ``source``, as tokens for windows of a ``length``; so many conversations were ``answered``."""
 
     source: str
     prompts: list[list[int]]
@@ -121,8 +121,8 @@ def _answered(
     notes = [*writer.notes, *refused_note(source, asked.refused)]
     if asked.answered:
         notes.append(
-            f"{asked.answered:,} of the {len(asked.prompts):,} conversations in {source} end with an answer, in place of which "
-            "the model writes its own; without --answers they are read as they are"
+            f"{asked.answered:,} of the {len(asked.prompts) + len(asked.refused):,} conversations in {source} end with "
+            "an answer, in place of which the model writes its own; without --answers they are read as they are"
         )
     for what, number in (
         (f"had not ended at {length:,} tokens and were cut off", sum(not answer.ended for answer in answers)),
