@@ -55,7 +55,7 @@ def as_described(
     """The weights that the docstring's steps give, with an exact refit at the end."""
     I = torch.eye(H.shape[0], dtype=H.dtype)  # noqa: E741
     h = H.diagonal()
-    damping = solver.damping + (min(0.5, 13 * len(h) / tokens) if tokens else 0.0)
+    damping = solver.damping + (min(0.28, 13 * len(h) / tokens) if tokens else 0.0)
     H = H + damping * torch.diag((h * h.log().mean().exp()).sqrt())
     norm = H.diagonal().sqrt()
     H = H / norm / norm[:, None]

@@ -25,7 +25,7 @@ class Continuation(Solver):
     """The default solver: ADMM with a soft choice of the mask and a growing penalty, part by part, followed by a refit.
 
     Damping: H stands for H + lambda diag(h_j g)^(1/2), where h is its diagonal and g the geometric mean of h; lambda is
-    ``damping`` plus, if the number of tokens is known, min(0.5, 13 in / tokens). The second term accounts for what few
+    ``damping`` plus, if the number of tokens is known, min(0.28, 13 in / tokens). The second term accounts for what few
     tokens do not say about their own kind of text, ``damping`` for texts of other kinds.
 
     Coordinates: with H of unit diagonal and c_j = 1 / [(H + 0.02 I)^-1]_jj, the part of input j that the others cannot
