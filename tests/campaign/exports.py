@@ -73,12 +73,14 @@ def case(chance: random.Random, place: Path) -> str:
     if chance.random() < 0.1:
         _file(chance, source)
     on_grid = kind != "F16" and chance.random() < 0.5 and _put_on_grid(chance, source, kind)
-    refusal = _export(source, file, kind)
-    if refusal is not None:
-        assert "\n" not in str(refusal)
+    said = _export(source, file, kind)
+    if isinstance(said, NiwakiError):
+        assert "\n" not in str(said)
         assert [path.name for path in place.iterdir()] == ["source"], "something is left"
-        return "no model" if isinstance(refusal, CheckpointError) else "refused"
-    texts = [_text(chance) for _ in range(5)]
+        return "no model" if isinstance(said, CheckpointError) else "refused"
+    # What a note says of tokens is so; the texts here are made to find it.
+    otherwise = ("llama.cpp keeps", "llama.cpp splits", "llama.cpp takes")
+    texts = [] if any(note.startswith(otherwise) for note in said) else [_text(chance) for _ in range(5)]
     tokens = [chance.randrange(EMBEDDED_VOCABULARY) for _ in range(_TOKENS)]
     _compare(source, file, kind, texts, tokens, 1e-2 if on_grid else 1e-3)
     return "as in transformers"
@@ -98,12 +100,11 @@ def _put_on_grid(chance: random.Random, source: Path, kind: str) -> bool:
     return True
 
 
-def _export(source: Path, file: Path, kind: Any) -> NiwakiError | None:
+def _export(source: Path, file: Path, kind: Any) -> NiwakiError | list[str]:
     try:
-        niwaki.export(source, file, format_of(kind))
+        return niwaki.export(source, file, format_of(kind))
     except NiwakiError as error:
         return error
-    return None
 
 
 def _compare(source: Path, file: Path, kind: str, texts: list[str], tokens: list[int], most: float) -> None:

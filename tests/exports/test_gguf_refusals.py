@@ -244,6 +244,10 @@ def taken(content: dict[str, Any]) -> None:
         (steps(split(QWEN), BYTES), "'use_regex': True"),
         (steps(split(QWEN.replace("s|'t", "s")), {**BYTES, "use_regex": False}), "splits text in a way"),
         (steps({"type": "Whitespace"}), "splits text in a way"),
+        (
+            lambda content: content["model"].update(merges=content["model"]["merges"][:2000], ignore_merges=True),
+            "tokens that merging does not make",
+        ),
         (model(byte_fallback=True), "the decoder ByteLevel"),
         (model(dropout=0.5), "dropout 0.5"),
         (model(end_of_word_suffix="</w>"), "end_of_word_suffix '</w>'"),

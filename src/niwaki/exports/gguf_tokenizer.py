@@ -290,6 +290,11 @@ class Tokenizer:
             )
         best = min(names, key=lambda name: (SPLITTINGS[name].whole != whole, SPLITTINGS[name].composed != composed))
         if SPLITTINGS[best].whole != whole and (unlike := self._not_merged()):
+            if len(unlike) > len(self._model["vocab"]) / 100:
+                raise self._unsupported(
+                    f"has ignore_merges {whole}, and {len(unlike):,} tokens that merging does not make",
+                    f"llama.cpp has {best}, which splits such text, with ignore_merges {not whole} alone",
+                )
             does, other = ("splits", "takes") if whole else ("takes", "splits")
             self.notes.append(f"llama.cpp {does} {_named(unlike)}, which this tokenizer {other} as a whole")
         if best in _CASED:
