@@ -64,6 +64,16 @@ campaign: setup
 quick: setup
 	$(PYTEST) -m 'not slow'
 
+# With transformers' newest release in place of the pinned one, which is what pip brings who pins nothing: that packed
+# models decode natively, that models are walked, that they heal, and GGUF files.
+NEWEST = .newest
+NEWEST_TESTS = tests/packed/test_native_families.py tests/packed/test_decoding.py tests/models/test_hidden_states.py \
+    tests/exports/test_gguf.py tests/healing/test_healing.py::test_never_worse
+newest: setup
+	rm -rf $(NEWEST)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(NEWEST) 'transformers<6'
+	PYTHONPATH=$$PWD/$(NEWEST) $(PYTEST) $(NEWEST_TESTS)
+
 # With the oldest Python and libraries that pyproject.toml allows. torch is a build for GPUs there, gigabytes of it.
 LOWEST = .lowest
 lowest:
@@ -76,6 +86,6 @@ dist:
 	PYTHON=$(PYTHON) scripts/dist
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .llama-cpp .mypy_cache .ruff_cache build dist site src/niwaki/_kernels.*
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) .llama-cpp .mypy_cache .ruff_cache build dist site src/niwaki/_kernels.*
 
-.PHONY: setup demo results reference docs check test llama-cpp campaign quick lowest dist clean
+.PHONY: setup demo results reference docs check test llama-cpp campaign quick lowest newest dist clean

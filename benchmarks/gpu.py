@@ -31,6 +31,7 @@ import niwaki
 from niwaki import Calibration, Compute, Measurement, Record
 from niwaki.models.locate import locate_model
 from niwaki.models.tokens import load_tokenizer
+from niwaki.packed.decoding import CACHES
 from niwaki.packed.matrix import pack
 from niwaki.texts.reading import read_windows
 
@@ -259,7 +260,8 @@ def _logits(directory: Path, device: str) -> Iterator[Cell]:
             if two_four:
                 _convert(model)
             prompt = model(tokens[:, :-1].to(device), use_cache=True)
-            token = model(tokens[:, -1:].to(device), past_key_values=prompt.past_key_values)
+            cache = next(name for name in CACHES if name in prompt)
+            token = model(tokens[:, -1:].to(device), **{cache: prompt[cache]})
             found = torch.stack([prompt.logits[0, -1], token.logits[0, -1]]).cpu().double()
             error = float((found - right).norm() / right.norm())
             yield {"name": form + " as 2:4" * two_four, "dtype": dtype, "difference": error}
