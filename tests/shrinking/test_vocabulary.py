@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import niwaki
 from niwaki import Calibration, Compute, Measurement, Prune, Record, Shrink, ShrinkVocabulary
@@ -26,7 +26,7 @@ from niwaki.runs.stage import Stage
 from niwaki.shrinking.token_choice import Size, choose, renumbered
 from niwaki.shrinking.tokenizer_file import TokenizerFile
 from support.llama_cpp import LLAMA_CPP, ask
-from support.models import edit_json, message, save_model_with_tokenizer
+from support.models import edit_json, message, save_model_with_tokenizer, save_random
 from support.runs import files
 from support.small_tokenizers import KINDS, SPECIAL, TEXT, save_with_tokenizer, size, write_tokenizer
 
@@ -301,6 +301,35 @@ def test_refused(tmp_path: Path) -> None:
         (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(content))
         with pytest.raises(NiwakiError, match=expected):
             TokenizerFile(tmp_path / "other")
+
+
+def test_an_encoder_without_a_head(tmp_path: Path) -> None:
+    """As multilingual-e5: measured by its sentence vectors, of the same sentences as the tokens that are left."""
+    first = size("unigram") - len(SPECIAL)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    ids = {"bos_token_id": first, "eos_token_id": first + 1, "pad_token_id": 1, "max_position_embeddings": 130}
+    config = AutoConfig.for_model("xlm-roberta", vocab_size=size("unigram"), **sizes, **ids)
+    model = write_tokenizer(save_random(tmp_path / "model", config, AutoModel), "unigram")
+    text = tmp_path / "text.txt"
+    text.write_text("the other men sat by the river in 1984. " * 200)
+    stages: list[Stage] = [ShrinkVocabulary(size("unigram") - 20), Prune(0.25, solver="wanda")]
+    given: dict[str, Any] = {"calibration": Calibration(str(text), samples=4, length=32), "compute": CPU}
+    record = niwaki.run(model, tmp_path / "out", stages[:1], **given)
+    assert record.perplexity == {}
+    assert record.vectors["after"].cosine == pytest.approx(1, abs=1e-5)
+    pairs = _pairs(model, tmp_path / "out")
+    assert len(pairs) == size("unigram") - 20
+    old, new = (AutoTokenizer.from_pretrained(path) for path in (model, tmp_path / "out"))
+    tokens = old("the other men sat by the river").input_ids
+    assert new("the other men sat by the river").input_ids == [pairs[number] for number in tokens]
+    with torch.no_grad():
+        before, after = (
+            AutoModel.from_pretrained(path)(torch.tensor([ids])).last_hidden_state
+            for path, ids in ((model, tokens), (tmp_path / "out", [pairs[number] for number in tokens]))
+        )
+    assert torch.equal(before, after)
+    both = niwaki.run(model, tmp_path / "both", stages, **given)
+    assert 0 < both.vectors["after"].cosine < 1
 
 
 def test_other_tensors_of_words(tmp_path: Path) -> None:

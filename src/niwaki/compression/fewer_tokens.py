@@ -107,6 +107,7 @@ class LookingAtTokens:
             return "the text has one window"
         held = windows.of(torch.linspace(0, len(windows.tokens) - 1, count).long())
         try:
+            model.check_head()
             tokens, counts = ModelTokens(model), count_tokens(model, calibration, held.tokens)
             if counts.tokens - held.tokens.numel() < (needed := _COUNTED * tokens.rows):
                 return f"choosing them takes {needed:,} tokens of text, and there are {counts.tokens:,}"

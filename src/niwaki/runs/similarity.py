@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from niwaki.models.interface import Inputs
 from niwaki.models.sentence_vectors import agreement, pooling_of, scores_of, sentence_vectors, similarity
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.vectors import Agreement, Similarity
-from niwaki.texts.sentences import sentences_of, texts_of
+from niwaki.texts.sentences import in_tokens_of, sentences_of, texts_of
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
@@ -46,9 +47,9 @@ class Sentences:
     def measured(self, path: Path, device: str, dtype: str) -> Similarity | Agreement:
         """How near the vectors or scores of the model in ``path`` are to those of the dense one."""
         assert self.windows
-        model, text = StreamedModel(Checkpoint(path), device, dtype), self.windows.source
+        dense, model = (StreamedModel(Checkpoint(each), device, dtype) for each in (self.dense, path))
+        text = self.windows.source
         if self._vectors is None and self._scores is None:
-            dense = StreamedModel(Checkpoint(self.dense), device, dtype)
             if dense.has_scores:
                 texts, in_pairs = texts_of(dense, self.windows)
                 self._scores = texts, in_pairs, scores_of(dense, texts)
@@ -57,7 +58,12 @@ class Sentences:
                 self._vectors = sentences, sentence_vectors(dense, sentences)
         if self._scores:
             texts, in_pairs, scores = self._scores
-            return agreement(scores, scores_of(model, texts), in_pairs, text)
+            own = in_tokens_of(dense, [each["input_ids"] for each in texts], model)
+            # Where there are other tokens nothing tells which of a pair's two texts each is of.
+            same = [not in_pairs or len(ids) == len(each["input_ids"]) for each, ids in zip(texts, own, strict=True)]
+            texts = [{**each, "input_ids": ids} for each, ids in compress(zip(texts, own, strict=True), same)]
+            return agreement([*compress(scores, same)], scores_of(model, texts), in_pairs, text)
         assert self._vectors
         sentences, vectors = self._vectors
-        return similarity(vectors, sentence_vectors(model, sentences), pooling_of(model), text)
+        found = sentence_vectors(model, in_tokens_of(dense, sentences, model))
+        return similarity(vectors, found, pooling_of(model), text)

@@ -47,7 +47,6 @@ class ModelTokens:
             raise UnsupportedModelError(
                 f"{model.checkpoint.path} is an encoder with a decoder; removing tokens is not supported"
             )
-        model.check_head()
         self._model, self._directory = model, model.checkpoint.path
         self.rows: int = model.config.vocab_size
         self.keys = _keys_of_rows(model)

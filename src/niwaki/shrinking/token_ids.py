@@ -17,8 +17,10 @@ _SIZE = "vocab_size"
 _TEXT = "text_config"
 #: Names of entries with a number, a list of numbers, or lists of them.
 _NUMBERS = re.compile(r"(.*_)?token_(id|ids|index)|(begin_)?suppress_tokens|(bad|force)_words_ids")
-#: Names of entries that have to do with tokens in a way that is not known here.
-_UNKNOWN = re.compile(r".*vocab.*|forced_decoder_ids|sequence_bias|no_timestamps_token.*|token_healing|.*token_map.*")
+#: Names of entries that have to do with tokens in a way that is not known here; segments of a text are no tokens.
+_UNKNOWN = re.compile(
+    r"(?!type_vocab_size).*vocab.*|forced_decoder_ids|sequence_bias|no_timestamps_token.*|token_healing|.*token_map.*"
+)
 #: What these have where they do nothing.
 _NOTHING: tuple[Any, ...] = (None, False, [], {})
 

@@ -108,11 +108,12 @@ class ShrinkingVocabulary(Task):
         self._rows, self._keys, self._file = tokens.rows, tokens.keys, tokens.file
         run.progress.status("reading the text to count tokens in")
         calibration = run.written(model, run.calibration)
-        self.texts = Texts.read(model, calibration, run.measurement, USUAL_WINDOWS)
+        texts = Texts.read(model, calibration, run.measurement, USUAL_WINDOWS)
         (measured,) = run.measurement.texts
         names = [text for text in calibration.texts if isinstance(text, str)]
         follows = measured is None or (isinstance(measured, str) and measured in names)
-        held = self.texts.only.tokens if self.texts.only and follows else None
+        held = texts.only.tokens if texts.only and follows else None
+        self.texts = run.sentences.apart(model, texts)
         self._counts = count_tokens(model, calibration, held)
         self._new = tokens.choose(self._counts.shares, Size.of(stage.size))
         self._size = sum(number < self._rows for number in self._new)
@@ -253,6 +254,16 @@ class ShrinkingVocabulary(Task):
         is_text = decoded(old, tokens) == decoded(new, fewer)
         is_meant = fewer == encode(self.tokenizer, text)
         known = all(number in self._new for number in tokens)
+        first = [number for number in self.texts.windows.tokens.flatten().tolist() if number in self._new][:64]
+        states = [
+            stream.embed(torch.tensor([ids])).hidden[0]
+            for stream, ids in ((self.model, first), (smaller, [self._new[number] for number in first]))
+        ]
+        if not torch.equal(*states):
+            raise OutputError(
+                f"the same tokens have other embeddings in the written model than in {self.model.checkpoint.path}; "
+                "please report this model"
+            )
         if not is_text or not is_meant or (known and [self._new[number] for number in tokens] != fewer):
             raise OutputError(
                 f"the written tokenizer does not split text as that of {self.model.checkpoint.path} does; please "

@@ -18,6 +18,25 @@ _MOST, _SHORTEST = 1_000, 8
 _OF_PAIRS = ("input_ids", "token_type_ids")
 
 
+def in_tokens_of(model: StreamedModel, sentences: list[Tensor], other: StreamedModel) -> list[Tensor]:
+    """``sentences``, which are tokens of ``model``, as those of the ``other``, where it has fewer."""
+    if model.config.vocab_size == other.config.vocab_size:
+        return sentences
+    own, its = model.tokenizer, other.tokenizer
+    numbers, special = its.get_vocab(), {*own.all_special_ids}
+    made = []
+    for ids in (each.tolist() for each in sentences):
+        if {*(names := own.convert_ids_to_tokens(ids))} <= numbers.keys():
+            made.append(tensor([numbers[name] for name in names]))
+            continue
+        text, limit = str(own.decode(ids, skip_special_tokens=True)), other.positions
+        added = not special.isdisjoint(ids)
+        made.append(
+            tensor(its(text, add_special_tokens=added, truncation=limit is not None, max_length=limit)["input_ids"])
+        )
+    return made
+
+
 def sentences_of(model: StreamedModel, windows: Windows) -> list[Tensor]:
     """Tokens (length,) int64 of each sentence in the text of ``windows``, as the model's tokenizer gives them alone.
 
