@@ -256,7 +256,7 @@ def shrink(
             Unigram.
         blocks: Number of decoder blocks to remove.
         neurons: Fraction of the MLP neurons of each block to remove, such as 0.25 or "25 %". If a block has a multiple
-            of 32 neurons, the nearest multiple of 32 is kept.
+            of 32 neurons, the nearest multiple of 32 is kept; of 64 from 2,048 neurons on.
         heads: Fraction of the attention heads of each block to remove; heads that share keys and values go together.
         experts: Fraction of the experts of each block to remove, in a mixture of experts.
         parameters: Largest size of the result: a fraction of the model's parameters, such as 0.75 or "75 %", or their

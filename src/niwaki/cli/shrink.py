@@ -21,7 +21,7 @@ class Removal:
             The whole text is counted. Any text can still be encoded.
         blocks: Number of decoder blocks to remove. Those that change the predictions least are chosen.
         neurons: Fraction of the MLP neurons of each block to remove. Rounded so that the number left is a multiple of
-            32 if it was one before: formats with groups of 32, such as Q8_0, need that.
+            32 if it was one before (of 64 from 2,048 neurons on): formats with groups of 32, such as Q8_0, need that.
         heads: Fraction of the attention heads of each block to remove.
         experts: Fraction of the experts of each block to remove.
         effort: How well to fit the remaining weights: fast, balanced, best or heal. fast fits the matrices that lose
