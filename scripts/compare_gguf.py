@@ -5,6 +5,7 @@
 Tokenizers are left out: the converter does not know that of the tests.
 """
 
+import importlib
 import json
 import sys
 import tempfile
@@ -18,10 +19,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 def convert(model: Path, out: Path) -> None:
     """Writes ``model`` as a file, by the converter."""
     import gguf
-    from conversion import base, get_model_class
 
+    conversion: Any = importlib.import_module("conversion")
+    base = importlib.import_module("conversion.base")
     config = base.ModelBase.load_hparams(model, False)
-    kind = get_model_class(base.get_model_architecture(config, base.ModelType.TEXT))
+    kind = conversion.get_model_class(base.get_model_architecture(config, base.ModelType.TEXT))
     made = kind(model, gguf.LlamaFileType.ALL_F32, out, eager=True, model_name="model")
     for each in (made, getattr(made, "impl", made)):
         each.set_vocab = each._set_vocab_none

@@ -117,14 +117,14 @@ def test_the_same_as_llama_cpps_converter(tmp_path: Path, case: str) -> None:
         name: shape for name, (shape, _) in theirs["tensors"].items()
     }
     for tensor in gguf.GGUFReader(file).tensors:
-        far = np.linalg.norm(tensor.data.astype(np.float64)) / 1000
+        far = float(np.linalg.norm(tensor.data.astype(np.float64))) / 1000
         assert ours["tensors"][tensor.name][1] == pytest.approx(theirs["tensors"][tensor.name][1], abs=far), tensor.name
 
 
 def test_the_types_that_the_documentation_lists() -> None:
     page = (Path(__file__).parents[2] / "docs" / "llama-cpp.md").read_text()
     table = page.split("## Types of models")[1].split("\n\n")[1].splitlines()[2:]
-    listed = {}
+    listed: dict[str, str] = {}
     for row in table:
         _, types, name, *_ = row.split("|")
         listed |= dict.fromkeys(re.findall("`(.+?)`", re.sub(r"\(also within .*\)", "", types)), name.strip(" `"))
