@@ -204,7 +204,7 @@ ARCHITECTURES = {
         neighbours=True,
     ),
     "mistral": Architecture("LLAMA", _ATTENTION | _MLP, fixed=_SILU, stretches=_FACTORS, neighbours=True),
-    "ministral3": Architecture("MISTRAL3", _ATTENTION | _MLP, fixed=_SILU, neighbours=True),
+    "ministral3": Architecture("MISTRAL3", _ATTENTION | _MLP, fixed=_SILU, stretches=("yarn",), neighbours=True),
     "mixtral": Architecture("LLAMA", _ATTENTION | _EXPERTS, fixed=_SILU, stretches=_FACTORS, neighbours=True),
     "smollm3": Architecture("SMOLLM3", _ATTENTION | _MLP, fixed=_SILU, neighbours=True, no_positions=4),
     "granite": Architecture(
@@ -448,7 +448,8 @@ def _check_numbers(config: PreTrainedConfig, architecture: Architecture, path: P
 
 def _expert_count(config: PreTrainedConfig) -> Any:
     """How many experts config.json says that there are, whatever it is."""
-    return getattr(config, "num_experts", getattr(config, "num_local_experts", None))
+    names = {one.name for one in dataclasses.fields(config)} | config.attribute_map.keys()
+    return getattr(config, "num_experts" if "num_experts" in names else "num_local_experts")
 
 
 def sizes(config: PreTrainedConfig, architecture: Architecture) -> dict[str, int]:
@@ -651,7 +652,7 @@ def stretched(config: PreTrainedConfig, architecture: Architecture, path: Path) 
         if local.get(key, value) != value:
             what = f"{key} is {local[key]!r} where a window is seen"
             raise _unsupported(path, what, f"llama.cpp computes it as with {value!r}")
-    if kind == "default":
+    if kind == "default" and "llama_4_scaling_beta" not in rope:
         return found
     known = ", ".join((*architecture.stretches, "plain"))
     unknown = _unsupported(
@@ -659,27 +660,30 @@ def stretched(config: PreTrainedConfig, architecture: Architecture, path: Path) 
     )
     if kind not in architecture.stretches:
         raise unknown
+    width, factor = _rotary(config, architecture), rope.get("factor")
     with refusals(path / "config.json"):
         own = {"layer_type": "full_attention"} if "full_attention" in config.rope_parameters else {}
         scaled, attention = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **own)
-    width = _rotary(config, architecture)
-    if 2 * len(scaled) != width:
+        shares = {
+            each: np.array(rope[f"{each}_factor"], np.float32) for each in ("long", "short") if kind == "longrope"
+        }
+        if kind in ("longrope", "yarn"):
+            found.numbers["add_rope_scaling_orig_ctx_len"] = int(rope["original_max_position_embeddings"])
+    if any(2 * len(each) != width for each in (scaled, *shares.values())):
         raise unknown
     plain = rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     ours = scaled.double()
+    found.tensors = {f"rope_factors_{each}.weight": values for each, values in shares.items()}
     if kind == "llama3":
         found.tensors["rope_freqs.weight"] = (plain / ours).float().numpy()
-    elif kind == "longrope":
-        for length in ("long", "short"):
-            found.tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
-    else:
-        found.stretch, found.numbers = kind, {"add_rope_scaling_factor": float(rope["factor"])}
-        ours = plain / rope["factor"]
-    if kind in ("longrope", "yarn"):
-        found.numbers["add_rope_scaling_orig_ctx_len"] = rope["original_max_position_embeddings"]
+    elif kind != "longrope":
+        if not isinstance(factor, int | float) or factor <= 0:
+            raise unknown
+        found.stretch, ours = kind, plain / factor
+        found.numbers["add_rope_scaling_factor"] = float(factor)
     if kind == "yarn":
         ours = _yarn(plain, ours, rope)
-        attention /= 1 + 0.1 * math.log(max(1, rope["factor"]))
+        attention /= 1 + 0.1 * math.log(max(1, factor))
     if not math.isclose(attention, 1):
         found.numbers["add_rope_scaling_attn_factors"] = attention
     if beta := rope.get("llama_4_scaling_beta"):
