@@ -37,9 +37,9 @@ def test_memory_is_in_bytes() -> None:
     ("kind", "wrong", "said"),
     [
         (Calibration, {"samples": 0}, "samples must be 1 or more; got 0"),
-        (Calibration, {"samples": "4"}, "samples must be a whole number; got '4'"),
-        (Calibration, {"samples": 4.0}, "samples must be a whole number; got 4.0"),
-        (Calibration, {"samples": True}, "samples must be a whole number; got True"),
+        (Calibration, {"samples": "4"}, "samples must be a whole number or None; got '4'"),
+        (Calibration, {"samples": 4.0}, "samples must be a whole number or None; got 4.0"),
+        (Calibration, {"samples": True}, "samples must be a whole number or None; got True"),
         (Calibration, {"length": 1}, "the length of windows must be 2 or more; got 1"),
         (Calibration, {"length": "64"}, "length must be a whole number or None; got '64'"),
         (Calibration, {"seed": -1}, "the seed must be 0 or more; got -1"),

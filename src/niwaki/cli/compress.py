@@ -42,8 +42,8 @@ def compress(
             second; the largest model that reaches it is written.
         parameters: Parameters to keep, such as 0.75 or 110M; for transformers.
         runtime: What will run the result: niwaki, llama.cpp, ollama, transformers or 2:4. niwaki gets a packed model,
-            llama.cpp and Ollama a GGUF file, transformers a smaller dense model; 2:4, for hardware with that sparsity, is a dense model with
-            two zeros in every four weights. [default: niwaki; transformers with --parameters]
+            llama.cpp and Ollama a GGUF file, transformers a smaller dense model; 2:4, for hardware with that sparsity,
+            is a dense model with two zeros in every four weights. [default: niwaki; transformers with --parameters]
         max_time: Heal the result until this much time has passed, such as 1h. Healing trains it to match the original
             model. With --loss or --speed the time is for each trial. [default: no healing]
         plan: Only show the plan and its alternatives, with the foreseen loss, from a short look at the model.

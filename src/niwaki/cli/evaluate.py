@@ -51,9 +51,13 @@ def evaluate(
         from niwaki.runs.session import current_session
 
         file = record_file(record)
+        if tasks is not None:
+            from niwaki.evaluation.tasks import evaluate_tasks, find_tasks
+
+            find_tasks(names(tasks))
         began = time.perf_counter()
         values: dict[str, Any] = {"command": current_session().command, "model": model}
-        if text is not None:  # first, as it takes less long and may be refused
+        if text is not None:
             from niwaki.evaluation.evaluate import evaluate as run
 
             perplexity = run(model, measurement, compute=compute, progress=screen)
@@ -61,8 +65,6 @@ def evaluate(
             screen.line(perplexity.protocol, style="dim")
             values["perplexity"] = {**dataclasses.asdict(perplexity), "protocol": perplexity.protocol}
         if tasks is not None:
-            from niwaki.evaluation.tasks import evaluate_tasks
-
             with screen.above():  # where the harness has bars of its own
                 scores = evaluate_tasks(model, names(tasks), limit=limit, compute=compute, progress=screen)
                 out.print(task_table(scores))

@@ -137,18 +137,12 @@ def evaluate_tasks(
         NiwakiError: see :mod:`niwaki.errors`.
     """
     check_count("limit", limit, 1)
-    names = [os.fspath(task) for task in ([tasks] if isinstance(tasks, str | os.PathLike) else tasks)]
-    if not names:
-        raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
     compute = Compute.of(compute)
     compute.only("evaluate_tasks", "device", "dtype")
-    try:
-        import lm_eval
-        from lm_eval.evaluator import evaluate
-    except ImportError as error:
-        raise TaskError(
-            f"tasks need lm-evaluation-harness: pip install datasets 'lm-eval<0.5' ({first_line(error)})"
-        ) from error
+    names = find_tasks(tasks)
+    import lm_eval
+    from lm_eval.evaluator import evaluate
+
     if progress:
         progress.status("asking questions")
     with _quiet(progress is not None and sys.stderr.isatty()):
@@ -169,6 +163,22 @@ def evaluate_tasks(
     scores = tuple(score for name in built for score in _scores(name, results))
     dtype = str(lm.model.dtype).removeprefix("torch.")
     return TaskScores(scores, str(lm_eval.__version__), limit, str(lm.device), dtype)
+
+
+def find_tasks(tasks: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    """The names of ``tasks``; what :func:`evaluate_tasks` raises where there are none such, before a model is read."""
+    names = [os.fspath(task) for task in ([tasks] if isinstance(tasks, str | os.PathLike) else tasks)]
+    if not names:
+        raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise TaskError(
+            f"tasks need lm-evaluation-harness: pip install datasets 'lm-eval<0.5' ({first_line(error)})"
+        ) from error
+    with _quiet(False):
+        _build(names)
+    return names
 
 
 def read_questions(path: Path) -> list[dict[str, Any]]:

@@ -132,6 +132,9 @@ class Exporting(Task):
         checkpoint = Checkpoint(run.reading)
         checkpoint.config = {**checkpoint.config, **run.foreseen}
         form = _opened(stage.format, checkpoint, run.model, run.progress, run.foreseen)
+        has_zeros = Checkpoint(run.reading).pruning.pattern or any(each.name == "prune" for each in run.stages)
+        if isinstance(form, Packed) and not has_zeros:
+            form.check_groups(run.model)
         run.carried(checkpoint, form.size, form.kept)
 
     def asked(self) -> dict[str, Any]:

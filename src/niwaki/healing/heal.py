@@ -155,8 +155,8 @@ class Healing(Task):
         if run.is_first:
             self._open(run, stage.method)
             self._identity = {"model": self.student.checkpoint.fingerprint()}
-        else:
-            self.dense.check_head() if stage.method == "blocks" else find_logits(self.dense)
+        elif stage.method == "blocks":
+            self.dense.check_head()
 
     def read(self, run: Run) -> None:
         self.tokens = self.stage.tokens_asked
@@ -165,7 +165,14 @@ class Healing(Task):
         run.progress.status("reading the text to train on")
         self.texts, self.held = self._read(run)
         if run.is_first:
-            check_zeros(self.student, self.dense, self.base)
+            self._look()
+        elif self.stage.method != "blocks":
+            find_logits(self.dense)
+
+    def _look(self) -> None:
+        """Checks what the weights of both models say."""
+        check_zeros(self.student, self.dense, self.base)
+        self._make_run = _make_run(self.student, self.method, self.translation)
 
     def _open(self, run: Run, method: HealingMethod) -> None:
         """Opens the model that is read, and checks that it can be trained."""
@@ -181,7 +188,6 @@ class Healing(Task):
             self.notes.append(
                 f"{self.teacher} was pruned itself; the pruned model comes near it, and not the model before that"
             )
-        self._make_run = _make_run(self.student, self.method, self.translation)
 
     def _read(self, run: Run) -> tuple[Texts, int]:
         """The texts, the windows to train on in the order in which that is done; how many of them are held out."""
@@ -254,7 +260,7 @@ class Healing(Task):
         begun = Record.from_json(run.journal.record).healing if run.journal.blocks else None
         if not run.is_first or (begun and begun.method != self.method):
             self._open(run, begun.method if begun else self.stage.method)  # type: ignore[arg-type]
-            check_zeros(self.student, self.dense, self.base)
+            self._look()
         healing = self._make_run(self.dense, self.student, self.held, self._record(run), run)
         with products(tf32=False):
             if self.carried:

@@ -177,7 +177,7 @@ class Packed(Form):
                 f"groups of {self._grid.group} cannot be packed as whole numbers, so values stay as they are stored; "
                 f"multiples of {WORD} can, as in int4:{WORD}"
             )
-        if any(self._can_pack(key) for key in self._embeddings):
+        if any(map(self._can_pack, self._embeddings)):
             return
         for shard, entries in self._headers.items():
             for key in self._matrices.keys() & entries.keys():
@@ -185,13 +185,17 @@ class Packed(Form):
                 value = read_tensor(self._path / shard, key, entries[key]) if is_known else None
                 if value is not None and (self._factors(key, value) or self._packed(value, self._matrices[key])):
                     return
+        self.check_groups(name)
+        raise UsageError(f"no matrix of {name} would be smaller without its zeros; is it pruned?")
+
+    def check_groups(self, name: str) -> None:
+        """UsageError where only zeros could make a matrix smaller, as the groups of the grids show."""
         grid = self._grid or self._embedding_grid
-        why = (
-            f"whole numbers need groups of a multiple of {WORD}, as in int{grid.bits}:{WORD}"
-            if grid and grid.group and grid.group % WORD
-            else "is it pruned?"
-        )
-        raise UsageError(f"no matrix of {name} would be smaller without its zeros; {why}")
+        if grid and grid.group and grid.group % WORD and not any(map(self._can_pack, self._embeddings)):
+            raise UsageError(
+                f"no matrix of {name} would be smaller without its zeros; whole numbers need groups of a multiple of "
+                f"{WORD}, as in int{grid.bits}:{WORD}"
+            )
 
     def write(self, directory: Path, name: str) -> list[str]:
         """Writes the packed form beside the other files, and checks it."""

@@ -237,7 +237,7 @@ def _extended(mask: Tensor, pattern: Pattern) -> Pattern:
 
 
 def notes_on_masks(pattern: Pattern | None, source: str | None, streamed: StreamedModel) -> list[str]:
-    """What to note where the masks of ``source``, if they are another model's, have other zeros than ``pattern`` has."""
+    """What to note where the masks of the model ``source``, if there is one, have other zeros than ``pattern``."""
     if pattern is None or source is None:
         return []
     matrices, lender = streamed.matrices(), Checkpoint(locate_model(source))

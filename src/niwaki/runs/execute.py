@@ -48,10 +48,10 @@ def execute(
 ) -> Record:
     """Does ``stages`` to ``model``, one after the other, and writes the result to the directory ``out``.
 
-    All of them are opened and checked, and then read their texts, before anything is computed or written. A run that is interrupted resumes after the last
-    block that is done, of the stage that was at work. ``labels`` are what errors call the stages, see
-    :func:`check_order`; ``reads`` are directories of other models that stages read. ``recipe`` says what is asked for
-    and goes into the output; where the run ``follows`` another, it is compared with that.
+    All of them are opened and checked, and then read their texts, before anything is computed or written. A run that is
+    interrupted resumes after the last block that is done, of the stage that was at work. ``labels`` are what errors
+    call the stages, see :func:`check_order`; ``reads`` are directories of other models that stages read. ``recipe``
+    says what is asked for and goes into the output; where the run ``follows`` another, it is compared with that.
 
     Returns:
         The record of all stages, which is also in ``out/niwaki.json``.

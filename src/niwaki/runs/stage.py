@@ -167,8 +167,8 @@ class Stage(Protocol):
     def open(self, run: Run) -> Task:
         """Checks all that names, options and configurations say. NiwakiError where it cannot work.
 
-        No text is read here and no weights, so that what is wrong with any stage of a run is said at once. Where it is not the first stage, ``run.reading`` is not yet the model that it will read, but the one that was
-        given.
+        No text is read here and no weights, so that what is wrong with any stage of a run is said at once. Where it is
+        not the first stage, ``run.reading`` is not yet the model that it will read, but the one that was given.
         """
 
 

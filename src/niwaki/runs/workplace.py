@@ -53,8 +53,8 @@ def check_output(source: Path | None, given: str | Path, *read: Path) -> Path:
     out = given_path(given, _LONGER).resolve()
     if out.suffix.lower() == GGUF and not out.is_dir():
         raise UsageError(
-            f"{given} would be a directory, into which the file for llama.cpp goes; give it a name without {GGUF}, such "
-            f"as {Path(given).with_suffix('')}"
+            f"{given} would be a directory, with the file for llama.cpp in it; give it a name without {GGUF}, such as "
+            f"{Path(given).with_suffix('')}"
         )
     path = _place(out)
     # What is in it may be our own where a run was stopped while it moved its directory.
