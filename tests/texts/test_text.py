@@ -26,7 +26,7 @@ from niwaki.options import Calibration, Measurement
 from niwaki.texts import files as text_files, reading as calibration, sources as text_sources
 from niwaki.texts.reading import read_windows
 from niwaki.texts.sources import EXCERPTS
-from niwaki.texts.texts import Texts
+from niwaki.texts.texts import Texts, read_heldout, usual_size
 from support import models
 from support.models import EMBEDDED, edit_json, save_model_with_tokenizer
 from support.streams import stream_of
@@ -730,3 +730,71 @@ def test_classes_that_lose_spaces(
     assert ids == plain(SPACED, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == SPACED
     assert "loses parts of texts, so it is taken as tokenizer.json says" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen", "windows", "left", "said"),
+    [
+        (8_000, {}, (128, 256), 16, "windows of 256 tokens, because no length was given"),
+        (
+            2_000,
+            {},
+            (44, 256),
+            14,
+            "calibrating on 44 windows of 256 tokens: the text has no more, but for what is left",
+        ),
+        (400, {}, (17, 128), 5, "calibrating on 17 windows of 128 tokens: the text has no more, but for what is left"),
+        (400, {"length": 256}, (9, 256), 2, "calibrating on 9 windows of 256 tokens"),
+        (1_000, {"samples": 15}, (15, 256), 14, "windows of 256 tokens, because no length was given"),
+        (1_000, {"samples": 99}, None, 0, "is too short: 99 windows of 256 tokens need 25344 tokens"),
+        (1_000, {"samples": 16, "length": 600}, None, 0, "a length of 600 is more than the model's 256 positions"),
+        (4, {}, None, 0, "is too short: 1 windows of 128 tokens need 128 tokens"),
+    ],
+)
+def test_as_much_as_the_text_has(
+    tmp_path: Path, words: int, chosen: dict[str, int], windows: tuple[int, int] | None, left: int, said: str
+) -> None:
+    file, model = tmp_path / "text.txt", stream_of(EMBEDDED)
+    file.write_text(prose(words))
+    if windows is None:
+        with pytest.raises(NiwakiError, match=re.escape(said)):
+            Texts.read(model, Calibration(str(file), **chosen), Measurement(), 16)
+        return
+    texts = Texts.read(model, Calibration(str(file), **chosen), Measurement(), 16)
+    assert tuple(texts.windows.tokens.shape) == windows
+    assert any(said in note for note in texts.notes), texts.notes
+    assert texts.only is not None
+    assert len(texts.only.tokens) == left
+    # The same is calibrated on, whatever is measured.
+    for measured in (Measurement(samples=0), Measurement("demo-held"), Measurement(samples=1)):
+        again = Texts.read(model, Calibration(str(file), **chosen), measured, 16)
+        assert again.windows.fingerprint() == texts.windows.fingerprint()
+
+
+def test_as_much_as_a_cpu_calibrates_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger model gets fewer windows, and then shorter ones, of all texts together; a GPU all."""
+    file, model = tmp_path / "text.txt", stream_of(EMBEDDED)
+    file.write_text(prose(8_000))
+    weights = sum(matrix.size for matrix in model.matrices())
+    for most, windows in ((40 * 256, (40, 256)), (100, (32, 256))):
+        monkeypatch.setattr("niwaki.texts.texts._ON_A_CPU", most * weights)
+        texts = Texts.read(model, Calibration(str(file)), Measurement(samples=0))
+        assert tuple(texts.windows.tokens.shape) == windows
+        assert any("more would take a CPU long; --samples and --length set others" in note for note in texts.notes)
+        both = Texts.read(model, Calibration((str(file), "demo")), Measurement(samples=0))
+        assert tuple(both.windows.tokens.shape) == windows
+    monkeypatch.setattr("niwaki.texts.texts._LEAST_TOKENS", 2048)
+    assert usual_size(model, Calibration(str(file))) == (16, 128)
+    assert usual_size(model, Calibration(str(file), length=256)) == (8, 256)
+    model.device = torch.device("cuda")
+    assert usual_size(model, Calibration(str(file))) == (128, 256)
+
+
+def test_a_short_text_is_measured_in_shorter_windows(tmp_path: Path) -> None:
+    file, model = tmp_path / "text.txt", stream_of(EMBEDDED)
+    file.write_text(prose(40))
+    windows = read_heldout(model, str(file), Measurement(str(file)))
+    assert tuple(windows.tokens.shape) == (2, 128)
+    assert "is too short for 256" in windows.notes[-1]
+    with pytest.raises(CalibrationError, match="is too short: 2 windows of 256 tokens"):
+        read_heldout(model, str(file), Measurement(str(file), samples=2, length=256))
