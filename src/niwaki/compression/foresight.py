@@ -34,6 +34,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.pruning.allocation import CostCurves, Curve, smooth
 from niwaki.pruning.mixed_bits import (
+    CLOSE,
     BitCosts,
     Found,
     Look,
@@ -135,7 +136,7 @@ def foresee(
     calibration: Calibration,
     compute: Compute,
     progress: PartOf,
-    look: Look = Look(),
+    look: Look = CLOSE,
 ) -> Foresight:
     """Looks at the model in two and a half passes forward and one backward over a little of the calibration text.
 

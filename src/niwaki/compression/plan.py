@@ -21,7 +21,7 @@ from niwaki.models.factors import check_one_matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement, Text
-from niwaki.pruning.mixed_bits import COARSE, Look
+from niwaki.pruning.mixed_bits import CLOSE, COARSE, Look
 from niwaki.pruning.prune import Prune
 from niwaki.quantities import check_how_small, parse_compressed_size, parse_parameters, parse_positive
 from niwaki.records.progress import Progress
@@ -50,7 +50,7 @@ class Asked:
     max_time: float | str | None = None
     also: Sequence[str] = ()
     #: How closely the model is looked at.
-    look: Look = Look()
+    look: Look = CLOSE
 
     def __post_init__(self) -> None:
         check_how_small(self.size, self.parameters, self.loss, self.speed, self.runtime)
@@ -207,7 +207,7 @@ def plan_compression(
     ``coarse`` it looks at an eighth of the text and rounds to the nearest instead of fitting, which takes about a
     twentieth of the time: losses are then of the right order, and :func:`compress` still looks closely.
     """
-    look = COARSE if coarse else Look()
+    look = COARSE if coarse else CLOSE
     asked = Asked(model, size, parameters, loss, speed, runtime, max_time, also, look)
     plan, _ = planned(asked, Calibration.of(calibration), Compute.of(compute), progress, lambda *_: None)
     if not measure_speed or plan.runtime != "niwaki" or plan.speed:

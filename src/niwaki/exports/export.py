@@ -36,7 +36,7 @@ def export(
     |---|---|---|
     | "compressed-tensors" | packed integers, for transformers and vLLM | on a grid of 4 or 8 bits, as by ``quantize`` |
     | "packed" | a mask and values, for :func:`niwaki.load` | pruned, or on a grid |
-    | "gguf-f16", "gguf-q8_0", "gguf-q4_0" | one file, for llama.cpp and Ollama | some twenty types: LLaMA, Qwen, Gemma... |
+    | "gguf-f16", "gguf-q8_0", "gguf-q4_0" | one file, for llama.cpp and Ollama | LLaMA, Qwen, Gemma and more |
 
     Only one tensor is in memory at a time.
 

@@ -65,8 +65,8 @@ class Look:
     fitted: bool = True
 
 
-#: For a plan in a twentieth of the time.
-COARSE = Look(1024, 16, fitted=False)
+#: As for a run, and for a plan in a twentieth of the time.
+CLOSE, COARSE = Look(), Look(1024, 16, fitted=False)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def examined(
     progress: Progress,
     examine: Callable[[Looked], T],
     at_end: AtEnd | None = None,
-    look: Look = Look(),
+    look: Look = CLOSE,
     kept: Found[T] | None = None,
 ) -> dict[Place, T]:
     """What ``examine`` makes of each matrix of ``model``, by some of this process's ``samples`` (count, length) int64.
