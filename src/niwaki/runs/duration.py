@@ -19,7 +19,7 @@ _PASS, _SOLVING = 280, 900
 #: How many forward passes as long as one of training, with an optimizer, and of writing text, a token at a time.
 _TRAINING, _WRITING = 2.0, 6.0
 #: What rounding a weight to the nearest number of a grid takes, with the choice of its scale.
-_NEAREST = 1.5e4
+_NEAREST = 3e4
 #: What a backward pass takes, in forward passes.
 _BACKWARD = 2
 #: How many times as long as its passes looking takes, which rounds some rows of each matrix to numbers of many grids.
