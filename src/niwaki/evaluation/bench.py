@@ -115,7 +115,7 @@ def measured(directory: Path, *asked: Any) -> Speed:
     """
     with tempfile.TemporaryDirectory(prefix="niwaki-bench-") as scratch:
         file = Path(scratch) / "answer"  # not standard output, on which libraries may print
-        command = [sys.executable, "-P", "-m", __name__, file]
+        command = [sys.executable, "-P", "-m", __name__, str(file)]
         with _deaf():
             process = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment())  # noqa: S603
         with process:
