@@ -156,7 +156,8 @@ def _continued(directory: Path, dtype: torch.dtype) -> str:
 
     Without weights and numbers, so that parts of some models, such as the choice of experts, fail for that alone.
     """
-    model, tokens = structure(directory, dtype).to("meta").eval(), torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    whole: Any = structure(directory, dtype)
+    model, tokens = whole.to("meta").eval(), torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():
             cache = model(input_ids=tokens, use_cache=True).past_key_values
