@@ -167,8 +167,10 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 def meant_word(given: Any, words: Sequence[Any]) -> str:
     """A question where ``given`` is nearly one of ``words``, whatever the case of its letters."""
+    if not isinstance(given, str):
+        return ""
     known = {name: word for word in words for name in (str(word).lower(), str(word).lower().rpartition("-")[2])}
-    near = difflib.get_close_matches(str(given).lower(), known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(given.lower(), known, n=1, cutoff=0.5)
     return f"; did you mean {known[near[0]]}?" if near else ""
 
 

@@ -611,7 +611,7 @@ def test_tables_that_were_changed(tmp_path: Path, model: Path, whole: Comparison
 
 
 def test_long_names(tmp_path: Path, model: Path) -> None:
-    run(model, tmp_path / "out", ["magnitude"], ["1e-200"])
+    run(model, tmp_path / "out", ["magnitude"], ["1e-15"])
     (record,) = (tmp_path / "out" / "records").iterdir()
     assert record.name.startswith("magnitude_0.0000")
 

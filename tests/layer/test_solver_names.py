@@ -42,7 +42,7 @@ def test_a_name_is_what_it_was_given_as(name: str) -> None:
         (Descent("sgd", learning_rate=0.5), "sgd:learning_rate=0.5"),
         (Descent("sgd"), "sgd:learning_rate=0.1"),
         (ADMM(schedule="cubic"), "admm-grad:schedule=cubic"),
-        (ADMM(rho=1e16), "admm-grad:rho=1e16"),
+        (ADMM(rho=1e15), "admm-grad:rho=1e15"),
         (ADMM(iterations=7, sparsification_steps=1), "admm1:iterations=7"),
         (
             MaskThenUpdate(MaskThenUpdate(Wanda(), Swaps(iterations=3)), Exact(damping=1e-05)),

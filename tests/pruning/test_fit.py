@@ -364,8 +364,8 @@ def test_experts_without_tokens_stay_as_they_are(tmp_path: Path) -> None:
 def test_a_rate_that_is_too_high(tmp_path: Path) -> None:
     model = stream_of(save_model(tmp_path / "model"))
     block, states, targets = prepared(model, 4)
-    said = message(lambda: fitted(block, states, targets, epochs=1, rate=1e38), NumericalError)
-    assert said.startswith("block 0: fitting it arrived at NaN or infinite outputs; try a lower rate than rate=1e+38")
+    said = message(lambda: fitted(block, states, targets, epochs=1, rate=1e15), NumericalError)
+    assert said.startswith("block 0: fitting it arrived at NaN or infinite outputs; try a lower rate than rate=1e+15")
     assert not any(value.requires_grad for value in model.blocks[0].parameters())
 
 

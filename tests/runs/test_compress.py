@@ -282,8 +282,8 @@ def test_the_same_call_resumes(model: Path, tmp_path: Path) -> None:
         ({"speed": 2.0, "runtime": "llama.cpp"}, "not measured here"),
         ({"size": 0.4, "runtime": "2:4"}, "one form"),
         ({"loss": 0.4, "runtime": "2:4"}, "one form"),
-        ({"size": 0.5, "runtime": "llama.cpp", "out": "out.gguf"}, "directory with a file"),
-        ({"loss": 0.1, "runtime": "llama.cpp", "out": "out.gguf"}, "directory with a file"),
+        ({"size": 0.5, "runtime": "llama.cpp", "out": "out.gguf"}, "directory, with the file"),
+        ({"loss": 0.1, "runtime": "llama.cpp", "out": "out.gguf"}, "directory, with the file"),
     ],
 )
 def test_refusals(model: Path, arguments: dict[str, Any], said: str, tmp_path: Path) -> None:

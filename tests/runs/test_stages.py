@@ -261,7 +261,7 @@ def test_what_cannot_be_done_is_refused_at_the_start(tmp_path: Path, stages: lis
     begun = StopAfter(1)
     found = message(lambda: work(model, tmp_path / "out", *stages, progress=begun))
     assert said in found
-    assert found.startswith("stage ") == (len(stages) > 1)
+    assert found.startswith("stage ") == (1 < len(stages) < 100)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

@@ -826,11 +826,23 @@ def test_damaged_weights(tmp_path: Path) -> None:
     assert listing(tmp_path) == before
 
 
-def test_a_configuration_that_cannot_be_smaller(tmp_path: Path) -> None:
-    """It is in no file that anybody has; what is at fault is the model that it would be of."""
+def test_fewer_blocks_of_mamba(tmp_path: Path) -> None:
+    """Its configuration computes what kinds its blocks are of, and takes nothing for it."""
     torch.manual_seed(0)
     config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=8)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    run(tmp_path / "model", tmp_path / "out", blocks=1)
+    assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "out").backbone.layers) == 1
+
+
+def test_a_configuration_that_cannot_be_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in no file that anybody has; what is at fault is the model that it would be of."""
+
+    def refused(directory: Path, *_: object) -> None:
+        raise CheckpointError(f"{directory / 'config.json'} is refused by transformers: no")
+
+    save_model(tmp_path / "model")
+    monkeypatch.setattr("niwaki.shrinking.configuration.structure", refused)
     with pytest.raises(UnsupportedModelError) as caught:
         niwaki.shrink(tmp_path / "model", tmp_path / "out", blocks=1, calibration=random_tokens(2, 16))
     assert "like this: the smaller model's config.json is refused by transformers: " in str(caught.value)

@@ -46,9 +46,9 @@ def compress(
             is a dense model with two zeros in every four weights. [default: niwaki; transformers with --parameters]
         max_time: Heal the result until this much time has passed, such as 1h. Healing trains it to match the original
             model. With --loss or --speed the time is for each trial. [default: no healing]
-        plan: Only show the plan and its alternatives, with the foreseen loss, from a short look at the model.
-        closely: With --plan, look as closely as the run itself does, which uses what is found, and measure tokens per
-            second of packed models.
+        plan: Only show the plan and its alternatives. Losses are foreseen from a short look at the model.
+        closely: With --plan, look as closely as the run itself does. The run that follows uses what is found. Tokens
+            per second of packed models are measured too.
     """
     check_how_small(size, parameters, loss, speed, runtime)
     if also and loss is None:

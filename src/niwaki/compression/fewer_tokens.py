@@ -13,7 +13,7 @@ from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration
-from niwaki.pruning.mixed_bits import Look
+from niwaki.pruning.mixed_bits import CLOSE, Look
 from niwaki.shrinking.model_tokens import ModelTokens
 from niwaki.shrinking.token_choice import Size
 from niwaki.texts.counting import count_tokens
@@ -100,7 +100,9 @@ class LookingAtTokens:
             self._pair = same_text(run, model.tokenizer, tokens.tokenizer(self._new), bos, model.positions)
 
     @classmethod
-    def of(cls, model: StreamedModel, calibration: Calibration, windows: Windows, look: Look) -> LookingAtTokens | str:
+    def of(
+        cls, model: StreamedModel, calibration: Calibration, windows: Windows, look: Look = CLOSE
+    ) -> LookingAtTokens | str:
         """Why not, where tokens of the model cannot be removed, or the text is too short to choose them by."""
         count = min(len(windows.tokens) // 2, max(1, look.tokens // windows.tokens.shape[1]))
         if not count:
