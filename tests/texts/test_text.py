@@ -752,7 +752,7 @@ def test_classes_that_lose_spaces(
     ],
 )
 def test_as_much_as_the_text_has(
-    tmp_path: Path, words: int, chosen: dict[str, int], windows: tuple[int, int] | None, left: int, said: str
+    tmp_path: Path, words: int, chosen: dict[str, Any], windows: tuple[int, int] | None, left: int, said: str
 ) -> None:
     file, model = tmp_path / "text.txt", stream_of(EMBEDDED)
     file.write_text(prose(words))
