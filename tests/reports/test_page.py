@@ -488,6 +488,20 @@ def test_points_are_where_their_values_are(tmp_path: Path) -> None:
         assert len(re.findall(r'<path[^>]* d="M[^"]*L[^"]*" stroke="var\(--c\d\)"', svg)) == 3
 
 
+def test_each_figure_has_a_legend_and_its_own_axis(tmp_path: Path) -> None:
+    """Also as a file of its own, beside another; and one sparsity does not stand on an axis of all."""
+    material = load(comparison(tmp_path))
+    runs = [run for run in material.runs if run.pattern in ("50 %", "2:4")]
+    section = perplexities.frontier(dataclasses.replace(material, runs=runs))
+    assert section is not None
+    exhibit = section.exhibits[0]
+    for figure in exhibit.figures:
+        assert all(f">{method}<" in figure.wide for method in ("wanda", "admm-grad"))
+    numbers = [int(number) for number in re.findall(r">(\d+)</text>", exhibit.figures[0].wide)]
+    assert 50 in numbers
+    assert not {0, 100} & {*numbers}
+
+
 @pytest.mark.parametrize("patterns", [["2:4", "4:8"], ["2:4", "neurons -25 %, 12:16", "heads -25 %, 2:4", "12:16"]])
 @pytest.mark.slow
 def test_names_of_patterns_are_not_over_each_other(patterns: list[str]) -> None:

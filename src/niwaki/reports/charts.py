@@ -62,7 +62,6 @@ def frontier(
     by_pattern: bool = False,
     dense: Row | None = None,
     share: float = 1.0,
-    legend: bool = True,
     others: Sequence[Row] = (),
 ) -> Any:
     """Perplexity against sparsity, a line for each method; ``by_pattern``, methods beside each other at each pattern.
@@ -77,8 +76,8 @@ def frontier(
     colours = alt.Scale(domain=names, range=[colour(i) for i in shown.values()])
     shapes = alt.Scale(domain=names, range=[_SHAPES[i % len(_SHAPES)] for i in shown.values()])
     scale, axis = _value_axis([*points, *others, *([dense] if dense else [])])
-    key = _legend(width - 60, names) if legend else None
-    layers = _dense_layers(dense, scale, legend) if dense else []
+    key = _legend(width - 60, names)  # each is a file of its own too
+    layers = _dense_layers(dense, scale) if dense else []
     base = _chart(points).encode(
         y=alt.Y("value:Q", title="perplexity", scale=scale, axis=axis),
         color=alt.Color("method:N", scale=colours, sort=names, legend=key),
@@ -96,7 +95,8 @@ def frontier(
 
 def _by_sparsity(points: Sequence[Row]) -> Row:
     low, high = min(point["sparsity"] for point in points), max(point["sparsity"] for point in points)
-    domain = [low - 3, min(high + 3, 100)] if high - low >= 5 else [0, 100]
+    margin = 3 if high - low >= 5 else 5
+    domain = [max(low - margin, 0), min(high + margin, 100)]
     scale = alt.Scale(domain=domain, nice=False)
     return {"x": alt.X("sparsity:Q", title="zeros, %", scale=scale, axis=alt.Axis(grid=False, tickCount=6))}
 
@@ -117,7 +117,7 @@ def _value_axis(points: Sequence[Row]) -> tuple[alt.Scale, alt.Axis]:
     return scale, alt.Axis(values=_ticks(*domain), format=",~g") if log else alt.Axis(tickCount=6)
 
 
-def _dense_layers(dense: Row, scale: alt.Scale, text: bool) -> list[Any]:
+def _dense_layers(dense: Row, scale: alt.Scale) -> list[Any]:
     """A dashed line with its standard error, and what it is."""
     base, value = _chart([dense]), alt.Y("value:Q", scale=scale)
     layers = []
@@ -126,10 +126,8 @@ def _dense_layers(dense: Row, scale: alt.Scale, text: bool) -> list[Any]:
         layers.append(band.encode(y=alt.Y("low:Q", scale=scale), y2="high:Q"))
     rule = base.mark_rule(color="var(--soft)", strokeDash=[5, 4], strokeWidth=1.5)
     layers.append(rule.encode(y=value, description="label:N"))
-    if text:
-        words = base.mark_text(align="right", dx=-4, dy=-8, color="var(--soft)", aria=False)
-        layers.append(words.encode(x=alt.value("width"), y=value, text="text:N"))
-    return layers
+    words = base.mark_text(align="right", dx=-4, dy=-8, color="var(--soft)", aria=False)
+    return [*layers, words.encode(x=alt.value("width"), y=value, text="text:N")]
 
 
 @_drawn_twice

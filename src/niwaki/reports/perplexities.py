@@ -46,7 +46,7 @@ def _frontier_of(material: Material, text: str) -> Exhibit:
     if plain:
         figures.append(draw(plain, others=grouped, share=0.66 if both else 1.0))
     if grouped:
-        figures.append(draw(grouped, others=plain, by_pattern=True, share=0.32 if both else 1.0, legend=not both))
+        figures.append(draw(grouped, others=plain, by_pattern=True, share=0.32 if both else 1.0))
     title = measured_on(text, runs[0].perplexity[text])
     return Exhibit(figures, _perplexities(material, text), title, "perplexity against sparsity", open=True)
 
