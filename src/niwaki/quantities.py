@@ -22,7 +22,7 @@ HOW_SMALL = (
 )
 #: What is said where a command is not told what to do.
 HOW_SPARSE = "say how sparse: a sparsity such as 0.6, or a pattern such as 2:4"
-NOTHING_TO_REMOVE = "there is nothing to remove; give parameters, blocks, neurons, heads or experts"
+NOTHING_TO_REMOVE = "there is nothing to remove; give parameters, blocks, neurons, heads, experts or vocabulary"
 
 
 def fraction(given: float | str) -> Decimal | None:

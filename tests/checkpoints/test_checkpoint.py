@@ -401,7 +401,7 @@ def test_where_models_are(single: Path, tmp_path: Path, monkeypatch: pytest.Monk
     for name in (str(tmp_path / "nowhere"), "./nowhere", "a/b/c", "nowhere/"):
         assert name in message(lambda name=name: locate_model(name), UsageError)  # type: ignore[misc]
     assert "is a file" in message(lambda: locate_model(str(single / "config.json")), UsageError)
-    text = message(lambda: locate_model("someone/something"))
+    text = message(lambda: locate_model("someone/something"), UsageError)
     assert "someone/something" in text
     assert "the Hugging Face hub cannot be reached" in text
     monkeypatch.chdir(tmp_path)

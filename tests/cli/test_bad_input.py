@@ -14,7 +14,7 @@ import pytest
 import niwaki
 from niwaki import Record
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.errors import CheckpointError
+from niwaki.errors import UsageError
 from niwaki.packed.pack import pack
 from support.command import Command
 from support.models import edit_json, message, reference, save_model_with_tokenizer, weight
@@ -387,10 +387,10 @@ def test_the_hub_cannot_be_reached(tmp_path: Path, niwaki_: Command, monkeypatch
         ["inspect", "some/model"],
     ):
         ran = niwaki_(*command)
-        assert ran.code == 1
+        assert ran.code == 2  # as of a directory that is not there
         assert len(ran.err.splitlines()) == 1
         assert "there is no directory some/model, and the Hugging Face hub cannot be reached" in ran.err
-    assert message(lambda: niwaki.bench("some/model"), CheckpointError).endswith("hub cannot be reached")
+    assert message(lambda: niwaki.bench("some/model"), UsageError).endswith("hub cannot be reached")
     assert listing(tmp_path) == []
 
 

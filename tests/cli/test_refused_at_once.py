@@ -64,7 +64,7 @@ _REFUSED = {
     "quantize demo out int77": "a grid has 2 to 8 bits",
     "quantize demo out four": "is not a valid grid",
     "quantize ./nowhere out int8": "there is no directory ./nowhere",
-    "shrink demo out": "there is nothing to remove",
+    "shrink demo out": "experts or vocabulary",
     "shrink demo out --blocks=-1": "blocks must be 0 or more; got -1",
     "shrink demo out --neurons 25": "did you mean 0.25",
     "shrink demo out --parameters lots": "parameters is how much is left",

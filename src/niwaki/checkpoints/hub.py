@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from niwaki.checkpoints.local import nearest
-from niwaki.errors import CheckpointError, first_line
+from niwaki.errors import UsageError, first_line
 
 #: Seconds that the hub may take to answer.
 _TIMEOUT = 10.0
@@ -49,14 +49,14 @@ def missing(model: str, error: Exception) -> str:
 
 
 def check_model(model: str) -> None:
-    """CheckpointError where the hub says at once that it does not have the ``model``, and no copy of it is here."""
+    """UsageError where the hub says at once that it does not have the ``model``, and no copy of it is here."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         is_here = isinstance(try_to_load_from_cache(model, "config.json"), str)
     except HFValidationError as error:
-        raise CheckpointError(missing(model, error)) from error
+        raise UsageError(missing(model, error)) from error
     refused = None if is_here else refusal("model", model)
     if refused and not is_slow(refused):
-        raise CheckpointError(missing(model, refused)) from refused
+        raise UsageError(missing(model, refused)) from refused

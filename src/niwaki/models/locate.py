@@ -5,7 +5,8 @@ from pathlib import Path
 from niwaki.checkpoints.hub import missing
 from niwaki.checkpoints.local import find_local
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.errors import CheckpointError, UnsupportedModelError
+from niwaki.checkpoints.tensors import read_json
+from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.models.gguf_source import as_directory
 from niwaki.models.structure import predicts_words
 
@@ -15,8 +16,7 @@ def locate_model(model: str, tokenizer: bool = True) -> Path:
 
     The hub only gives safetensors, JSON and tokenizer files, never pickles or code. A GGUF file may be alone in a
     directory; :mod:`niwaki.models.gguf_source` converts it, on request without its ``tokenizer``. UsageError where
-    there is no such directory and it cannot be a hub id; CheckpointError where the hub does not have it, or cannot be
-    reached.
+    there is no such directory and it cannot be a hub id, the hub does not have it, or cannot be reached.
     """
     if (path := find_local(model)) is not None:
         return path if path.is_dir() else as_directory(path, tokenizer)
@@ -26,7 +26,7 @@ def locate_model(model: str, tokenizer: bool = True) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub's client raises errors of its own, of httpx and of the system
-        raise CheckpointError(missing(model, error)) from error
+        raise UsageError(missing(model, error)) from error
 
 
 def check_continues(checkpoint: Checkpoint, command: str) -> None:
