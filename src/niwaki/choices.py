@@ -34,8 +34,10 @@ WEIGHT_NAMES = ("admm1", "adam", "sgd", "cg", "exact")
 TWO_FACTORS = "two-factors"
 #: In the place of a solver, where weights are only rounded.
 NEAREST = "nearest"
-#: And of embeddings whose rounding is fitted to what the head receives.
+#: And where rounding is fitted to the inputs that weights meet.
 LEAST_SQUARES = "least squares"
+#: In the place of a pattern, where weights are only rounded.
+NO_ZEROS = "no zeros"
 #: Patterns of each kind, as they are written; the same test reads them.
 PATTERN_NAMES = ("2:4", "unstructured:0.6", "per-row:0.6", "two-factors:0.5")
 #: How long OpenMP's threads wait by spinning, which takes the core from the thread that they wait for when another

@@ -566,16 +566,18 @@ def test_what_cannot_be_written(error: int, said: str, tmp_path: Path, monkeypat
 
 
 class TestRefusals:
-    def test_dense(self, tmp_path: Path) -> None:
+    def test_dense(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """At once: no matrix is packed to see that it would not be smaller."""
         model = save_model(tmp_path / "model")
-        assert "is it pruned?" in message(lambda: niwaki.pack(model, tmp_path / "out"))
+        monkeypatch.setattr("niwaki.packed.pack.pack_matrix", lambda *_: pytest.fail("it is packed"))
+        assert "prune or quantize it first" in message(lambda: niwaki.pack(model, tmp_path / "out"))
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
         assert "not packed" in message(lambda: niwaki.unpack(model, tmp_path / "out"))
 
     def test_hardly_pruned(self, tmp_path: Path) -> None:
         """The values alone would be smaller, with their mask they are not."""
         model = sparse_model(tmp_path / "model", sparsity=0.07)
-        assert "is it pruned?" in message(lambda: niwaki.pack(model, tmp_path / "out"))
+        assert "prune or quantize it first" in message(lambda: niwaki.pack(model, tmp_path / "out"))
 
     def test_packed_where_dense_is_wanted(self, tmp_path: Path) -> None:
         model = sparse_model(tmp_path / "model")

@@ -143,7 +143,9 @@ def test_fewer_bits_are_fitted(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     record = niwaki.quantize(model, tmp_path / "out", "int4", calibration=random_tokens(8, 24), measurement=TEXT)
     assert record.effort["epochs"] > 0
-    assert record.method == "magnitude"
+    assert (record.method, record.pattern) == ("least squares", "no zeros")
+    assert record.solved_by == "weights fitted to the grid on the calibration text"
+    assert record.outcome == "int4"
     assert record.calibration["samples"] == 8
 
 

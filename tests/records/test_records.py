@@ -54,6 +54,20 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert message(lambda: record().save(tmp_path), OutputError).startswith(f"cannot write {tmp_path}")
 
 
+def test_it_prints_as_a_few_lines() -> None:
+    made = record(size={"before": 4 << 20, "after": 1 << 20}, notes=["one", "the other"])
+    made.perplexity["before"] = replace(made.perplexity["after"], value=9.0)
+    made.loss = 0.054
+    lines = str(made).splitlines()
+    assert len(lines) <= 10
+    assert lines[0] == "m: 0 % sparse"
+    assert lines[1].startswith("1.00 MiB, 0.25 of 4.00 MiB; 0.05")
+    assert lines[1].endswith("nats a token lost")
+    assert lines[-1] == "2 notes, such as: the other"
+    assert Record.from_json(made.to_json()) == made
+    assert str(record(perplexity={})).splitlines() == ["m: 0 % sparse", "by wanda"]
+
+
 def test_perplexities_beyond_floats() -> None:
     """Are not 300 digits."""
     found = Perplexity.of(torch.full((2, 31), 800.0), "demo")

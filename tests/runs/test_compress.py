@@ -18,7 +18,7 @@ from hypothesis import given, strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import niwaki
-from niwaki import Calibration, Compute, Measurement, NiwakiError
+from niwaki import Calibration, Compute, Measurement, NiwakiError, Record
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.compression.foresight import _Looking, foresee
 from niwaki.compression.part import PartOf
@@ -218,6 +218,13 @@ def test_a_size_is_never_exceeded(model: Path, runtime: Any, size: float, tmp_pa
         assert record.notes[-1].startswith(f"foreseen to lose about {plan.way.nats:.2g} nats a token; measured: ")
         assert json.loads((tmp_path / "out" / "niwaki.json").read_text())["notes"] == record.notes
     before = weights(model)
+    assert record.size == {"before": before, "after": weights(tmp_path / "out")}
+    assert record.loss == record.perplexity["after"].nats - record.perplexity["before"].nats
+    kept = Record.load(tmp_path / "out" / "niwaki.json")
+    assert (kept.size, kept.loss) == (record.size, record.loss)
+    assert "magnitude" not in record.method
+    assert record.pattern != "unstructured:0"
+    assert not any("stored as usual" in note for note in (*record.notes, *kept.notes))
     assert weights(tmp_path / "out") <= size * before
     assert weights(tmp_path / "out") >= (min(size, 0.53) - 0.12) * before
     assert weights(tmp_path / "out") <= plan.way.size
@@ -675,6 +682,11 @@ def test_the_command(model: Path, niwaki_: Command, tmp_path: Path, monkeypatch:
     done = niwaki_("compress", model, tmp_path / "out", "--size", "0.4", *texts)
     assert done.code == 0, done.err
     assert "stage 1: quantize int" in done.out + done.err
+    *_, where, summary, then = done.out.splitlines()
+    assert where == f"written to {tmp_path / 'out'}"
+    assert summary == Record.load(tmp_path / "out" / "niwaki.json").summary
+    assert re.fullmatch(r"[\d.]+ KiB, 0\.\d+ of [\d.]+ KiB; -?[\d.]+ ±[\d.]+ nats a token lost", summary)
+    assert then == f'next: niwaki generate {tmp_path / "out"} "PROMPT"'
     record = json.loads((tmp_path / "out" / "niwaki.json").read_text())
     assert [stage["name"] for stage in record["stages"]] == ["quantize", "embeddings"]
     assert "pack" in (tmp_path / "out" / "recipe.toml").read_text()

@@ -11,7 +11,7 @@ import pytest
 import niwaki
 from niwaki import Calibration, Measurement
 from niwaki.records.record import Record
-from niwaki.runs.model_card import notes, replace_note, top
+from niwaki.runs.model_card import restate, top
 from support.models import save_model_with_tokenizer
 
 RECORD = Record("", "m", "wanda", {"name": "wanda"}, "2:4", None, {}, "cpu", "float32")
@@ -23,19 +23,16 @@ def with_notes(*texts: str) -> Record:
 
 
 def test_only_the_note_changes(tmp_path: Path) -> None:
-    """Also where somebody has written after the notes, or between them, and in no encoding at all."""
-    card, own = tmp_path / "README.md", b"\r\n\xff My own words about `old`.\r\n"
-    card.write_bytes(b"# A model" + notes(with_notes("old", "other")).encode() + own)
-    replace_note(tmp_path, "old", "new")
-    assert card.read_bytes() == b"# A model" + notes(with_notes("new", "other")).encode() + own
-
-
-def test_a_card_without_the_note_stays(tmp_path: Path) -> None:
-    replace_note(tmp_path, "old", "new")
+    restate(tmp_path, "old", "new")
     assert not list(tmp_path.iterdir())
-    (tmp_path / "README.md").write_bytes(b"# A model, old\r\n")
-    replace_note(tmp_path, "old", "new")
-    assert (tmp_path / "README.md").read_bytes() == b"# A model, old\r\n"
+    file = tmp_path / "niwaki.json"
+    for new, expected in (("new", ["other", "new"]), ("", ["other"])):
+        with_notes("old", "other").save(file)
+        restate(tmp_path, "old", new)
+        assert Record.load(file).notes == expected
+    before = file.read_bytes()
+    restate(tmp_path, "old")
+    assert file.read_bytes() == before
 
 
 MERGED = "".join(

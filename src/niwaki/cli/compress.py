@@ -1,5 +1,7 @@
 """``niwaki compress``."""
 
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 from niwaki.choices import Runtime
@@ -68,4 +70,19 @@ def compress(
     with work.begun(f"compressing {model}", output) as common:
         from niwaki.compression.compress import compress as run
 
-        run(model, output, size, **asked, **common)
+        record = run(model, output, size, **asked, **common)
+    if os.environ.get("RANK", "0") == "0":  # of several processes the first one speaks
+        lines = [record.summary, f"next: {_next(output)}"]
+        out.print("\n".join(filter(None, lines)), markup=False, highlight=False, soft_wrap=True)
+
+
+def _next(output: str) -> str:
+    """How to run what is in the directory ``output``."""
+    from niwaki.checkpoints.reading import PACKED_INDEX
+
+    directory = Path(output)
+    if files := sorted(directory.glob("*.gguf")):
+        return f"llama-cli -m {files[0]}"
+    if (directory / PACKED_INDEX).exists():
+        return f'niwaki generate {output} "PROMPT"'
+    return f'AutoModelForCausalLM.from_pretrained("{output}") in transformers, or niwaki generate {output} "PROMPT"'

@@ -177,16 +177,15 @@ class _Teller:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
         self._tokenizer, self._say = tokenizer, say
-        self._tokens: list[int] | None = None  # None until the prompt, which comes first
-        self._told = 0
+        self._tokens = list[int]()
+        self._told, self._had_prompt = 0, False  # which comes first
         self.raised: Exception | None = None  # by ``say``
 
     def put(self, value: Tensor) -> None:
-        if self._tokens is None:
-            self._tokens = []
-        else:
+        if self._had_prompt:
             self._tokens += value.flatten().tolist()
             self._tell(_WAITING)
+        self._had_prompt = True
 
     def end(self) -> None:
         self._tell("")

@@ -16,10 +16,18 @@ from niwaki.layer.grid import Grid
 from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_grid, why_no_layer
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
-from niwaki.records.record import Record
+from niwaki.records.wording import markdown
 from niwaki.runs.conversion import Form
-from niwaki.runs.model_card import replace_note
+from niwaki.runs.model_card import check_card, restate, write_card_of_form
 
+_CARD = """
+# {name}, packed integers
+
+Weights as integers of {bits} bits in the format compressed-tensors: for vLLM, and for transformers where the package
+compressed-tensors is installed.
+
+    vllm serve DIR
+"""
 _BELOW_0 = (
     "some scales are below 0, which transformers and vLLM multiply with as with others; not so vLLM 0.25.1 with "
     "VLLM_MARLIN_INPUT_DTYPE=int8, which is not to be set: https://github.com/vllm-project/vllm/issues/48905"
@@ -45,6 +53,7 @@ class CompressedTensors(Form):
 
     def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
         super().__init__(checkpoint, progress)
+        check_card(checkpoint.path)
         if checkpoint.pruning.has_factors:
             raise UsageError(
                 f"the matrices of {name} are products of two sparse factors, which compressed-tensors does not have; "
@@ -89,7 +98,12 @@ class CompressedTensors(Form):
 
     def write(self, directory: Path, name: str) -> list[str]:
         """Writes the shards, and corrects what the other files say of them."""
-        self._note(directory)
+        restate(directory, stored_as_usual(self._grid, self._model.matrices()), _PACKED)
+        text, own = (
+            _CARD.format(name=markdown(name), bits=self._grid.bits),
+            "the card of the model that it was made from",
+        )
+        write_card_of_form(directory, "transformers", {"niwaki", "compressed-tensors"}, text, own)
         least = self._write_shards(directory)
         replace_file(directory / "config.json", json.dumps(self._config, indent=2) + "\n")
         has_experts = any(matrix.expert is not None for matrix in self._model.matrices())
@@ -114,15 +128,6 @@ class CompressedTensors(Form):
             shards.write(shard, tensors, tensors.__getitem__)
         shards.finish()
         return least
-
-    def _note(self, directory: Path) -> None:
-        """Replaces the note on weights that are not packed, in the record and on the model card."""
-        file, old = directory / "niwaki.json", stored_as_usual(self._grid, self._model.matrices())
-        if file.is_file():
-            record = Record.load(file)
-            record.notes = [_PACKED if note == old else note for note in record.notes]
-            record.save(file)
-            replace_note(directory, old, _PACKED)
 
 
 def packed_integers(codes: Tensor, bits: int) -> Tensor:

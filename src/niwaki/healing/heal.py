@@ -304,7 +304,9 @@ class Healing(Task):
                 of_states=not self.dense.has_head,
             ),
         )
-        record.notes += [*self.notes, *self.format.notes(self.student.matrices()), *notes_of(self.student)]
+        # A format that comes after it stores weights in its own way.
+        stored = [] if run.stages[-1].is_format else self.format.notes(self.student.matrices())
+        record.notes += [*self.notes, *stored, *notes_of(self.student)]
         return record
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from niwaki.checkpoints.hub import missing
 from niwaki.checkpoints.local import find_local
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.checkpoints.tensors import read_json
-from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
+from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.models.gguf_source import as_directory
 from niwaki.models.structure import predicts_words
 

@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from niwaki.models.scales import (
     read_embedding_scales,
     read_scales,
     scale_key,
+    stored_as_usual,
 )
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
@@ -48,7 +50,7 @@ from niwaki.packed.matrix import (
 )
 from niwaki.records.progress import Progress
 from niwaki.runs.conversion import Form, convert
-from niwaki.runs.model_card import check_card
+from niwaki.runs.model_card import check_card, restate
 
 
 @dataclass
@@ -179,14 +181,25 @@ class Packed(Form):
             )
         if any(map(self._can_pack, self._embeddings)):
             return
+        count = kept = 0
         for shard, entries in self._headers.items():
             for key in self._matrices.keys() & entries.keys():
-                is_known = DTYPES.get(entries[key].dtype) in PACKABLE
-                value = read_tensor(self._path / shard, key, entries[key]) if is_known else None
-                if value is not None and (self._factors(key, value) or self._packed(value, self._matrices[key])):
+                if DTYPES.get(entries[key].dtype) not in PACKABLE:
+                    continue
+                value = read_tensor(self._path / shard, key, entries[key])
+                count, kept = count + value.numel(), kept + (there := int(value.count_nonzero()))
+                # A bit for each weight says where the others are; without a grid nothing else makes it smaller.
+                is_dense = there + value.numel() / (8 * value.element_size()) >= value.numel()
+                if is_dense and not (self._grid or self.checkpoint.pruning.has_factors):
+                    continue
+                if self._factors(key, value) or self._packed(value, self._matrices[key]):
                     return
         self.check_groups(name)
-        raise UsageError(f"no matrix of {name} would be smaller without its zeros; is it pruned?")
+        zeros = f"{100 * (1 - kept / max(1, count)):.2g} %"
+        raise UsageError(
+            f"no matrix of {name} would be smaller without its zeros; {zeros} of its weights are zeros: prune or "
+            "quantize it first"
+        )
 
     def check_groups(self, name: str) -> None:
         """UsageError where only zeros could make a matrix smaller, as the groups of the grids show."""
@@ -208,6 +221,8 @@ class Packed(Form):
         (directory / INDEX_NAME).unlink(missing_ok=True)
         replace_file(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
         self.sizes = sizes = Sizes.of(PackedCheckpoint(directory))
+        if self._grid:  # what is true of the dense model
+            restate(directory, stored_as_usual(self._grid, list(chain(*self._matrices.values()))))
         card.write(directory, name, str(sizes))
         return sizes.described
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from niwaki.arguments import check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter, verify
-from niwaki.choices import LEAST_SQUARES, NEAREST
+from niwaki.choices import LEAST_SQUARES, NEAREST, NO_ZEROS
 from niwaki.effort import NO_EFFORT, Effort, make_effort
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.layer.grid import Grid, parse_grid, scale_dtype
@@ -111,7 +111,7 @@ class QuantizingEmbeddings(Task):
             self.texts,
             method=method,
             solver={"name": method},
-            pattern="unstructured:0",
+            pattern=NO_ZEROS,
             mask_from=None,
             embeddings=str(self.grid),
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 from niwaki.arguments import INTERNAL, check_fields, checked_names, given_fields
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter
+from niwaki.choices import NO_ZEROS
 from niwaki.effort import Effort, Planning, describe as describe_effort, described
 from niwaki.errors import UsageError
 from niwaki.layer.grid import Grid
@@ -202,7 +203,8 @@ class Pruning(Task):
         """The record of the run, as far as it is known before the run."""
         request, model, chosen = self.request, self.model, self.chosen
         tf32 = run.compute.tf32 if has_tf32(model.device) else "never"
-        pattern, grid = str(request.wanted), request.grid
+        has_no_solver, grid = request.rounds_to_nearest or request.only_fits, request.grid
+        pattern = NO_ZEROS if has_no_solver else str(request.wanted)
         if request.mask_model is not None:
             within = "" if request.wanted is None else f", within {request.wanted}"
             pattern = f"the mask of {request.mask_model}{within}"
@@ -211,7 +213,7 @@ class Pruning(Task):
             model,
             self.texts,
             method=request.method,
-            solver={"name": request.method} if request.rounds_to_nearest else plain(describe(request.solving)),
+            solver={"name": request.method} if has_no_solver else plain(describe(request.solving)),
             effort={} if request.rounds_to_nearest else describe_effort(self.effort),
             quantization=str(grid) if grid else None,
             kept_format=str(KeptFormat(model.checkpoint)) if request.keep_format else None,
@@ -231,7 +233,8 @@ class Pruning(Task):
                 f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"
             )
         record.notes += sharing_notes(model.matrices(), fits=self.effort.fit.epochs > 0)
-        record.notes += self.format.notes(model.matrices())
+        if not run.stages[-1].is_format:  # which stores them in its own way
+            record.notes += self.format.notes(model.matrices())
         if record.kept_format:
             record.notes.append(
                 f"the model's files are in {record.kept_format}, and what is pruned is written in that format again"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from niwaki.arguments import INTERNAL, check_fields
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.choices import NEAREST, TWO_FACTORS
+from niwaki.choices import LEAST_SQUARES, NEAREST, TWO_FACTORS
 from niwaki.effort import NO_EFFORT, Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import is_model
@@ -104,10 +104,17 @@ class Request:
         return rounds_to_nearest(self.grid, self.effort)
 
     @property
+    def only_fits(self) -> bool:
+        """Whether weights are put on a grid, fitted to their inputs, and no solver was named, which would have none."""
+        return self.grid is not None and self.only_rounds and self.solver is None and not self.rounds_to_nearest
+
+    @property
     def method(self) -> str:
         """What the solver is called."""
         if self.rounds_to_nearest:
             return NEAREST
+        if self.only_fits:
+            return LEAST_SQUARES
         return self._usual if isinstance(self._usual, str) else str(describe(self._usual)["name"])
 
     @cached_property

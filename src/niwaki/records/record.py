@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypedDict
 
 import msgspec
 
-from niwaki.choices import NEAREST, TF32, TWO_FACTORS
+from niwaki.choices import NEAREST, NO_ZEROS, TF32, TWO_FACTORS
 from niwaki.errors import CheckpointError, UsageError
 from niwaki.files import given_path, replace_file
 from niwaki.records.data import (
@@ -34,7 +34,7 @@ from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Difference, Perplexity
 from niwaki.records.structure import StructureRecord
 from niwaki.records.vectors import Agreement, Similarity
-from niwaki.records.wording import counted, in_words, kind, several, two_digits
+from niwaki.records.wording import counted, in_words, kind, several, size as in_bytes, two_digits
 
 #: Of ``niwaki.json``.
 FORMAT = 2
@@ -204,6 +204,8 @@ class Record(JsonFile):
             if numbers are stored as they are.
         healing: How the weights were trained after pruning; None if they were not.
         left_dense: The tensors of the decoder with two dimensions or more that are not pruned, without embeddings.
+        size: Bytes of the files with weights, "before" and "after". Empty in records of earlier versions.
+        loss: By how much the loss rose, in nats for each token of the model before; None where that was not measured.
         stages: The stages of a run of several, in order. Everything else is about all of them together, except that
             ``matrices``, ``solver``, ``effort`` and ``pattern`` are about the last one that pruned.
     """
@@ -240,7 +242,28 @@ class Record(JsonFile):
     kept_format: str | None = None
     healing: HealingRecord | None = None
     left_dense: Annotated[list[LeftDense], msgspec.Meta(max_length=1000)] = field(default_factory=list)
+    size: Annotated[dict[str, Count], msgspec.Meta(max_length=2)] = field(default_factory=dict)
+    loss: Finite | None = None
     stages: Annotated[list[StageRecord], msgspec.Meta(max_length=MOST_STAGES)] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """What came out, in a few lines; all of it is in the attributes, and in :meth:`to_json`."""
+        lines = [f"{self.model}: {self.outcome or self.pattern}", self.summary, f"by {self.solved_by}"]
+        lines += [f"perplexity {when} {measured}" for when, measured in self.perplexity.items()]
+        if self.notes:
+            lines.append(f"{counted(len(self.notes), 'note')}, such as: {self.notes[-1]}")
+        return "\n".join(filter(None, lines))
+
+    @property
+    def summary(self) -> str:
+        """Size and loss, in words; "" where neither is known."""
+        parts = []
+        if {"before", "after"} <= self.size.keys():
+            before, after = self.size["before"], self.size["after"]
+            parts.append(f"{in_bytes(after)}, {after / max(1, before):.2f} of {in_bytes(before)}")
+        if self.loss is not None:
+            parts.append(f"{self.perplexity['after'].lost_from(self.perplexity['before']).words} lost")
+        return "; ".join(parts)
 
     def __post_init__(self) -> None:
         check_plain(self.solver, "the solver")
@@ -327,7 +350,9 @@ class Record(JsonFile):
     @property
     def only_quantizes(self) -> bool:
         """Whether weights were put on a grid, and neither this run nor one before it made zeros."""
-        if not (self.quantization or self.embeddings) or self.structure or not self.pattern.endswith(":0"):
+        if not (self.quantization or self.embeddings) or self.structure:
+            return False
+        if self.pattern != NO_ZEROS and not self.pattern.endswith(":0"):  # as earlier versions had it
             return False
         zeros = sum(int(matrix.stats.get("zeros_before", 0)) for matrix in self.matrices)
         return zeros <= FEW_ZEROS * sum(math.prod(matrix.shape) for matrix in self.matrices)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError, named
-from niwaki.files import output_errors, replace_file
+from niwaki.files import output_errors, replace_file, weights_size
 from niwaki.models.device import find_device, peak_memory
 from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
@@ -281,6 +281,7 @@ def _finish(run: Run, record: Record) -> None:
     if earlier:
         run.clock.add(earlier.seconds)
     record.seconds = {**run.clock.seconds, "total": run.clock.total()}
+    _measure(run, record)
     is_format, *after = (each.is_format for each in run.stages[run.number :])
     made = None
     if run.recipe and not after:  # reading all weights takes its time, and nobody waits for it here
@@ -293,6 +294,14 @@ def _finish(run: Run, record: Record) -> None:
     if made:
         write_recipe(made, place.directory)
     place.finish_stage(record)
+
+
+def _measure(run: Run, record: Record) -> None:
+    """Puts into ``record`` how large the model was and is, and what it lost."""
+    assert run.place
+    record.size = {"before": weights_size(run.source), "after": weights_size(run.place.directory)}
+    if {"before", "after"} <= record.perplexity.keys():
+        record.loss = record.perplexity["after"].lost_from(record.perplexity["before"]).nats
 
 
 @contextlib.contextmanager

@@ -51,12 +51,13 @@ def notes(record: Record) -> str:
     return f"{_NOTES if listed else ''}{listed}\n\n{full}\n"
 
 
-def replace_note(directory: Path, old: str, new: str) -> None:
-    """Writes ``new`` for the note ``old`` on the card in ``directory``; all else stays, to the byte."""
-    readme = directory / "README.md"
-    with output_errors(directory):
-        if readme.is_file():
-            readme.write_bytes(readme.read_bytes().replace(f"* {old}".encode(), f"* {new}".encode()))
+def restate(directory: Path, old: str, new: str = "") -> None:
+    """Leaves out the note ``old`` of the record in ``directory``, if there is one, and adds ``new``."""
+    file = directory / "niwaki.json"
+    if file.is_file() and (new or old.encode() in file.read_bytes()):
+        record = Record.load(file)
+        record.notes = [note for note in record.notes if note != old] + [new] * bool(new)
+        record.save(file)
 
 
 def check_card(model: Path) -> None:
