@@ -445,6 +445,19 @@ def test_entries_for_each_block(tmp_path: Path) -> None:
     assert "sliding_window_pattern" not in found
 
 
+def test_entries_of_some_blocks_by_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.24 saves Gemma 4, whose blocks that see everything have wider heads."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    changes = {"layer_types": kinds, "hidden_size_per_layer_input": 0}
+    source = save(tmp_path / "model", "gemma4_text unshared", **changes)
+    edit_json(source / "config.json", per_layer_config={str(i): {"head_dim": 16} for i in (1, 3)})
+    monkeypatch.setattr(plan, "cheapest", lambda costs, kinds, count: [0])
+    run(source, tmp_path / "out", blocks=1)
+    found = config(tmp_path / "out")
+    assert found["layer_types"] == kinds[1:]
+    assert found["per_layer_config"] == {str(i): {"head_dim": 16} for i in (0, 2)}
+
+
 def quiet(source: Path, block: int) -> None:
     """Lets a block of a LLaMA or Qwen add next to nothing, so that it is the first to go."""
     values = tensors(source)

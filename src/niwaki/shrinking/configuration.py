@@ -72,6 +72,8 @@ def configuration(
     if len(kept) < len(model.blocks):
         for name in _RULES:
             text.pop(name, None)
+        if isinstance(layers := text.get("per_layer_config"), dict):  # of some blocks only, by their numbers
+            text["per_layer_config"] = {str(i): layers[str(old)] for i, old in enumerate(kept) if str(old) in layers}
     for name, value in changes.items():
         actual = model.config.attribute_map.get(name, name)
         aliases = [alias for alias, meant in model.config.attribute_map.items() if meant == actual]
