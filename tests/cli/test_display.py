@@ -216,7 +216,8 @@ def test_a_stage_without_blocks_has_the_bar_too(clock: Clock) -> None:
         display.status("packing, tensor", 3, 9)
         assert display.describe() == "packing, tensor 3/9"
         (task,) = display._bar.tasks
-        assert (task.description, task.completed) == ("packing, tensor", pytest.approx(1 / 3))
+        assert task.description == "packing, tensor"
+        assert task.completed == pytest.approx(1 / 3)
 
 
 def test_what_the_solver_says(clock: Clock) -> None:

@@ -59,7 +59,8 @@ def test_it_is_the_nearest(bits: int, group: int | None) -> None:
 )
 def test_what_is_quantized_again_stays(tmp_path: Path, grid: str, effort: str | None, embeddings: str | None) -> None:
     """The same bytes, of weights and of scales."""
-    model, options = save_model(tmp_path / "model"), {"calibration": random_tokens(8, 24, seed=1), "effort": effort}
+    model = save_model(tmp_path / "model")
+    options: dict[str, Any] = {"calibration": random_tokens(8, 24, seed=1), "effort": effort}
     niwaki.quantize(model, tmp_path / "once", grid, **options, embeddings=embeddings)
     shutil.copytree(tmp_path / "once", tmp_path / "other", ignore=shutil.ignore_patterns("niwaki*", "*.md", "quant*"))
     config = json.loads((tmp_path / "other" / "config.json").read_text())

@@ -119,7 +119,7 @@ class Found(Generic[T]):
     It is of the type ``kind``, for each matrix. Of several processes the first keeps it.
     """
 
-    def __init__(self, directory: Path | None, kind: type[T], world: World) -> None:
+    def __init__(self, directory: Path | None, kind: type, world: World) -> None:
         self._directory, self._world = directory, world
         self._kind = list[tuple[Place, kind]]  # type: ignore[valid-type]
 
@@ -175,7 +175,7 @@ def examined(
 
     Cost: two forward passes and one backward, and those of ``at_end``.
     """
-    kept = kept or Found(None, object, world)
+    kept = kept or Found[T](None, object, world)
     share = min(1.0, look.tokens / sum(world.collected(samples.numel())))
     pilot = pilot_of(samples, share, world)
     sensitivity = kept.sensitivity(lambda: measured(model, pilot_of(samples, share / 2, world), world, progress))
