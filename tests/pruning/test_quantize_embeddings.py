@@ -158,13 +158,13 @@ class Counted(Progress):
     """How many steps each part had, of how many it was said to have."""
 
     def __init__(self) -> None:
-        self.parts: list[list[object]] = []
+        self.parts: list[list[Any]] = []
 
     def stage(self, block: int, name: str, steps: int) -> None:
         self.parts.append([name, 0, steps])
 
     def step(self) -> None:
-        self.parts[-1][1] += 1  # type: ignore[operator]
+        self.parts[-1][1] += 1
 
 
 def test_all_that_takes_long_has_steps(tmp_path: Path) -> None:

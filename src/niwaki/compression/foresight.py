@@ -163,7 +163,8 @@ def foresee(
         windows, tokens = texts.windows, texts.windows.tokens
         own, tf32 = world.share(tokens), compute.tf32 if has_tf32(model.device) else "never"
         place = _place_of(model, grid, ends, tokens, tf32, calibration, look) if world.first else None
-        found, so_far = world.received(_kept(place)), Found(place and place.parent, _Costs, world)
+        found = world.received(_kept(place))
+        so_far = Found[_Costs](place and place.parent, _Costs, world)
         if found is None:
             looking = _Looking(model, grid, ends, LookingAtTokens.of(model, text, windows, look) if world.first else "")
             operations = duration.looking(model, min(look.tokens, tokens.numel()))

@@ -661,6 +661,7 @@ def stretched(config: PreTrainedConfig, architecture: Architecture, path: Path) 
     if kind not in architecture.stretches:
         raise unknown
     width, factor = _rotary(config, architecture), rope.get("factor")
+    scaled: torch.Tensor
     with refusals(path / "config.json"):
         own = {"layer_type": "full_attention"} if "full_attention" in config.rope_parameters else {}
         scaled, attention = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **own)
@@ -669,7 +670,7 @@ def stretched(config: PreTrainedConfig, architecture: Architecture, path: Path) 
         }
         if kind in ("longrope", "yarn"):
             found.numbers["add_rope_scaling_orig_ctx_len"] = int(rope["original_max_position_embeddings"])
-    if any(2 * len(each) != width for each in (scaled, *shares.values())):
+    if any(2 * count != width for count in (len(scaled), *map(len, shares.values()))):
         raise unknown
     plain = rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     ours = scaled.double()
@@ -683,7 +684,7 @@ def stretched(config: PreTrainedConfig, architecture: Architecture, path: Path) 
         found.numbers["add_rope_scaling_factor"] = float(factor)
     if kind == "yarn":
         ours = _yarn(plain, ours, rope)
-        attention /= 1 + 0.1 * math.log(max(1, factor))
+        attention /= 1 + 0.1 * math.log(max(1.0, found.numbers["add_rope_scaling_factor"]))
     if not math.isclose(attention, 1):
         found.numbers["add_rope_scaling_attn_factors"] = attention
     if beta := rope.get("llama_4_scaling_beta"):
