@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ def test_all_that_takes_long_has_steps(tmp_path: Path) -> None:
     measured = [steps for name, _, steps in counted.parts if name == "perplexity"]
     blocks = [steps for name, _, steps in counted.parts if name == "advance"]
     assert len(measured) == 2
-    assert min(measured) > sum(blocks) + 2  # type: ignore[type-var, arg-type, operator]
+    assert min(measured) > sum(blocks) + 2
 
 
 def test_alone_and_at_the_end_of_a_list(tmp_path: Path) -> None:
