@@ -174,7 +174,7 @@ def test_commands_for_the_embedded_model_run(niwaki_: Command, tmp_path: Path, m
 def test_readme_commands_run(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row of its table, of a third of the embedded model and with little text."""
     monkeypatch.chdir(tmp_path)
-    text = ["--calibration", "demo", "--samples", "2", "--length", "32", "--text-samples", "2"]
+    text = ["--calibration", "demo", "--samples", "2", "--length", "32", "--text-samples", "4"]
     niwaki_("shrink", "demo", "MODEL", "--blocks", "4", *text)
     niwaki_("prune", "MODEL", "PRUNED", "--sparsity", "0.5", "--effort", "fast", *text)
     for number, do in enumerate(_table(ROOT / "README.md").values()):

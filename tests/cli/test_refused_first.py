@@ -63,8 +63,8 @@ REFUSED = {
     "run model out -s 'quantize int4:16' -s pack --calibration short.txt": "need groups of a multiple of 64",
     "run model out -s 'quantize int3' -s export --calibration short.txt": "compressed-tensors has 4 or 8 bits",
     "run model out -s 'prune 0.5' -s 'embeddings int8:24' --calibration short.txt": "stage 2, embeddings",
-    "compress odd out --size 0.3 --calibration short.txt": "do not divide into groups of 64",
-    "compress odd out --loss 0.3 --calibration short.txt": "do not divide into groups of 64",
+    "compress odd out --size 0.3 --for llama.cpp --calibration short.txt": "do not divide into groups of 32",
+    "compress odd out --loss 0.3 --for llama.cpp --calibration short.txt": "do not divide into groups of 32",
     "compare model -o out --solvers wanda,wanda@best:allocation=owl --sparsity 2:4 --calibration short.txt": "short",
     # two factors, which stay such
     "compress factors out --size 0.3 --calibration short.txt": "was pruned to two factors",

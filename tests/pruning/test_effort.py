@@ -371,7 +371,7 @@ def test_stages_and_steps(tmp_path: Path) -> None:
     run(save_model(tmp_path / "model"), tmp_path / "out", progress=watch)
     block = [["capture", 1, 1], ["solve", 7, 7], ["fit", 13, 13], ["advance", 1, 1]]
     assert [stage[1:] for stage in watch.stages[:4]] == block
-    assert [stage[1:] for stage in watch.stages[4:]] == [*block[:-1], ["advance", 1, 0]]
+    assert [stage[1:] for stage in watch.stages[4:]] == [*block[:-1], ["advance", 1, 0], *2 * [["perplexity", 1, 1]]]
     assert watch.solved_in == [0] * 7 + [1] * 7
 
 

@@ -286,7 +286,7 @@ def _export(model: Path, out: Path) -> None:
     niwaki.export(pruned, out)
 
 
-@pytest.mark.parametrize(("call", "expected"), [(_shrink, "share weights"), (_export, "of its own")])
+@pytest.mark.parametrize(("call", "expected"), [(_shrink, "share weights"), (_export, "several blocks share it")])
 @pytest.mark.slow
 def test_what_sharing_does_not_allow(tmp_path: Path, call: Callable[[Path, Path], None], expected: str) -> None:
     model = save_model(tmp_path / "model", "zamba2")

@@ -517,7 +517,7 @@ def test_where_trials_are(model: Path, text: Calibration, tmp_path: Path) -> Non
 def test_losses_that_cannot_be_kept(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"a loss of 1e-07 cannot be kept: the largest form has .* nats a token"):
         niwaki.compress(model, tmp_path / "out", loss=1e-7, **GIVEN)
-    with pytest.raises(UsageError, match="text to measure it on"):
+    with pytest.raises(UsageError, match="of text to measure on"):
         niwaki.compress(model, tmp_path / "out", loss=0.1, calibration=TEXT, measurement=None, restart=True)
     assert not (tmp_path / "out").exists()
 

@@ -624,7 +624,7 @@ def test_models_that_are_refused(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "nothing to remove; give parameters, blocks, neurons, heads or experts"),
+        ({}, "there is nothing to remove; give parameters, blocks, neurons, heads, experts or vocabulary"),
         ({"blocks": 3}, "blocks 3 of 3: from 0 to 2 can be removed"),
         ({"blocks": -1}, "blocks -1 of 3"),
         ({"neurons": 1.0}, "neurons is a fraction, from 0 to below 1; got 1"),

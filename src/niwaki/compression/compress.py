@@ -97,7 +97,9 @@ def compress(
         texts = check_run(model, out, stages, text, measured, where) if stages else []
         windows = min((len(each.only.tokens) if each.only else 0 for each in texts), default=2)
         if loss is not None and windows < 2:
-            raise UsageError("a bound on the loss needs 2 windows of text to measure on; give more text, or --text")
+            raise UsageError(
+                f"a bound on the loss needs {FEWEST_WINDOWS} windows of text to measure on; give more text, or --text"
+            )
 
     if not wanted.searches:
         plan, text = planned(wanted, calibration, where, progress, check)

@@ -171,7 +171,7 @@ def find_tasks(tasks: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
     if not names:
         raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
     try:
-        import lm_eval  # noqa: F401
+        import lm_eval.evaluator  # noqa: F401
     except ImportError as error:
         raise TaskError(
             f"tasks need lm-evaluation-harness: pip install datasets 'lm-eval<0.5' ({first_line(error)})"

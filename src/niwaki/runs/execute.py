@@ -8,7 +8,7 @@ from pathlib import Path
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError, named
-from niwaki.files import output_errors, replace_file, weights_size
+from niwaki.files import input_errors, output_errors, replace_file, weights_size
 from niwaki.models.device import find_device, peak_memory
 from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
@@ -299,7 +299,8 @@ def _finish(run: Run, record: Record) -> None:
 def _measure(run: Run, record: Record) -> None:
     """Puts into ``record`` how large the model was and is, and what it lost."""
     assert run.place
-    record.size = {"before": weights_size(run.source), "after": weights_size(run.place.directory)}
+    with input_errors(run.source):
+        record.size = {"before": weights_size(run.source), "after": weights_size(run.place.directory)}
     if {"before", "after"} <= record.perplexity.keys():
         record.loss = record.perplexity["after"].lost_from(record.perplexity["before"]).nats
 

@@ -18,6 +18,8 @@ from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.patterns.selection import keep_highest
 from niwaki.quantities import check_sparsity
 
+#: Sparsities up to this are none: fewer zeros than one in a matrix of a million million weights.
+_NONE = 1e-12
 #: From scores (out, in) the mask of the weights that are kept.
 Choice: TypeAlias = Callable[[Tensor], Tensor]
 #: Runs of columns: (start, stop, the choice among them).
@@ -200,7 +202,8 @@ class BySparsity(ByRows):
         return replace(self, sparsity=sparsity)
 
     def partial(self, fraction: float) -> Pattern:
-        return replace(self, sparsity=self.sparsity * fraction)
+        sparsity = self.sparsity * fraction
+        return replace(self, sparsity=sparsity if sparsity > _NONE else 0.0)
 
 
 def check_places(what: str, places: Tensor) -> None:
