@@ -97,7 +97,8 @@ def test_the_same_as_by_hand(tmp_path: Path) -> None:
         {name: value for name, value in files(tmp_path / each).items() if name != "README.md"}
         for each in ("packed", "by hand")
     )
-    assert packed == by_hand
+    # What is packed by hand was stored as usual before, and its record and card say so.
+    assert {name for name in packed if packed[name] != by_hand.get(name)} == {"README.dense.md"}
     niwaki.unpack(tmp_path / "packed", tmp_path / "unpacked")
     assert same_tensors(tmp_path / "unpacked", tmp_path / "out")
     assert [stage.name for stage in record.stages] == ["shrink", "prune", "quantize", "heal"]

@@ -7,7 +7,6 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from niwaki.models.scales import (
     read_embedding_scales,
     read_scales,
     scale_key,
-    stored_as_usual,
 )
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
@@ -50,7 +48,7 @@ from niwaki.packed.matrix import (
 )
 from niwaki.records.progress import Progress
 from niwaki.runs.conversion import Form, convert
-from niwaki.runs.model_card import check_card, restate
+from niwaki.runs.model_card import check_card
 
 
 @dataclass
@@ -221,8 +219,6 @@ class Packed(Form):
         (directory / INDEX_NAME).unlink(missing_ok=True)
         replace_file(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
         self.sizes = sizes = Sizes.of(PackedCheckpoint(directory))
-        if self._grid:  # what is true of the dense model
-            restate(directory, stored_as_usual(self._grid, list(chain(*self._matrices.values()))))
         card.write(directory, name, str(sizes))
         return sizes.described
 
