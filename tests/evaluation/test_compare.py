@@ -300,7 +300,7 @@ class StopAt(Progress):
         ("cells", 1, 0, ["wanda_50", "magnitude_50", "wanda_60", "magnitude_60"]),
         ("cells", 3, 2, ["wanda_60", "magnitude_60"]),
         ("blocks pruned", 4, 1, ["magnitude_50", "wanda_60", "magnitude_60"]),  # the second of magnitude_50
-        ("blocks measured", 5, 1, ["wanda_60", "magnitude_60"]),  # likewise, which is pruned
+        ("blocks measured", 35, 1, ["wanda_60", "magnitude_60"]),  # likewise, which is pruned
     ],
 )
 @pytest.mark.slow

@@ -65,6 +65,7 @@ def generate(
     return write(model, prompt, tokens, temperature, seed, raw, Compute.of(compute), say)
 
 
+@checked
 def write(
     model: str | Path,
     prompt: str,
