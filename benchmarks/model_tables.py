@@ -635,3 +635,61 @@ def model_types(made: Any) -> Lines:
         "",
         *markdown(["refused", "why"], refused),
     ]
+
+
+#: By what an error's line has, what is the matter in a few words; others are shown as they are.
+_REASONS = {
+    "niwaki knows llama": "GGUF files are written of other types: [the list](llama-cpp.md)",
+    "makes no predictions of words": "it predicts no words, which this needs",
+    "only compressed for transformers": "an encoder with a decoder is compressed by `parameters` only",
+    "is not made of q_proj": "not in every block is attention made of `q_proj`, `k_proj`, `v_proj`, `o_proj` alone",
+    "MLPs of a known kind": "its MLPs are of no kind whose neurons niwaki finds",
+    "has experts": "in models with experts these go, and not neurons",
+    "has no entry for their number": "its configuration has no entry for one number of neurons",
+    "self_attn.q_norm.weight would be": "a norm goes over all heads together",
+    "self_attn.sinks": "each head has a sink, which would have to go with it",
+    "Attempting to broadcast": "transformers takes the width of heads from their number",
+    "refused by transformers": "blocks stay where they have embeddings of their own, or others' keys and values",
+    "cannot load packed integers": "transformers cannot load packed integers into this type",
+    "linear layers alone": "compressed-tensors has linear layers alone: not experts in a tensor, nor transposed ones",
+    "of encoder with a decoder": "heads of encoders with decoders stay",
+    "use_bidirectional_attention": "llama.cpp computes attention to one side only",
+}
+_PARTS = ("neurons", "heads", "experts", "blocks")
+
+
+def families(made: Any) -> Lines:
+    """What works with the families that people use most, and why the rest does not."""
+    reasons: dict[str, int] = {}
+
+    def note(line: str) -> str:
+        words = next((words for part, words in _REASONS.items() if part in line), line)
+        return f"({reasons.setdefault(words, len(reasons) + 1)})"
+
+    def cell(line: str) -> str:
+        return f"no {note(line)}" if line else "yes"
+
+    rows = []
+    for name, each in made["families"].items():
+        lines = each["cells"]
+        size = cell(lines["compress"])
+        if lines["compress"] and not lines["parameters"]:
+            size = f"to `parameters` {note(lines['compress'])}"
+        elif lines["parameters"] and not lines["compress"]:
+            size = f"to a size, not to `parameters` {note(lines['parameters'])}"
+        parts = [part for part in _PARTS if not lines[part]]
+        missing = [
+            part for part in _PARTS if lines[part] and not re.search("^there are no experts|: experts of", lines[part])
+        ]
+        shrunk = [", ".join(parts), *(f"not {part} {note(lines[part])}" for part in missing)]
+        rows.append(
+            [
+                f"{name}: `{each['type']}`",
+                *(cell(lines[part]) for part in ("prune", "quantize")),
+                size,
+                "; ".join(filter(None, shrunk)),
+                *(cell(lines[part]) for part in ("gguf", "compressed-tensors")),
+            ]
+        )
+    columns = ["family", "prune", "quantize", "compress", "shrink", "GGUF", "compressed-tensors"]
+    return [*markdown(columns, rows), "", *(f"{number}. {words}" for words, number in reasons.items())]

@@ -59,6 +59,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/log.md", "paths", tables.paths, ("paths",)),
     ("docs/methods.md", "results", tables.methods, ("protocol", "table3")),
     ("docs/model-types.md", "model_types", model_tables.model_types, ("model_types",)),
+    ("docs/models.md", "families", model_tables.families, ("families",)),
     ("docs/packed.md", "fast", summaries.fast, ("llama_cpp_whole", "llama_cpp_avx2")),
     ("docs/performance.md", "gpu_blocks", tables.gpu_blocks, ("gpu_blocks",)),
     ("docs/quantization.md", "embeddings", model_tables.grids, ("embeddings",)),

@@ -161,8 +161,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 TOKENS = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
-#: In two batches, because what blocks get beside hidden states must not depend on the tokens.
-streamed.TOKENS_PER_BATCH = TOKENS.numel() // 2
 #: Pairs for an encoder with a decoder: of a source and a target of other lengths each.
 PAIRS = [(row[: 6 + i].tolist(), [1, *row[-5 - i :].tolist()]) for i, row in enumerate(TOKENS)]
 #: By how transformers loads them, the types of models and the names of their classes.
@@ -336,6 +334,8 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    # In two batches, because what blocks get beside hidden states must not depend on the tokens.
+    streamed.TOKENS_PER_BATCH = TOKENS.numel() // 2
     file = arguments.record
     results: dict[str, dict[str, Any]] = json.loads(file.read_text())["types"] if file.exists() else {}
     for kind in arguments.kinds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 import niwaki
 from niwaki.errors import UsageError
@@ -26,7 +28,7 @@ from niwaki.shrinking.combinations import Combination, Combinations, best_of, co
 from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
 from niwaki.shrinking.units import ColumnUnits, heads_of, neurons_of
 from support.float64 import Float64
-from support.models import message, random_model, random_tokens, reference
+from support.models import message, random_model, random_tokens, reference, save_random
 from support.runs import files
 from support.streams import stream_of
 
@@ -152,6 +154,27 @@ def test_each_leaves_what_is_wanted_and_no_less(source: Path, share: float) -> N
             fewer = {**way.units, "neurons": count - 1}
             removals = found.removals({kind: number for kind, number in fewer.items() if number})
             assert found.tensors.parameters(model, removals, way.blocks) > int(share * whole)
+
+
+def test_blocks_of_several_sizes(tmp_path: Path) -> None:
+    """Also where those that cost least are the small ones, some way is left for each number that is not refused."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "shared_intermediate_size": 16, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "num_local_experts": 0}
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+    kinds = {"layer_types": ["mamba", "mamba", "attention", "attention"]}
+    source = save_random(
+        tmp_path / "model", AutoConfig.for_model("granitemoehybrid", **sizes, **heads, **mamba, **kinds)
+    )
+    model = stream_of(source)
+    costs = {(i, j): (1.0 if i < 2 else 0.1) * (j - i) for i in range(4) for j in range(i + 1, 5)}
+    tried = 0
+    for share in torch.linspace(0.5, 0.99, 50).tolist():
+        found = combinations(model, int(share * numbers(source)), [])
+        with contextlib.suppress(UsageError):
+            found.check()
+            assert found.of(costs), share
+            tried += 1
+    assert tried > 10
 
 
 def test_the_one_that_costs_least_goes(source: Path, tmp_path: Path) -> None:

@@ -96,13 +96,18 @@ class Combinations:
     def least(self) -> int:
         """How many are left where the most that can goes."""
         removals = [kind.without(self._counts(kind)[-1]) for kind in self.kinds]
-        return self.tensors.parameters(self.model, removals, range(self.most_blocks))
+        return self.tensors.parameters(self.model, removals, self._smallest[: self.most_blocks])
 
     @cached_property
     def most_blocks(self) -> int:
-        """How many blocks go at most: what brings the model to its size, and not more than half of them."""
+        """How many blocks go at most: what brings it to its size whichever they are, and not more than half of them."""
         most = min(int(_MOST["blocks"] * len(self.model.blocks)), most_blocks(self.model))
-        return next((n for n in range(1, most) if self._size([], range(n)) <= self.target), most)
+        return next((n for n in range(1, most) if self._size([], self._smallest[:n]) <= self.target), most)
+
+    @cached_property
+    def _smallest(self) -> list[int]:
+        """The blocks, those of the fewest parameters first: of several kinds the small ones may cost least."""
+        return sorted(range(len(self.model.blocks)), key=lambda block: -self._size([], [block]))
 
     def removals(self, units: Mapping[str, int]) -> list[ColumnRemoval]:
         """Those of so many ``units`` of each kind."""
