@@ -639,7 +639,7 @@ def model_types(made: Any) -> Lines:
 
 #: By what an error's line has, what is the matter in a few words; others are shown as they are.
 _REASONS = {
-    "niwaki knows llama": "GGUF files are written of other types: [the list](llama-cpp.md)",
+    "niwaki knows llama": "GGUF files are written of other types: [the list](llama-cpp.md#types-of-models)",
     "makes no predictions of words": "it predicts no words, which this needs",
     "only compressed for transformers": "an encoder with a decoder is compressed by `parameters` only",
     "is not made of q_proj": "not in every block is attention made of `q_proj`, `k_proj`, `v_proj`, `o_proj` alone",
@@ -692,4 +692,5 @@ def families(made: Any) -> Lines:
             ]
         )
     columns = ["family", "prune", "quantize", "compress", "shrink", "GGUF", "compressed-tensors"]
-    return [*markdown(columns, rows), "", *(f"{number}. {words}" for words, number in reasons.items())]
+    notes = [f"{number}. {words}" for words, number in reasons.items()]
+    return [*markdown(columns, rows), "", *notes, "", f"With transformers {made['versions']['transformers']}."]

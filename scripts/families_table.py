@@ -79,8 +79,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "attention", "attention"], "num_local_experts": 0},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
 }
-CELLS = ("prune", "quantize", "compress", "parameters")
-CELLS += ("neurons", "heads", "experts", "blocks", "gguf", "compressed-tensors")
+#: What shrinking takes away, and how much of it.
+PARTS: dict[str, Any] = {"neurons": 0.5, "heads": 0.5, "experts": 0.5, "blocks": 1}
+CELLS = ("prune", "quantize", "compress", "parameters", *PARTS, "gguf", "compressed-tensors")
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def command(cell: str, model: Path, out: Path, text: torch.Tensor) -> None:
             niwaki.quantize(model, out / "whole", "int4:64", effort="none", **how)
             niwaki.export(out / "whole", out / "packed", "compressed-tensors")
         case _:
-            niwaki.shrink(model, out, **{cell: 1 if cell == "blocks" else 0.5}, effort="fast", **how)
+            niwaki.shrink(model, out, effort="fast", **{cell: PARTS[cell]}, **how)
 
 
 def tried(family: Family, directory: Path) -> dict[str, str]:
