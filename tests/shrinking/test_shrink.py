@@ -446,7 +446,7 @@ def test_entries_for_each_block(tmp_path: Path) -> None:
 
 
 def test_entries_of_some_blocks_by_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers 5.24 saves Gemma 4, whose blocks that see everything have wider heads."""
+    """As transformers saves Gemma 4, whose blocks that see everything have wider heads."""
     kinds = ["sliding_attention", "full_attention"] * 2
     changes = {"layer_types": kinds, "hidden_size_per_layer_input": 0}
     source = save(tmp_path / "model", "gemma4_text unshared", **changes)
