@@ -276,10 +276,11 @@ def searched(
         bound = LossBound(parse_positive("loss", asked.loss), also, checkpoint.path, compute)
     else:
         assert asked.speed is not None
+        limit = parse_positive("speed", asked.speed)
         timed: Throughput | str = "how fast smaller dense models are is not foreseen"
         if isinstance(ways, Ways):
             timed = _timed(checkpoint, compute, progress)
-        bound = SpeedBound(parse_positive("speed", asked.speed), asked.before, checkpoint.path, compute, timed)
+        bound = SpeedBound(limit, asked.before, checkpoint.path, compute, timed)
     return _with_foresight(ways, asked, calibration, compute, progress), bound
 
 
