@@ -9,13 +9,12 @@ from niwaki.arguments import checked
 from niwaki.choices import Runtime
 from niwaki.compression.part import with_notes
 from niwaki.compression.plan import Asked, Compression, planned, searched
-from niwaki.compression.trials import Trials
+from niwaki.compression.trials import Trials, check_windows
 from niwaki.errors import UsageError
 from niwaki.files import weights_size
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.recipes import check_run, run
-from niwaki.records.perplexity import FEWEST_WINDOWS
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
@@ -95,11 +94,8 @@ def compress(
 
     def check(stages: Sequence[Stage], text: Calibration) -> None:
         texts = check_run(model, out, stages, text, measured, where) if stages else []
-        windows = min((len(each.only.tokens) if each.only else 0 for each in texts), default=2)
-        if loss is not None and windows < 2:
-            raise UsageError(
-                f"a bound on the loss needs {FEWEST_WINDOWS} windows of text to measure on; give more text, or --text"
-            )
+        if loss is not None and texts:
+            check_windows(min(len(each.only.tokens) if each.only else 0 for each in texts))
 
     if not wanted.searches:
         plan, text = planned(wanted, calibration, where, progress, check)
@@ -111,10 +107,8 @@ def compress(
         for note in told:
             (progress or Progress()).note(note)
         return with_notes(record, told, Path(out))
-    if loss is not None and measured.samples is not None and measured.samples < FEWEST_WINDOWS:
-        raise UsageError(
-            f"a bound on the loss needs {FEWEST_WINDOWS} windows to measure on, or more; got {measured.samples}"
-        )
+    if loss is not None and measured.samples is not None:
+        check_windows(measured.samples)
     if loss is not None and max_time is not None and measured.text is None:
         raise UsageError("healing trains on what is left of the calibration text; name another text to measure on")
     calibration = usual_calibration(calibration, progress or Progress())
@@ -127,11 +121,10 @@ def compress(
 
 
 def _there(model: StreamedModel, measurement: Measurement) -> Measurement:
-    """``measurement`` with the windows that its text has of those it says, two at least, and their length."""
+    """``measurement`` with the windows that its text has of those it says, and their length."""
     windows = read_heldout(model, measurement.texts[0], measurement, fewer=True)
     count, length = windows.tokens.shape
-    if count < 2:
-        raise UsageError(f"a bound on the loss needs 2 windows of each text; {measurement.text} has {count}")
+    check_windows(count, f" on {measurement.text}")
     return replace(measurement, samples=count, length=None if model.pairs is not None else length)
 
 

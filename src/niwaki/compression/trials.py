@@ -51,6 +51,14 @@ class Trial:
     directory: Path
 
 
+def check_windows(count: int, on: str = "") -> None:
+    """UsageError where so many windows of a text are too few to bound a loss by."""
+    if count < FEWEST_WINDOWS:
+        raise UsageError(
+            f"a bound on the loss needs {FEWEST_WINDOWS} windows of text to measure on{on}, or more; got {count}"
+        )
+
+
 @dataclass(frozen=True)
 class LossBound:
     """At most ``limit`` nats a token above the model, at the upper end of the 95 % interval of what is measured."""
@@ -75,10 +83,7 @@ class LossBound:
             after, before = evaluate_both(trial.directory, self.dense, each, self.compute, self._known)
             losses[f" on {each.text}"] = after.lost_from(before)
         for on, lost in losses.items():
-            if lost.windows < FEWEST_WINDOWS:
-                raise UsageError(
-                    f"a bound on the loss needs {FEWEST_WINDOWS} windows to measure on{on}; give more text"
-                )
+            check_windows(lost.windows, on)
         most = max(lost.most for lost in losses.values())
         words = "; ".join(f"{lost.words}{on}, at most {lost.most:.4f}" for on, lost in losses.items())
         return self.within(most), max(most, 1e-4), words

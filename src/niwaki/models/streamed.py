@@ -379,32 +379,28 @@ class StreamedModel:
         with self._weights.outside(dtype):
             yield logits
 
-    @contextlib.contextmanager
-    def last_states(self) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    def last_states(self) -> contextlib.AbstractContextManager[Callable[[Tensor, Tensor], Tensor]]:
         """What makes the states (samples, length, width) after the last norm, of the last hidden ones and their tokens.
 
         It is what the head would receive, and what a model without one gives.
         """
-        run = self._behind_blocks(self.decoder)
+        return self._made_by(self.decoder, "last_hidden_state")
 
-        def states(hidden: Tensor, tokens: Tensor) -> Tensor:
-            values: Tensor = run(hidden, tokens).last_hidden_state
-            return values
-
-        with self._weights.outside():
-            yield states
+    def scores(self) -> contextlib.AbstractContextManager[Callable[[Tensor, Tensor], Tensor]]:
+        """What makes the scores of a classifier, (samples, labels) or (samples, length, labels), likewise."""
+        return self._made_by(self.model, "logits")
 
     @contextlib.contextmanager
-    def scores(self) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-        """What makes the scores of a classifier, (samples, labels) or (samples, length, labels), likewise."""
-        run = self._behind_blocks(self.model)
+    def _made_by(self, module: nn.Module, output: str) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+        """What makes this ``output`` of ``module``, by the last hidden states and their tokens."""
+        run = self._behind_blocks(module)
 
-        def scores(hidden: Tensor, tokens: Tensor) -> Tensor:
-            values: Tensor = run(hidden, tokens).logits
+        def made(hidden: Tensor, tokens: Tensor) -> Tensor:
+            values: Tensor = getattr(run(hidden, tokens), output)
             return values
 
         with self._weights.outside():
-            yield scores
+            yield made
 
     def _behind_blocks(self, module: nn.Module) -> Callable[[Tensor, Tensor], Any]:
         """``module``, which has the blocks in it, for last hidden states and their tokens: what it makes of these."""
