@@ -28,7 +28,7 @@ COMMANDS = {
     "size": "compress MODEL size --size 0.4 CALIBRATED MEASURED",
     "generate": "generate size PROMPT --tokens 48",
     "bench": "bench size",
-    "llama.cpp": "compress MODEL model.gguf --size 0.4 --for llama.cpp CALIBRATED MEASURED",
+    "llama.cpp": "compress MODEL llama --size 0.4 --for llama.cpp CALIBRATED MEASURED",
     "loss": "compress MODEL loss --loss 0.05 CALIBRATED MEASURED",
     "vocabulary": "shrink MODEL vocabulary --vocabulary used:0.9995 --calibration TEXT MEASURED",
     "parameters": "compress MODEL parameters --parameters 0.75 CALIBRATED MEASURED",
@@ -68,9 +68,11 @@ def commands(
         out = work / (words[2] if len(words) > 2 else "none")
         if words[0] in ("compress", "shrink", "prune", "heal", "pack"):
             shutil.rmtree(out, ignore_errors=True)
-        sheet.add(model=model.name, name=name, command=command, **_timed([sys.executable, "-m", "niwaki", *words], work))
-        file = work / "model.gguf"
-        if name == "llama.cpp" and file.exists() and (place := os.environ.get("NIWAKI_LLAMA_CPP")):
+        sheet.add(
+            model=model.name, name=name, command=command, **_timed([sys.executable, "-m", "niwaki", *words], work)
+        )
+        file = next((work / "llama").glob("*.gguf"), None)
+        if name == "llama.cpp" and file and (place := os.environ.get("NIWAKI_LLAMA_CPP")):
             shutil.copy(RUNNER, script := Path(place) / RUNNER.name)  # node looks for modules beside the script
             sheet.add(model=model.name, name="chat", **_timed(["node", str(script), str(file), QUESTION, "64"], work))
     print("done")
@@ -85,7 +87,9 @@ def _timed(words: list[str], work: Path) -> common.Cell:
         _, status, used = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - began
     lines = (work / "output.txt").read_text(errors="replace").splitlines()[-6:]
-    print(f"  {os.waitstatus_to_exitcode(status)}: {seconds:.0f} s, {used.ru_maxrss / 2**20:.2f} GiB", *lines, sep="\n  ")
+    print(
+        f"  {os.waitstatus_to_exitcode(status)}: {seconds:.0f} s, {used.ru_maxrss / 2**20:.2f} GiB", *lines, sep="\n  "
+    )
     return {
         "exit": os.waitstatus_to_exitcode(status),
         "seconds": round(seconds, 1),

@@ -9,6 +9,7 @@
     python benchmarks/real.py removals MODEL CORPUS WORK --record benchmarks/results/removals.json
     python benchmarks/real.py experts MOE CORPUS --record benchmarks/results/experts.json
     python benchmarks/real.py vocabulary MODEL CORPUS WORK --record benchmarks/results/vocabulary.json
+    python benchmarks/real.py smaller LARGE SMALL CORPUS WORK --record benchmarks/results/smaller.json
 
 The texts are those of corpus.py.
 """
@@ -33,7 +34,7 @@ from protocol import Lines
 from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
-from typer import Option
+from typer import Argument, Option
 
 import niwaki
 from niwaki import Calibration, Comparison, Compute, Measurement, Quantize, QuantizeEmbeddings
@@ -64,6 +65,24 @@ FORMS = (
     *((0.7, "int4:64"), (0.0, "int2:64"), (0.0, "int8:64"), (0.5, "int8:64"), (0.3, ""), (0.7, "")),
     *((0.3, "int8:64"), (0.7, "int8:64")),
 )
+#: Ways from Qwen2.5-Coder-1.5B to the bytes of Qwen2.5-Coder-0.5B, in 16 bits and in 8: stages of one run, which packs.
+WAYS = {
+    "16 bits": {
+        "bits": ["quantize int5:128 effort=fast", "embeddings int5:128"],
+        "zeros and 8 bits": ["prune 0.56 quantize=int8:128 effort=fast", "embeddings int8:128"],
+        "zeros": ["prune 0.86 effort=fast"],
+        "two factors": ["prune two-factors:0.86 effort=fast"],
+        "fewer parameters": ["shrink parameters=0.32"],
+        "compress": "988MB",
+    },
+    "8 bits": {
+        "bits": ["quantize int2.5:64 effort=fast", "embeddings int3:64"],
+        "zeros and 4 bits": ["prune 0.6 quantize=int4:128 effort=fast", "embeddings int4:128"],
+        "two factors": ["prune two-factors:0.7 quantize=int4:128 effort=fast", "embeddings int4:128"],
+        "fewer parameters": ["shrink parameters=0.32", "quantize int8:128 effort=fast", "embeddings int8:128"],
+        "compress": "505MB",
+    },
+}
 #: Of the experts, what is removed; and the files to calibrate and to measure on.
 FRACTIONS = (0.25, 0.5)
 EXPERT_CALIBRATIONS = {"books": "train.txt.xz", "wikitext2": "wikitext2.valid.txt"}
@@ -166,6 +185,49 @@ def sizes(
                     model, out, sparsity, effort="balanced", quantize=grid or None, calibration=books, measurement=None
                 )
                 add(out, sparsity, grid, _bits_of(out, sparsity, grid, Path(place)), made.seconds["total"])
+
+
+def smaller(
+    model: Model,
+    small: Annotated[Path, Argument(help="The small model that the large one is brought to the bytes of.")],
+    corpus: Corpus,
+    work: Work,
+    record: Annotated[Path, Option(help="Write JSON there after each model, and resume from it.")],
+    ways: Annotated[str, Option(help="Names of WAYS; none for all.")] = "",
+    texts: common.Measured = "wikitext2,code,answers",
+    samples: Samples = 16,
+    text_samples: TextSamples = 8,
+    length: Length = 512,
+) -> None:
+    """A large model made as small as a small one of its family, by each way alone, beside that small one."""
+    sheet = common.Sheet(record, {"samples": samples, "text_samples": text_samples, "length": length})
+    made = Texts(model, corpus, work, samples, length)
+    held = {name: made.to_measure(name, text_samples) for name in common.chosen(texts, MEASURED)}
+    books = Calibration(made.to_calibrate("books")[0], samples=samples, length=length)
+    add = partial(common.add_measured, sheet, held, text_samples, length, "auto")
+    for dense in (small, model):
+        if not sheet.has(way="dense", model=dense.name):
+            add(dense, way="dense", model=dense.name, target="", size=_weights_of(dense), seconds=0.0)
+    eight = ["quantize int8:128 effort=fast", "embeddings int8:128"]
+    asked = [("8 bits", "dense", small, eight)]
+    asked += [(target, way, model, stages) for target, those in WAYS.items() for way, stages in those.items()]
+    for target, way, dense, stages in asked:
+        if (ways and way not in names(ways)) or sheet.has(target=target, way=way):
+            continue
+        with tempfile.TemporaryDirectory(prefix="niwaki-", dir=work) as scratch:
+            out = Path(scratch) / "out"
+            if isinstance(stages, str):
+                done = niwaki.compress(dense, out, stages, calibration=books, measurement=None)
+            else:
+                packs = [] if way == "fewer parameters" and target == "16 bits" else ["pack"]
+                done = niwaki.run(dense, out, [*stages, *packs], calibration=books, measurement=None)
+            cell = {"way": way, "model": dense.name, "target": target, "stages": stages}
+            add(out, **cell, size=_weights_of(out), seconds=done.seconds["total"])
+
+
+def _weights_of(model: Path) -> int:
+    """Bytes of its files of weights."""
+    return sum(file.stat().st_size for file in model.rglob("*.safetensors"))
 
 
 def vocabulary(
@@ -544,4 +606,4 @@ def _is_endless(answer: list[int], end: int) -> bool:
 
 
 if __name__ == "__main__":
-    common.main(compare, sizes, grids, embeddings, experts, own_answers, vocabulary, removals, about=__doc__)
+    common.main(compare, sizes, grids, embeddings, experts, own_answers, vocabulary, removals, smaller, about=__doc__)
