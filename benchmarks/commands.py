@@ -68,7 +68,9 @@ def commands(
         out = work / (words[2] if len(words) > 2 else "none")
         if words[0] in ("compress", "shrink", "prune", "heal", "pack"):
             shutil.rmtree(out, ignore_errors=True)
-        sheet.add(model=model.name, name=name, command=command, **_timed([sys.executable, "-m", "niwaki", *words], work))
+        sheet.add(
+            model=model.name, name=name, command=command, **_timed([sys.executable, "-m", "niwaki", *words], work)
+        )
         file = work / "model.gguf"
         if name == "llama.cpp" and file.exists() and (place := os.environ.get("NIWAKI_LLAMA_CPP")):
             shutil.copy(RUNNER, script := Path(place) / RUNNER.name)  # node looks for modules beside the script
@@ -85,7 +87,9 @@ def _timed(words: list[str], work: Path) -> common.Cell:
         _, status, used = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - began
     lines = (work / "output.txt").read_text(errors="replace").splitlines()[-6:]
-    print(f"  {os.waitstatus_to_exitcode(status)}: {seconds:.0f} s, {used.ru_maxrss / 2**20:.2f} GiB", *lines, sep="\n  ")
+    print(
+        f"  {os.waitstatus_to_exitcode(status)}: {seconds:.0f} s, {used.ru_maxrss / 2**20:.2f} GiB", *lines, sep="\n  "
+    )
     return {
         "exit": os.waitstatus_to_exitcode(status),
         "seconds": round(seconds, 1),
