@@ -30,7 +30,7 @@ from niwaki.models.tokens import load_tokenizer
 from niwaki.options import Compute, Measurement
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import versions
-from niwaki.texts.reading import read_windows
+from niwaki.texts.texts import read_windows
 
 Call = Callable[[], object]
 Cell = dict[str, Any]

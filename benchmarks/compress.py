@@ -31,12 +31,11 @@ import niwaki
 from niwaki import Calibration, Export, Pack, Prune, Quantize, QuantizeEmbeddings, Shrink, ShrinkVocabulary
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import Runtime
-from niwaki.compression.plan import plan_compression
+from niwaki.compression.compress import plan_compression
 from niwaki.compression.ways import Parts
 from niwaki.files import weights_size
 from niwaki.models.streamed import StreamedModel
-from niwaki.runs.session import remembering
-from niwaki.runs.stage import Stage
+from niwaki.runs.stage import Stage, remembering
 
 #: Bits a weight that scales take, one of 2 bytes for 64 weights or for the 32 of GGUF, and the mask of a matrix with
 #: zeros.

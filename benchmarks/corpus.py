@@ -22,7 +22,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import OWN_ANSWERS, Calibration
 from niwaki.records.progress import Progress
-from niwaki.texts.answers import with_answers
+from niwaki.texts.own import with_answers
 from niwaki.texts.sources import read_text
 from niwaki.windows import Windows
 

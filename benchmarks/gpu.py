@@ -33,7 +33,7 @@ from niwaki.models.locate import locate_model
 from niwaki.models.tokens import load_tokenizer
 from niwaki.packed.decoding import CACHES
 from niwaki.packed.matrix import pack
-from niwaki.texts.reading import read_windows
+from niwaki.texts.texts import read_windows
 
 #: How far two devices may be apart, relative.
 PERPLEXITIES, LOGITS = 0.02, 0.03

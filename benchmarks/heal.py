@@ -28,7 +28,7 @@ from niwaki.choices import HealingMethod
 from niwaki.models.locate import locate_model
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import HEALING_RATE, HEALING_TOKENS, OWN_TEXT
-from niwaki.texts.reading import read_windows
+from niwaki.texts.texts import read_windows
 
 #: Windows to calibrate on.
 SAMPLES = 128

@@ -21,7 +21,7 @@ from torch import Tensor
 from typer import Option
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.layer.products import products
+from niwaki.layer.linalg import products
 from niwaki.texts.sources import read_text
 
 #: That go through a block at a time.

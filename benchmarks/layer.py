@@ -22,12 +22,11 @@ from torch import Tensor
 from typer import Option
 
 from niwaki.errors import NumericalError
-from niwaki.layer.factor_rounding import factors_onto_grid
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, TwoFactors, Unstructured, parse_pattern
 from niwaki.layer.problem import Gram, LayerProblem, Solution
-from niwaki.layer.rounding import onto_grid
+from niwaki.layer.rounding import factors_onto_grid, onto_grid
 from niwaki.layer.solvers import Solver, make_solver
 
 Texts = Annotated[tuple[str, str], Option(help="The calibration and the held-out text.")]

@@ -32,7 +32,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
 from niwaki.models.locate import locate_model
 from niwaki.models.tokens import load_tokenizer
-from niwaki.texts.reading import read_windows
+from niwaki.texts.texts import read_windows
 
 #: By format, the grid that has its numbers.
 GRIDS: dict[ExportFormat, str] = {"gguf-q8_0": "int8:32", "gguf-q4_0": "int4:32"}

@@ -26,7 +26,7 @@ from typer import Argument, Option
 
 from niwaki.models.locate import locate_model
 from niwaki.models.tokens import load_tokenizer
-from niwaki.texts.reading import read_windows
+from niwaki.texts.texts import read_windows
 
 #: What their environment runs, with the windows as token ids in a JSON file.
 _PEER = """

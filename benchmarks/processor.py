@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from typer import Option
 
-from niwaki.layer.products import onednn_is_faster, products as chosen_products
+from niwaki.layer.linalg import onednn_is_faster, products as chosen_products
 from niwaki.packed import kernels
 from niwaki.packed.load import in_large_pages
 from niwaki.packed.matrix import PackedMatrix, pack

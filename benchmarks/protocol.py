@@ -296,7 +296,7 @@ def _at_half(model: Path, out: Path, numbers: TiledFloats | None = None, **optio
     options |= {"calibration": Calibration("demo", samples=64, length=LENGTH), "measurement": _HELD}
     if numbers is None:
         return niwaki.prune(model, out, 0.5, effort="fast", **options).perplexity["after"].figure
-    with patch("niwaki.models.weight_format.onto_grid", rounded), patch("niwaki.models.weight_format.verify_grid"):
+    with patch("niwaki.models.formats.onto_grid", rounded), patch("niwaki.models.formats.verify_grid"):
         return niwaki.prune(model, out, 0.5, effort="fast", quantize="int4:32", **options).perplexity["after"].figure
 
 

@@ -42,7 +42,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.cli.tables import perplexity_tables
 from niwaki.effort import EFFORTS, SHRINK_EFFORT
 from niwaki.evaluation.compare import compare as compared
-from niwaki.layer import expert_fit
+from niwaki.layer import unit_removal
 from niwaki.layer.grid import parse_grid
 from niwaki.models.generation import continued
 from niwaki.models.streamed import StreamedModel
@@ -51,8 +51,8 @@ from niwaki.options import OWN_ANSWERS
 from niwaki.records.comparison import Cell as ComparedCell
 from niwaki.runs.stage import Stage
 from niwaki.shrinking import experts as shrinking
-from niwaki.shrinking.combinations import Combination
-from niwaki.texts.answers import USUAL_SAMPLING
+from niwaki.shrinking.search import Combination
+from niwaki.texts.own import USUAL_SAMPLING
 from niwaki.texts.same_text import same_text
 from niwaki.texts.sources import read_prompts
 from niwaki.texts.texts import read_heldout
@@ -347,7 +347,7 @@ def experts(
 
     if not sheet.has(method="dense"):
         add(model, method="dense")
-    fits = {"reap": _not_fitted, "fitted": expert_fit.fit_sum}
+    fits = {"reap": _not_fitted, "fitted": unit_removal.fit_sum}
     for name, fraction, method in itertools.product(EXPERT_CALIBRATIONS, FRACTIONS, fits):
         case = {"method": method, "experts": fraction, "calibration": name}
         if sheet.has(**case):
@@ -469,10 +469,10 @@ def _on_grids(
             add(out, grid=grid, effort=effort, seconds=done.seconds["total"])
 
 
-def _not_fitted(old: Any, inputs: Any, parts: int, residual: Any) -> expert_fit.SumFit:
-    """:func:`niwaki.layer.expert_fit.fit_sum` without a sweep."""
+def _not_fitted(old: Any, inputs: Any, parts: int, residual: Any) -> unit_removal.SumFit:
+    """:func:`niwaki.layer.unit_removal.fit_sum` without a sweep."""
     error = float(residual.double().square().sum())
-    return expert_fit.SumFit([old(part) for part in range(parts)], error, error, 0)
+    return unit_removal.SumFit([old(part) for part in range(parts)], error, error, 0)
 
 
 def own_answers(

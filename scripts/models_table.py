@@ -1,7 +1,7 @@
 # ruff: noqa: E402 - tests/support is found only now
 """Writes the table of docs/models.md from the table of families and the tiny models of the tests.
 
-python scripts/models_table.py           # after a change of src/niwaki/models/families.py or tests/support/models.py
+python scripts/models_table.py           # after a change of src/niwaki/models/structure.py or tests/support/models.py
 python scripts/models_table.py --check   # fails if the file would change
 """
 
@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.models.families import FAMILIES
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.structure import FAMILIES
 from niwaki.records.wording import kind
 from support.models import CASES, save_model
 

@@ -16,9 +16,7 @@ import typer.main
 
 import niwaki
 from niwaki.cli.app import app
-from niwaki.records.healing import HealingRecord
-from niwaki.records.record import CalibrationRecord
-from niwaki.records.structure import StructureRecord
+from niwaki.records.record import CalibrationRecord, HealingRecord, StructureRecord
 from support.command import Command
 
 ROOT = Path(__file__).parent.parent

@@ -9,8 +9,7 @@ _PUBLIC = {
     "niwaki.options": ("Calibration", "Compute", "Measurement"),
     "niwaki.errors": ("NiwakiError",),
     "niwaki.effort": ("EFFORTS", "Effort", "Fitting", "Planning"),
-    "niwaki.compression.compress": ("compress",),
-    "niwaki.compression.plan": ("Compression", "plan_compression"),
+    "niwaki.compression.compress": ("Compression", "compress", "plan_compression"),
     "niwaki.recipes": ("heal", "prune", "quantize", "run", "shrink"),
     "niwaki.healing.heal": ("Heal",),
     "niwaki.pruning.embeddings": ("QuantizeEmbeddings",),
@@ -30,8 +29,7 @@ _PUBLIC = {
     "niwaki.exports.export": ("Export", "Pack", "export"),
     "niwaki.exports.push": ("Publication", "push"),
     "niwaki.packed.load": ("load",),
-    "niwaki.packed.pack": ("pack",),
-    "niwaki.packed.unpack": ("unpack",),
+    "niwaki.packed.pack": ("pack", "unpack"),
     "niwaki.reports.page": ("report",),
     "niwaki.records.comparison": ("Comparison",),
     "niwaki.records.record": ("Perplexity", "Record"),
@@ -52,8 +50,11 @@ _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
-    from niwaki.compression.compress import compress as compress
-    from niwaki.compression.plan import Compression as Compression, plan_compression as plan_compression
+    from niwaki.compression.compress import (
+        Compression as Compression,
+        compress as compress,
+        plan_compression as plan_compression,
+    )
     from niwaki.effort import EFFORTS as EFFORTS, Effort as Effort, Fitting as Fitting, Planning as Planning
     from niwaki.errors import NiwakiError as NiwakiError
     from niwaki.evaluation.bench import bench as bench
@@ -107,8 +108,7 @@ if TYPE_CHECKING:
     )
     from niwaki.options import Calibration as Calibration, Compute as Compute, Measurement as Measurement
     from niwaki.packed.load import load as load
-    from niwaki.packed.pack import pack as pack
-    from niwaki.packed.unpack import unpack as unpack
+    from niwaki.packed.pack import pack as pack, unpack as unpack
     from niwaki.progress_bar import ProgressBar as ProgressBar
     from niwaki.pruning.embeddings import QuantizeEmbeddings as QuantizeEmbeddings
     from niwaki.pruning.prune import Prune as Prune, Quantize as Quantize

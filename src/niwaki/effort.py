@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from niwaki.arguments import check_fields, checked_names
 from niwaki.errors import UsageError
-from niwaki.named import changed, check_known, find, name_of, parameters, parse_name, text_of
+from niwaki.quantities import changed, check_known, find, name_of, parameters, parse_name, text_of
 from niwaki.records.wording import in_words
 
 Allocation = Literal["uniform", "owl", "error", "loss"]
@@ -56,7 +56,7 @@ class Planning:
 @checked_names
 @dataclass(frozen=True)
 class Fitting:
-    """How the remaining weights of a block are fitted to the outputs of the dense block: :mod:`niwaki.models.fit`.
+    """How the remaining weights of a block are fitted to the outputs of the dense block: :mod:`niwaki.models.training`.
 
     Attributes:
         epochs: Passes over the calibration text; 0 for no fit, 0.5 for half of the text.
@@ -94,7 +94,7 @@ class Effort:
     Attributes:
         plan: How zeros are shared out, and which outputs count more.
         synthetic: Windows of text that the dense model writes itself, per window of calibration text, to which they are
-            added; see :mod:`niwaki.texts.synthesis`. If the whole model does not fit in half of the memory, or cannot
+            added; see :mod:`niwaki.texts.own`. If the whole model does not fit in half of the memory, or cannot
             write text, there are none, and a note says so.
         fit: How each block is fitted to the dense one.
         healing: Tokens on which the result is then trained towards the dense model's predictions, per token of

@@ -4,12 +4,16 @@ import contextlib
 import errno
 import glob
 import hashlib
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, get_args
+from typing import Any, BinaryIO, get_args
+
+import msgspec
+from huggingface_hub import cached_assets_path
 
 from niwaki.choices import ExportFormat
 from niwaki.errors import CheckpointError, OutputError, UsageError, either, first_line
@@ -237,3 +241,27 @@ def digest(path: Path, sync: bool = False) -> str:
         if sync:
             os.fsync(file.fileno())
     return value.hexdigest()
+
+
+# What earlier calls found out and left on disk, beside what transformers keeps there (``HF_HOME``).
+
+
+def cached_directory(kind: str, asked: Any, name: str = "") -> Path:
+    """The directory for what is found of this ``kind``: the same for all who ask the same, and for nobody else.
+
+    Its name begins with ``name``. OSError or ValueError where there can be none.
+    """
+    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
+    return Path(cached_assets_path("niwaki", kind, f"{name}{key}"))
+
+
+def read_cached(file: Path, kind: Any) -> Any:
+    """What :func:`write_cached` wrote; None where that is not there, or is anything else than ``kind``."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    return None
+
+
+def write_cached(file: Path, value: Any) -> None:
+    """Writes ``value``, as JSON; NiwakiError where that is not possible."""
+    replace_file(file, msgspec.json.encode(value))

@@ -85,7 +85,7 @@ class Calibration(_Options):
             for the first, except in healing, where windows of files are random.
         seed: Random seed, for random windows and for the text that the model writes.
         answers: "own" if the text, or the first of several, is a JSONL file of prompts that the dense model is to
-            answer, see :mod:`niwaki.texts.answers`. The text "answers" stands for prompts that ship with niwaki.
+            answer, see :mod:`niwaki.texts.own`. The text "answers" stands for prompts that ship with niwaki.
         bos: Whether each window begins with the token that the model's tokenizer puts before a text, if it has one.
         field: Column that holds the text or the conversations, in files and data sets with rows; None for "text", or
             else for conversations or tasks with answers in columns of the usual names, see :mod:`niwaki.texts.rows`.

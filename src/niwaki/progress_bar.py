@@ -9,10 +9,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from niwaki.records.comparison import Cell, Comparison
-from niwaki.records.healing import HealingRecord
-from niwaki.records.pace import Pace
-from niwaki.records.progress import SOON, Progress
-from niwaki.records.record import Record
+from niwaki.records.progress import SOON, Pace, Progress
+from niwaki.records.record import HealingRecord, Record
 from niwaki.records.wording import estimated
 
 #: Seconds from one drawing to the next.

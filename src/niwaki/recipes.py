@@ -34,10 +34,9 @@ from niwaki.quantities import parse_share
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import Recipe
 from niwaki.records.record import Record
+from niwaki.runs.card import begin_recipe
 from niwaki.runs.execute import check, check_order, execute
-from niwaki.runs.recipe import begin_recipe
-from niwaki.runs.session import current_session
-from niwaki.runs.stage import Stage, label
+from niwaki.runs.stage import Stage, current_session, label
 from niwaki.shrinking.shrink import SHARES, Shrink
 from niwaki.shrinking.vocabulary import ShrinkVocabulary
 from niwaki.stages import make_stages, stages_of, table_of
@@ -238,8 +237,8 @@ def shrink(
     """Writes a smaller dense model to directory ``out``, which transformers loads like any other.
 
     Blocks are removed first: those without which the model's predictions change least
-    (:func:`niwaki.shrinking.depth.costs_of_runs`). As much of their effect as a linear map can reproduce goes into the
-    last matrix of the block before them (:func:`niwaki.shrinking.bridge.bridge`). Then, block by block and with the
+    (:func:`niwaki.shrinking.search.costs_of_runs`). As much of their effect as a linear map can reproduce goes into the
+    last matrix of the block before them (:func:`niwaki.shrinking.trial.bridge`). Then, block by block and with the
     inputs from the smaller blocks before it, the heads and neurons are removed whose absence costs the outputs of
     o_proj and down_proj least, and these two matrices are refitted (:func:`niwaki.layer.unit_removal.remove_units`).
     The experts that contribute least are removed too, and the others fitted to replace them
@@ -261,7 +260,7 @@ def shrink(
         experts: Fraction of the experts of each block to remove, in a mixture of experts.
         parameters: Largest size of the result: a fraction of the model's parameters, such as 0.75 or "75 %", or their
             number, such as "110M". The blocks, heads and neurons are removed that together cost the predictions least
-            (:mod:`niwaki.shrinking.combinations`). With ``vocabulary`` the fraction refers to what that leaves.
+            (:mod:`niwaki.shrinking.search`). With ``vocabulary`` the fraction refers to what that leaves.
         effort: A name in ``EFFORTS``, with parameters as in "balanced:epochs=0.5", or an effort. It sets how much text
             the dense model adds to the calibration text, how outputs are weighted when heads and neurons are chosen,
             how the rest of each block is fitted, and healing. The default is "balanced:synthetic=0.5"; for experts it
@@ -311,7 +310,7 @@ def heal(
 ) -> Record:
     """Trains the nonzero weights of a pruned model towards the dense model's predictions and writes them to ``out``.
 
-    This is distillation with the dense model as the teacher (:mod:`niwaki.healing.training`,
+    This is distillation with the dense model as the teacher (:mod:`niwaki.healing.whole`,
     :class:`niwaki.healing.blocks.BlockRun`). It works on any pruned model, by niwaki or others, with zeros or of a
     smaller shape; all zeros stay zero. The dense model is in memory one block at a time, the pruned one as a whole if
     it fits.

@@ -15,9 +15,9 @@ from niwaki.healing.heal import Heal
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, parse_pattern
 from niwaki.layer.solvers import Solver, make_solver, solver_text
-from niwaki.named import find, parse_stage
 from niwaki.pruning.embeddings import QuantizeEmbeddings
 from niwaki.pruning.prune import Prune, Quantize
+from niwaki.quantities import find, parse_stage
 from niwaki.records.recipe import Recipe, public_name
 from niwaki.runs.stage import Stage, label
 from niwaki.shrinking.shrink import Shrink

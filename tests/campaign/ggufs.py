@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import niwaki
-from niwaki import cache
+from niwaki import files
 from support.forks import command, refused
 from support.gguf_files import changed
 from support.models import add_tokenizer, random_model
@@ -119,7 +119,7 @@ def _limited(place: Path) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, used + _MEMORY))
     found: Callable[..., Path] = functools.partial(cached_assets_path, assets_dir=place / "cache")
-    vars(cache)["cached_assets_path"] = found
+    vars(files)["cached_assets_path"] = found
 
 
 def _a_byte(chance: random.Random, content: bytearray) -> None:

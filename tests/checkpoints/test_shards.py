@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from niwaki.checkpoints.reading import INDEX_NAME
-from niwaki.checkpoints.shards import Shards, write_file, write_tensors
 from niwaki.checkpoints.tensors import DTYPES
+from niwaki.checkpoints.writing import Shards, write_file, write_tensors
 from niwaki.errors import OutputError
 
 ALL = {f"of {name}": torch.arange(6).view(2, 3).to(dtype) for name, dtype in reversed(DTYPES.items())}
@@ -63,7 +63,7 @@ def test_a_full_disk_shows_before_anything_is_read(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("niwaki.checkpoints.shards.reserve", full)
+    monkeypatch.setattr("niwaki.checkpoints.writing.reserve", full)
     with pytest.raises(OutputError, match="no space left on disk"):
         write_file(tmp_path / "file", {"one": torch.empty(2, device="meta")}, lambda _: pytest.fail("read"))
 

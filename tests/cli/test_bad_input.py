@@ -558,7 +558,7 @@ def test_each_command_says_something_when_it_is_stopped(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("packed").mkdir()
-    for place in ("niwaki.cli.common.quiet_libraries", "niwaki.cli.solvers.Table"):
+    for place in ("niwaki.cli.common.quiet_libraries", "niwaki.cli.measure.Table"):
         monkeypatch.setattr(place, interrupt)
     ran = niwaki_(*command.split())
     assert ran.code == 130

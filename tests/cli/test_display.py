@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from niwaki.cli import display as module
-from niwaki.cli.display import Display, TableDisplay
+from niwaki.cli import screen as module
+from niwaki.cli.screen import Display, TableDisplay
 from niwaki.cli.tables import summary
 from niwaki.effort import EFFORTS, describe
-from niwaki.records import pace
+from niwaki.records import progress
 from niwaki.records.comparison import Cell
-from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.perplexity import Perplexity
-from niwaki.records.record import FitRecord, MatrixRecord, Record
+from niwaki.records.record import FitRecord, HealingPoint, HealingRecord, MatrixRecord, Record
 from niwaki.records.wording import duration, estimated, two_digits
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
@@ -39,7 +38,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for each in (module, pace):
+    for each in (module, progress):
         monkeypatch.setattr(each, "time", SimpleNamespace(monotonic=clock.monotonic))
     return clock
 

@@ -23,13 +23,13 @@ from transformers import AutoTokenizer
 
 import niwaki
 from niwaki import Comparison
-from niwaki.cli.display import TableDisplay
+from niwaki.cli.screen import TableDisplay
 from niwaki.errors import CheckpointError, OutputError
 from niwaki.evaluation import compare as comparison
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
-from niwaki.models.spill import MemoryBudget
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.options import Measurement
 from niwaki.quantities import parse_time
 from niwaki.records.comparison import Cell

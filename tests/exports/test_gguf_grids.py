@@ -14,7 +14,7 @@ from torch import Tensor
 import niwaki
 from niwaki import Measurement
 from niwaki.errors import CheckpointError
-from niwaki.exports.gguf_grids import groups_of
+from niwaki.exports.gguf_file import groups_of
 from support.healing import TOKENS
 from support.models import FEW_TOKENS, add_small_tokenizer, format_of, message, random_model, random_tokens
 

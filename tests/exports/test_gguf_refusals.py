@@ -17,7 +17,7 @@ import niwaki
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UnsupportedModelError
 from niwaki.exports import gguf_file
-from niwaki.models.gguf_source_tokenizer import SPLITTINGS
+from niwaki.models.gguf import SPLITTINGS
 from niwaki.records.progress import Progress
 from support.covering import in_turns
 from support.llama_cpp import LLAMA_CPP, ask

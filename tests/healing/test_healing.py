@@ -27,11 +27,10 @@ from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import HEALING_BATCH, HEALING_RATE, OWN_TEXT, Calibration, Compute, Measurement
-from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.progress import Progress
-from niwaki.records.record import Record
-from niwaki.runs.journal import Journal
-from niwaki.texts.reading import read_windows
+from niwaki.records.record import HealingPoint, HealingRecord, Record
+from niwaki.runs.workplace import Journal
+from niwaki.texts.texts import read_windows
 from support.covering import FULL, covered, some
 from support.healing import (
     LENGTH,
@@ -545,7 +544,7 @@ def test_a_prefix_of_all_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return own(self, samples, *others, **more)
 
     monkeypatch.setattr(StreamedModel, "embed", embed)
-    monkeypatch.setattr("niwaki.healing.training._ROUND", 30 * LENGTH)
+    monkeypatch.setattr("niwaki.healing.whole._ROUND", 30 * LENGTH)
     heal(pruned, tmp_path / "out", dense, method=method, calibration=Calibration(texts), tokens=30 * LENGTH)
     for part in seen:
         if len(part) == 30:  # not those that are held out
@@ -962,7 +961,7 @@ def test_too_little_memory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_for_low_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("niwaki.healing.method.RANK", 1)  # or that of such a small model takes more
+    monkeypatch.setattr("niwaki.healing.run.RANK", 1)  # or that of such a small model takes more
     dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
     model = StreamedModel(Checkpoint(pruned), "cpu", "float32")
     enough = model.size + 16 * sum(matrix.size for matrix in model.matrices())

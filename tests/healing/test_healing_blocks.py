@@ -14,11 +14,11 @@ import niwaki
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.healing.blocks import BlockRun
-from niwaki.healing.method import block_memory
+from niwaki.healing.run import block_memory
 from niwaki.layer.grid import Grid
+from niwaki.models.formats import WeightFormat
 from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.weight_format import WeightFormat
 from niwaki.options import BLOCKS_RATE, Compute
 from niwaki.records.progress import Progress
 from niwaki.records.record import FitRecord, Record

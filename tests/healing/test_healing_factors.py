@@ -15,17 +15,16 @@ from torch import Tensor
 import niwaki
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import NiwakiError, UnsupportedModelError, UsageError
-from niwaki.healing.method import choose
 from niwaki.healing.objective import find_logits
+from niwaki.healing.run import choose
 from niwaki.healing.student import FactoredStudent
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import factors as pattern_module
-from niwaki.models.factors import FILE
+from niwaki.models.formats import FACTORS_FILE
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
-from niwaki.records.healing import HealingRecord
 from niwaki.records.progress import Progress
-from niwaki.records.record import FitRecord
+from niwaki.records.record import FitRecord, HealingRecord
 from support.covering import covered, in_turns
 from support.healing import LENGTH, TOKENS, divergences, heal, held
 from support.models import is_pruned, message, reference, save_model
@@ -65,7 +64,7 @@ class Stop(Progress):
 
 def check_products(out: Path, case: str = "llama") -> None:
     """Matrices are the products of the factors beside them."""
-    found, parts = tensors(out), load_file(out / FILE)
+    found, parts = tensors(out), load_file(out / FACTORS_FILE)
     keys = {key.rpartition("_")[0] for key in parts if key.endswith(("_left", "_right"))}
     assert keys == {key for key, W in found.items() if is_pruned(case, key) and W.ndim == 2}
     for key in keys:
@@ -92,7 +91,7 @@ def test_healed(tmp_path: Path, case: str, dtype: torch.dtype, method: str, quan
     assert record.healing.points[0].error == pytest.approx(before, rel=0.02)
     assert record.healing.points[record.healing.best].error == pytest.approx(after, rel=0.02)
     check_products(tmp_path / "out", case)
-    old, new = load_file(pruned / FILE), load_file(tmp_path / "out" / FILE)
+    old, new = load_file(pruned / FACTORS_FILE), load_file(tmp_path / "out" / FACTORS_FILE)
     assert old.keys() == new.keys()
     for key, part in new.items():
         assert part.dtype == old[key].dtype
@@ -126,7 +125,7 @@ def test_gradients(tmp_path: Path, case: str) -> None:
     _, pruned = factored(tmp_path, case)
     stream = StreamedModel(Checkpoint(pruned), "cpu", "float32")
     student = FactoredStudent(stream, find_logits(stream), LENGTH)
-    parts = load_file(pruned / FILE)
+    parts = load_file(pruned / FACTORS_FILE)
     assert parts.keys() <= student.parameters.keys()
     assert all(torch.equal(student.masks[key], factor != 0) for key, factor in parts.items())
     with student.computing():
@@ -179,7 +178,7 @@ def test_never_worse(tmp_path: Path, method: str) -> None:
     assert record.healing
     assert record.healing.best == 0
     assert all(torch.equal(value, tensors(pruned)[key]) for key, value in tensors(tmp_path / "out").items())
-    old, new = load_file(pruned / FILE), load_file(tmp_path / "out" / FILE)
+    old, new = load_file(pruned / FACTORS_FILE), load_file(tmp_path / "out" / FACTORS_FILE)
     assert all(torch.equal(new[key], part) for key, part in old.items())
 
 
@@ -188,7 +187,7 @@ def test_norms_leave_the_factors(tmp_path: Path) -> None:
     record = heal(pruned, tmp_path / "out", dense, method="norms", rate=0.005, tokens=2000)
     assert record.healing
     assert record.healing.best
-    assert (tmp_path / "out" / FILE).read_bytes() == (pruned / FILE).read_bytes()
+    assert (tmp_path / "out" / FACTORS_FILE).read_bytes() == (pruned / FACTORS_FILE).read_bytes()
     check_products(tmp_path / "out")
 
 
@@ -199,7 +198,7 @@ def test_some_blocks(tmp_path: Path, method: str) -> None:
     record = heal(pruned, tmp_path / "out", dense, method=method, rate=0.01 if method == "full" else None, tokens=2000)
     assert record.healing
     assert record.healing.best
-    old, new = load_file(pruned / FILE), load_file(tmp_path / "out" / FILE)
+    old, new = load_file(pruned / FACTORS_FILE), load_file(tmp_path / "out" / FACTORS_FILE)
     assert {key.split(".")[2] for key in new} == {"1"}
     assert not torch.equal(*(found[next(iter(old))] for found in (old, new)))
     key = "model.layers.0.mlp.up_proj.weight"
@@ -249,7 +248,7 @@ def test_factors_that_are_gone(tmp_path: Path) -> None:
     dense, pruned = factored(tmp_path)
     shutil.rmtree(pruned / "factors")
     said = message(lambda: heal(pruned, tmp_path / "out", dense), NiwakiError)
-    assert f"matrices are products of two factors, and {FILE} is not there" in said
+    assert f"matrices are products of two factors, and {FACTORS_FILE} is not there" in said
     assert not (tmp_path / "out").exists()
 
 

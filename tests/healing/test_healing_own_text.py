@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.healing import own_text
+from niwaki.healing import run
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
-from niwaki.records.healing import HealingRecord
 from niwaki.records.progress import Progress
-from niwaki.records.record import FitRecord
+from niwaki.records.record import FitRecord, HealingRecord
 from support.healing import LENGTH, TOKENS, drawn, heal, pruned_model, same_tensors, undrawn
 from support.models import random_tokens, save_model
 from support.runs import files
@@ -51,7 +50,7 @@ def test_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
     """The same model as from windows that are mixed by hand; what is held out was written last."""
     dense, pruned = pruned_model(tmp_path, "llama")
     own = random_tokens(200, LENGTH)[100:]
-    monkeypatch.setattr(own_text, "synthesize", lambda _, count, *__, **___: own[:count])
+    monkeypatch.setattr(run, "synthesize", lambda _, count, *__, **___: own[:count])
     tokens = 35 * LENGTH
     record = heal(pruned, tmp_path / "out", dense, method=method, own_text=SHARE, tokens=tokens)
     assert record.healing
@@ -74,7 +73,7 @@ def test_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -
     heal(pruned, tmp_path / "whole", dense, **asked)
     with pytest.raises(KeyboardInterrupt):
         heal(pruned, tmp_path / "out", dense, progress=Stopped(), **asked)
-    monkeypatch.setattr(own_text, "synthesize", None)
+    monkeypatch.setattr(run, "synthesize", None)
     record = heal(pruned, tmp_path / "out", dense, **asked)
     assert len(record.resumed) == 1
     assert files(tmp_path / "out") == files(tmp_path / "whole")
@@ -97,7 +96,7 @@ def test_where_there_is_no_time_to_write(tmp_path: Path, monkeypatch: pytest.Mon
     """Likewise: what was written would all be held out."""
     dense, pruned = pruned_model(tmp_path, "llama")
     heal(pruned, tmp_path / "without", dense)
-    monkeypatch.setattr(own_text, "written", lambda *_: random_tokens(1, LENGTH))
+    monkeypatch.setattr(run, "written_text", lambda *_: random_tokens(1, LENGTH))
     record = heal(pruned, tmp_path / "out", dense, own_text=SHARE)
     note = "there was no time for the dense model to write text to train on; give more --max-time"
     assert record.notes.count(note) == 1
@@ -135,23 +134,23 @@ def test_where_writing_would_take_too_long(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.8])
 def test_the_share_of_what_comes_first(share: float) -> None:
     """It is that of all, to within one window."""
-    real, own = own_text.windows(100 * LENGTH, LENGTH, 1000, share)
+    real, own = run.own_text_windows(100 * LENGTH, LENGTH, 1000, share)
     assert (real, own) == (round(100 * (1 - share)), round(100 * share))
-    found = own_text.mixed(torch.zeros(real, 1), torch.ones(own, 1), share).flatten()
+    found = run.mixed_texts(torch.zeros(real, 1), torch.ones(own, 1), share).flatten()
     assert len(found) == 100
     for count in range(1, 101):
         assert abs(float(found[:count].sum()) - share * count) <= 1
-    fewer = own_text.mixed(torch.zeros(real, 1), torch.ones(own // 2, 1), share).flatten()
+    fewer = run.mixed_texts(torch.zeros(real, 1), torch.ones(own // 2, 1), share).flatten()
     assert torch.equal(fewer[: real // 4], found[: real // 4])
 
 
 def test_as_much_as_there_is_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Part for part, each another text."""
-    monkeypatch.setattr(own_text, "_FIRST", 2 * LENGTH)
+    monkeypatch.setattr(run, "_FIRST", 2 * LENGTH)
     model = StreamedModel(Checkpoint(save_model(tmp_path / "model", "llama")), "cpu", "float32")
 
     def written(count: int, is_enough: bool) -> Tensor:
-        return own_text.written(model, count, LENGTH, None, World(), Progress(), lambda: is_enough)
+        return run.written_text(model, count, LENGTH, None, World(), Progress(), lambda: is_enough)
 
     whole = written(10, False)
     assert whole.shape == (10, LENGTH)

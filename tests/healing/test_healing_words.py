@@ -18,11 +18,11 @@ from niwaki import Calibration, Compute, Heal, Measurement, ShrinkVocabulary
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.healing.translation import Translation
-from niwaki.records.healing import HealingRecord
 from niwaki.records.progress import Progress
+from niwaki.records.record import HealingRecord
 from niwaki.runs.stage import Stage
-from niwaki.shrinking.token_choice import Size, choose, renumbered
-from niwaki.shrinking.tokenizer_file import TokenizerFile
+from niwaki.shrinking.tokenizer import TokenizerFile
+from niwaki.shrinking.tokens import Size, choose, renumbered
 from support.covering import some
 from support.models import message
 from support.runs import files

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
-from niwaki.layer.expert_fit import fit_sum
+from niwaki.layer.unit_removal import fit_sum
 
 OUT, IN, ROWS = 5, 6, 80
 

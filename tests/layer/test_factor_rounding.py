@@ -10,12 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from niwaki.errors import PatternError, UsageError
-from niwaki.layer import factor_rounding
-from niwaki.layer.factor_rounding import factors_onto_grid, flops
+from niwaki.layer import rounding
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import TwoFactors, Unstructured, factors as pattern_module, make_pattern
 from niwaki.layer.problem import Gram, LayerProblem, Solution
-from niwaki.layer.rounding import onto_grid
+from niwaki.layer.rounding import factor_flops, factors_onto_grid, onto_grid
 from niwaki.layer.solvers import DoubleSparse
 from niwaki.models.locate import locate_model
 from niwaki.packed.matrix import pack
@@ -115,7 +114,7 @@ def test_patterns_that_are_none(text: str, said: str) -> None:
 @pytest.mark.parametrize("shape", [(24, 32), (32, 32), (40, 32)], ids=str)
 def test_it_is_what_it_says(shape: tuple[int, int], damping: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an exact refit of the left factor."""
-    monkeypatch.setattr(factor_rounding, "_STEPS", 400)
+    monkeypatch.setattr(rounding, "_STEPS", 400)
     dtype = torch.bfloat16
     problem, inner = make_problem(rows=shape[0], columns=shape[1]), min(shape)
     W, H = problem.W, problem.gram.H.clone()
@@ -214,8 +213,8 @@ def test_nothing_there(what: str) -> None:
 
 
 def test_flops_grow_with_the_matrix() -> None:
-    assert 0 < flops(64, 64) < flops(128, 64) < flops(128, 128)
-    assert math.isclose(flops(1280, 1280) / flops(640, 640), 8, rel_tol=1e-6)
+    assert 0 < factor_flops(64, 64) < factor_flops(128, 64) < factor_flops(128, 128)
+    assert math.isclose(factor_flops(1280, 1280) / factor_flops(640, 640), 8, rel_tol=1e-6)
 
 
 @pytest.mark.parametrize(("shape", "share"), [((576, 576), 0.4), ((1536, 576), 0.25), ((192, 576), 0.25)], ids=str)

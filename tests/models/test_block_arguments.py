@@ -17,8 +17,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import EFFORTS, Effort, make_effort
 from niwaki.errors import UnsupportedModelError
 from niwaki.models import streamed
-from niwaki.models.hidden_states import BlockArguments, Handed, same, samples_first, streams_first
-from niwaki.models.spill import MemoryBudget
+from niwaki.models.hidden_states import BlockArguments, Handed, MemoryBudget, same, samples_first, streams_first
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
 from niwaki.records.record import Record

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.healing.objective import Logits, find_logits
 from niwaki.models.crossing import find_crossing
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.interface import Interface, find_interface
 from niwaki.models.pairs import NOTHING, count_tokens, padded, parted, predicting, rows_of
 from niwaki.models.sensitivity import sensitivities
-from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.windows import Windows
 from support.pairs import KINDS, logits_of, pairs_of, reference_of, rows, save_pair_model

@@ -17,9 +17,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 import niwaki
 from niwaki.evaluation.inspect import opened
 from niwaki.exports.export import export
-from niwaki.models.extra import find_extra
-from niwaki.packed.pack import pack
-from niwaki.packed.unpack import unpack
+from niwaki.models.outside import find_extra
+from niwaki.packed.pack import pack, unpack
 from niwaki.records.record import Record
 from support.command import Command
 from support.models import edit_json, random_tokens, save_model, save_model_with_tokenizer, save_random

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import niwaki
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError
-from niwaki.models.families import FAMILIES
 from niwaki.models.gram_capture import InputGrams
 from niwaki.models.hidden_states import same
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.structure import FAMILIES
 from niwaki.options import Compute, Measurement
 from niwaki.recipes import prune
 from niwaki.records.record import Record

@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import niwaki
 from niwaki.checkpoints.reading import ORIGIN, SINGLE_NAME
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
-from niwaki.models import gguf_source
-from niwaki.models.gguf_keys import follow_keys
+from niwaki.models import gguf as gguf_models
+from niwaki.models.gguf import follow_keys
 from niwaki.models.locate import locate_model
 from support.gguf_files import changed, header, tensor
 from support.models import FEW_TOKENS, add_small_tokenizer, edit_json, format_of, message, random_model, random_tokens
@@ -40,7 +40,7 @@ PLAIN: dict[str, Any] = {"solver": "magnitude", "calibration": TOKENS, "measurem
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place = tmp_path / "cache"
-    monkeypatch.setattr("niwaki.cache.cached_assets_path", functools.partial(cached_assets_path, assets_dir=place))
+    monkeypatch.setattr("niwaki.files.cached_assets_path", functools.partial(cached_assets_path, assets_dir=place))
     return place
 
 
@@ -181,7 +181,7 @@ def test_a_stopped_conversion_leaves_nothing(cache: Path, file: Path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_source, "replace_file", interrupted)  # after the weights
+        patch.setattr(gguf_models, "replace_file", interrupted)  # after the weights
         with pytest.raises(KeyboardInterrupt):
             locate_model(str(file))
     assert not [path for path in cache.rglob("*") if path.is_file()]
@@ -246,7 +246,7 @@ def test_a_file_that_may_not_be_read(file: Path, monkeypatch: pytest.MonkeyPatch
     def locked(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(file))
 
-    monkeypatch.setattr(gguf_source, "read_header", locked)
+    monkeypatch.setattr(gguf_models, "read_header", locked)
     assert message(lambda: locate_model(str(file)), CheckpointError) == f"{file} cannot be read: Permission denied"
 
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 import niwaki
 from niwaki.checkpoints.gguf_header import read_header
 from niwaki.errors import CheckpointError, UnsupportedModelError
-from niwaki.models.gguf_source_tokenizer import SPLITTINGS, check_parts, read_tokenizer
+from niwaki.models.gguf import SPLITTINGS, check_parts, read_tokenizer
 from support.gguf_files import changed
 from support.models import FEW_TOKENS, add_small_tokenizer, message, random_model
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.models import streamed as blocks
 from niwaki.models.block import DecoderBlock
-from niwaki.models.families import choice
 from niwaki.models.gram_capture import InputGrams
-from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.hidden_states import HiddenStates, MemoryBudget
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.structure import choice
 from niwaki.models.training import trainable
 from support.models import linear_inputs, random_tokens, reference, save_model, some_families
 from support.streams import assert_clean, materialized, prune, save_starved, stream_of

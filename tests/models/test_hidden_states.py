@@ -18,7 +18,7 @@ from torch import Tensor
 from niwaki import prune
 from niwaki.errors import OutputError, UsageError
 from niwaki.models import streamed as blocks
-from niwaki.models.spill import MemoryBudget, SpillList
+from niwaki.models.hidden_states import MemoryBudget, SpillList
 from niwaki.quantities import parse_size
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record

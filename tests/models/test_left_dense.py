@@ -16,7 +16,7 @@ import niwaki
 from niwaki.errors import UnsupportedModelError
 from niwaki.evaluation.inspect import opened
 from niwaki.models.layout import Matrix
-from niwaki.models.left_dense import coverage, left_dense
+from niwaki.models.streamed import coverage, left_dense
 from niwaki.models.structure import Parts, Stack
 from niwaki.records.record import Record
 from support.models import message, random_tokens, save_model

@@ -23,8 +23,8 @@ import niwaki
 from niwaki import Compute, Heal, Measurement, Prune, Shrink
 from niwaki.errors import UnsupportedModelError
 from niwaki.models.sentence_vectors import agreement, pooling_of, scores_of, sentence_vectors, similarity
+from niwaki.runs.similarity import sentences_of, texts_of
 from niwaki.runs.stage import Stage
-from niwaki.texts.sentences import sentences_of, texts_of
 from niwaki.windows import Windows
 from support.covering import some
 from support.healing import TOKENS

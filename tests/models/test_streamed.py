@@ -17,13 +17,11 @@ from transformers import PreTrainedModel
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UsageError
 from niwaki.models import gram_capture as inputs, streamed as blocks
-from niwaki.models.families import FAMILIES, choice
 from niwaki.models.gram_capture import InputGram, InputGrams
-from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.processes import World
-from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.structure import structure
+from niwaki.models.structure import FAMILIES, choice, structure
 from support.covering import covered, some
 from support.forks import Ended, forked
 from support.models import (

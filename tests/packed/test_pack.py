@@ -472,7 +472,7 @@ class TestTheCard:
         """Its README.md is the dense model's."""
         model = sparse_model(tmp_path / "model")
         (model / "README.md").write_text("---\nlibrary_name: transformers\n---\n# A model\n")
-        monkeypatch.setattr("niwaki.packed.card.write", lambda *_: None)
+        monkeypatch.setattr("niwaki.packed.pack.write", lambda *_: None)
         assert "# A model" in self.packed(model)
 
     @pytest.mark.parametrize("name", [".", "../model"])
@@ -560,7 +560,7 @@ def test_what_cannot_be_written(error: int, said: str, tmp_path: Path, monkeypat
     def full(*_: Any) -> None:
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr("niwaki.checkpoints.shards.reserve", full)
+    monkeypatch.setattr("niwaki.checkpoints.writing.reserve", full)
     assert re.search(said, message(lambda: niwaki.pack(model, tmp_path / "packed"), OutputError))
     assert not (tmp_path / "packed").exists()
 

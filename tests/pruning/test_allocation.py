@@ -8,7 +8,7 @@ import math
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from niwaki.pruning.allocation import MOST, CostCurves, Curve, ceiling, outlier_ratios, rounded, smooth
+from niwaki.pruning.plan import MOST, CostCurves, Curve, ceiling, outlier_ratios, rounded, smooth
 
 
 def _loss(curve: Curve, zeros: int) -> float:

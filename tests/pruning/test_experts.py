@@ -17,7 +17,7 @@ import niwaki
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.models.block import DecoderBlock
 from niwaki.records.record import Record
-from niwaki.shrinking.block_tensors import BlockTensors
+from niwaki.shrinking.walk import BlockTensors
 from support.covering import some
 from support.healing import same_tensors
 from support.models import decoder_blocks, edit_json, message, random_model, random_tokens

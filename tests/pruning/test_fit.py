@@ -17,11 +17,10 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import Fitting
 from niwaki.errors import NumericalError
 from niwaki.models.block import DecoderBlock
-from niwaki.models.fit import Fit
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.training import trainable, trained_weights
+from niwaki.models.training import Fit, trainable, trained_weights
 from niwaki.records.record import FitRecord
 from support.models import decoder_blocks, message, random_tokens, reference, save_model
 from support.streams import prune, save_starved, stream_of

@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 import niwaki
 from niwaki.checkpoints.reading import SINGLE_NAME, Checkpoint
 from niwaki.errors import OutputError, UsageError
-from niwaki.models.kept_format import KeptFormat
+from niwaki.models.formats import KeptFormat
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
 from support.arguments import arguments

@@ -16,8 +16,8 @@ from precision import Rounding, cut, rounded  # benchmarks/precision.py
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from niwaki.layer import products as module
-from niwaki.layer.products import has_tf32, onednn_is_faster, products
+from niwaki.layer import linalg as module
+from niwaki.layer.linalg import has_tf32, onednn_is_faster, products
 from niwaki.recipes import prune
 from niwaki.records.record import Record
 from support.arguments import arguments

@@ -27,7 +27,7 @@ from niwaki.layer.solvers import MaskThenUpdate
 from niwaki.recipes import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
-from niwaki.runs.session import session
+from niwaki.runs.stage import session
 from niwaki.runs.workplace import check_record
 from support.models import (
     linear_inputs,

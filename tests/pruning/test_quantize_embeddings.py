@@ -18,7 +18,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, UsageError
 from niwaki.layer.grid import Grid
 from niwaki.layer.rounding import to_nearest
-from niwaki.models.ends import head_gram
+from niwaki.models.outside import head_gram
 from niwaki.models.scales import EMBEDDINGS
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.linear import SparseEmbedding, SparseLinear

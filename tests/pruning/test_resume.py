@@ -25,8 +25,7 @@ from niwaki.layer.solvers import describe, make_solver
 from niwaki.models.scales import FILE
 from niwaki.records.record import MatrixRecord, Record
 from niwaki.runs.carried import MARGIN
-from niwaki.runs.journal import Journal
-from niwaki.runs.workplace import Workplace, check_record, workplace
+from niwaki.runs.workplace import Journal, Workplace, check_record, workplace
 from support import faults
 from support.covering import FULL
 from support.models import message, random_tokens, save_model, sparse_model
@@ -181,7 +180,7 @@ def test_another_model_is_refused(tmp_path: Path, model: Path) -> None:
 
 def test_other_versions_are_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(model, tmp_path / "out")
-    monkeypatch.setattr("niwaki.runs.begin.versions", lambda: {"niwaki": "9.9"})
+    monkeypatch.setattr("niwaki.runs.stage.versions", lambda: {"niwaki": "9.9"})
     said = message(lambda: run(model, tmp_path / "out"))
     assert "differs in versions (python " in said
     assert f"niwaki {metadata.version('niwaki')} there, 9.9 here" in said

@@ -17,12 +17,11 @@ from transformers.pytorch_utils import Conv1D
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.models import sensitivity, streamed as blocks
-from niwaki.models.families import choice
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.processes import World
 from niwaki.models.sensitivity import sensitivities
-from niwaki.models.spill import MemoryBudget
-from niwaki.models.streamed import StreamedModel
-from niwaki.models.weights import Weights
+from niwaki.models.streamed import StreamedModel, Weights
+from niwaki.models.structure import choice
 from support.models import (
     a_third_of_the_families,
     decoder_blocks,

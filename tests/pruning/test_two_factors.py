@@ -17,7 +17,7 @@ from niwaki.errors import CheckpointError, NiwakiError, UsageError
 from niwaki.layer.patterns import TwoFactors, Unstructured, factors as pattern_module
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import DoubleSparse
-from niwaki.models.factors import FILE, Factored, is_product
+from niwaki.models.formats import FACTORS_FILE, Factored, is_product
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import TrainedFactors, trainable
 from niwaki.packed import kernels
@@ -41,7 +41,7 @@ def run(model: Path, out: Path, **changes: Any) -> niwaki.Record:
 
 
 def factors_of(out: Path, key: str) -> tuple[Tensor, Tensor]:
-    found = load_file(out / FILE)
+    found = load_file(out / FACTORS_FILE)
     return found[f"{key}_left"], found[f"{key}_right"]
 
 
@@ -103,7 +103,7 @@ def test_fitted(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     run(model, tmp_path / "fast")
     record = run(model, tmp_path / "out", effort="fast:epochs=8")
     assert all(fit.after < 0.95 * fit.before for fit in record.fits)
-    fast, fitted = load_file(tmp_path / "fast" / FILE), load_file(tmp_path / "out" / FILE)
+    fast, fitted = load_file(tmp_path / "fast" / FACTORS_FILE), load_file(tmp_path / "out" / FACTORS_FILE)
     first = [key for key in fast if ".0." in key]  # later blocks see other inputs
     for key in first:
         assert torch.equal(fast[key] != 0, fitted[key] != 0)
@@ -329,7 +329,7 @@ def test_packed_again(tmp_path: Path) -> None:
         niwaki.pack(tmp_path / source, tmp_path / out)
         if source == "out":
             niwaki.unpack(tmp_path / "packed", tmp_path / "unpacked")
-    one, other = (load_file(tmp_path / name / FILE) for name in ("out", "unpacked"))
+    one, other = (load_file(tmp_path / name / FACTORS_FILE) for name in ("out", "unpacked"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
     (first,), (second,) = ((tmp_path / name).glob("packed-*.safetensors") for name in ("packed", "again"))
@@ -339,7 +339,7 @@ def test_packed_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["all", "one"])
 def test_factors_that_are_gone(what: str, tmp_path: Path) -> None:
     run(save_model(tmp_path / "model"), tmp_path / "out")
-    file = tmp_path / "out" / FILE
+    file = tmp_path / "out" / FACTORS_FILE
     if what == "all":
         file.unlink()
     else:
@@ -372,7 +372,9 @@ def test_in_half_precision(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", dtype=torch.float16)
     run(model, tmp_path / "out", sparsity=0.7, solver="double-sparse")
     niwaki.pack(tmp_path / "out", tmp_path / "packed")
-    assert max(float(factor.float().abs().max()) for factor in load_file(tmp_path / "out" / FILE).values()) < 1e3
+    assert (
+        max(float(factor.float().abs().max()) for factor in load_file(tmp_path / "out" / FACTORS_FILE).values()) < 1e3
+    )
 
 
 def test_products_on_other_processors() -> None:

@@ -18,11 +18,9 @@ from niwaki.errors import CheckpointError, NiwakiError, UsageError
 from niwaki.evaluation.inspect import opened
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import TwoFactors, factors as pattern_module
-from niwaki.models.factors import FILE, Factored
-from niwaki.models.formats import format_of
+from niwaki.models.formats import FACTORS_FILE, Factored, OnGrid, WeightFormat, format_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import TrainedFactors, trainable
-from niwaki.models.weight_format import OnGrid, WeightFormat
 from niwaki.packed import kernels
 from niwaki.packed.format import PackedCheckpoint, PackedTensor
 from niwaki.packed.linear import SparseLinear
@@ -53,7 +51,7 @@ def run(model: Path, out: Path, **changes: Any) -> niwaki.Record:
 
 
 def parts_of(out: Path, key: str) -> list[Tensor]:
-    found = load_file(out / FILE)
+    found = load_file(out / FACTORS_FILE)
     return [found[f"{key}_{part}"] for part in PARTS]
 
 
@@ -81,7 +79,7 @@ def test_pruned(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model, out = save_model(tmp_path / "model", case, dtype=dtype), tmp_path / "out"
     record = run(model, out)
     before, after = tensors(model), tensors(out)
-    pruned = {key.rpartition("_left")[0] for key in load_file(out / FILE) if key.endswith("_left")}
+    pruned = {key.rpartition("_left")[0] for key in load_file(out / FACTORS_FILE) if key.endswith("_left")}
     assert pruned
     assert {
         key for key in before if is_pruned(case, key) and before[key].ndim == 2 and key.endswith("weight")
@@ -146,7 +144,7 @@ def test_fitted(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     run(model, tmp_path / "fast", effort="fast")
     record = run(model, tmp_path / "out", effort="fast:epochs=8")
     assert all(fit.after < 0.98 * fit.before for fit in record.fits)
-    fast, fitted = load_file(tmp_path / "fast" / FILE), load_file(tmp_path / "out" / FILE)
+    fast, fitted = load_file(tmp_path / "fast" / FACTORS_FILE), load_file(tmp_path / "out" / FACTORS_FILE)
     for key in (key for key in fast if ".0." in key):  # later blocks see other inputs
         assert torch.equal(fast[key] != 0, fitted[key] != 0)
         assert torch.equal(fast[key], fitted[key]) == key.endswith("scale")
@@ -225,7 +223,7 @@ def test_a_part_that_was_damaged_is_made_again(part: str, tmp_path: Path) -> Non
     run(model, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         run(model, tmp_path / "out", progress=StopAt(10))
-    (file,) = tmp_path.glob(f".*/**/{FILE}")
+    (file,) = tmp_path.glob(f".*/**/{FACTORS_FILE}")
     data = bytearray(file.read_bytes())
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
@@ -252,11 +250,11 @@ def test_it_is_read_back(part: str, change: float, said: str, tmp_path: Path) ->
     matrices, how = streamed.matrices(), Factored(INT8)
     zeros = {matrix.key: how.zeros(matrix.read(Checkpoint(out)), parts_of(out, matrix.key)) for matrix in matrices}
     how.verify(out, Checkpoint(out), matrices, zeros)
-    key, found = matrices[0].key, load_file(out / FILE)
+    key, found = matrices[0].key, load_file(out / FACTORS_FILE)
     changed = found[f"{key}_{part}"]
     place = (0, int(changed[0].nonzero()[0]))
     changed[place] += change * changed[place].abs()
-    save_file(found, out / FILE, {"format": "pt"})
+    save_file(found, out / FACTORS_FILE, {"format": "pt"})
     # Products are looked at first, and are the same but for rounding only where little has changed.
     message_of = message(lambda: how.verify(out, Checkpoint(out), matrices, zeros), NiwakiError)
     assert said in message_of or "is not on disk as the product of its factors" in message_of
@@ -305,7 +303,7 @@ def test_packed(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert (logits(loaded, tokens) - right).abs().max() <= tolerance * right.abs().max()
     niwaki.unpack(packed, tmp_path / "unpacked")
     assert (tmp_path / "unpacked" / "config.json").read_bytes() == (out / "config.json").read_bytes()
-    before, after = (load_file(path / FILE) for path in (out, tmp_path / "unpacked"))
+    before, after = (load_file(path / FACTORS_FILE) for path in (out, tmp_path / "unpacked"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
     niwaki.pack(tmp_path / "unpacked", tmp_path / "again")
@@ -332,7 +330,7 @@ def test_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(kernels.expand(matrix), factor)
     assert len(shapes) > 1
     niwaki.unpack(packed, tmp_path / "unpacked")
-    before, after = (load_file(path / FILE) for path in (out, tmp_path / "unpacked"))
+    before, after = (load_file(path / FACTORS_FILE) for path in (out, tmp_path / "unpacked"))
     assert all(torch.equal(before[key], after[key]) for key in before)
     said = message(lambda: run(model, tmp_path / "x", quantize="int8:128"), UsageError)
     assert "64 inputs cannot be divided into groups of 128" in said
@@ -433,11 +431,11 @@ def test_tensors_that_there_cannot_be(changes: dict[str, Any], said: str) -> Non
 def test_factors_that_have_left_their_grid(part: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(save_model(tmp_path / "model"), out)
-    found = load_file(out / FILE)
+    found = load_file(out / FACTORS_FILE)
     key = next(key for key in found if key.endswith(f"_{part}"))
     # Little enough for their product to be the same but for rounding.
     found[key][found[key] != 0] *= 1 + 2.0**-23 if part != "right_scale" else 1.01
-    save_file(found, out / FILE, {"format": "pt"})
+    save_file(found, out / FACTORS_FILE, {"format": "pt"})
     said = message(lambda: niwaki.pack(out, tmp_path / "packed"), CheckpointError)
     assert "has factors that are not on int8; prune it again" in said
     assert not (tmp_path / "packed").exists()
@@ -446,11 +444,11 @@ def test_factors_that_have_left_their_grid(part: str, tmp_path: Path) -> None:
 def test_scales_that_are_gone(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(save_model(tmp_path / "model"), out)
-    found = load_file(out / FILE)
+    found = load_file(out / FACTORS_FILE)
     del found[next(key for key in found if key.endswith("_scale"))]
-    save_file(found, out / FILE, {"format": "pt"})
+    save_file(found, out / FACTORS_FILE, {"format": "pt"})
     said = message(lambda: niwaki.pack(out, tmp_path / "packed"), CheckpointError)
-    assert f"{out / FILE} has no factors of" in said
+    assert f"{out / FACTORS_FILE} has no factors of" in said
 
 
 def test_exports(tmp_path: Path) -> None:

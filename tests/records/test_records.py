@@ -16,11 +16,10 @@ from niwaki.layer.solvers import Magnitude, describe, make_solver
 from niwaki.records.comparison import shown
 from niwaki.records.data import plain
 from niwaki.records.perplexity import Difference, Perplexity
-from niwaki.records.record import FitRecord, MatrixRecord, Record
+from niwaki.records.record import FitRecord, MatrixRecord, Record, StructureRecord
 from niwaki.records.speed import SpeedRecord
-from niwaki.records.structure import StructureRecord
 from niwaki.records.wording import in_words, markdown
-from niwaki.reports.tables import with_error
+from niwaki.reports.charts import with_error
 from support.models import message
 
 MATRIX = {

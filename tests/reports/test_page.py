@@ -34,17 +34,15 @@ from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
 from niwaki.models.tokens import load_tokenizer
 from niwaki.records.comparison import Comparison
-from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.perplexity import Perplexity
-from niwaki.records.record import FitRecord, MatrixRecord, Record
+from niwaki.records.record import FitRecord, HealingPoint, HealingRecord, MatrixRecord, Record, StructureRecord
 from niwaki.records.speed import Speed, SpeedRecord
-from niwaki.records.structure import StructureRecord
 from niwaki.records.wording import printable
-from niwaki.reports import charts, head, perplexities, sections
+from niwaki.reports import charts, sections
+from niwaki.reports.charts import Exhibit, Section
 from niwaki.reports.from_model import extras, generate, mask_pictures, png
 from niwaki.reports.material import Extras, MaskPicture, Material, Sample, load
 from niwaki.reports.page import render, report
-from niwaki.reports.tables import Exhibit, Section
 from support.covering import FULL, covered
 from support.models import message, reference, save_model_with_tokenizer
 from support.pages import Page
@@ -195,7 +193,7 @@ def test_a_page_replaces_only_pages(tmp_path: Path) -> None:
 
 
 def test_the_head_of_a_model(tmp_path: Path) -> None:
-    tiles = {what: (value, where) for what, value, where in head.tiles(load(model_directory(tmp_path / "m")))}
+    tiles = {what: (value, where) for what, value, where in sections.tiles(load(model_directory(tmp_path / "m")))}
     assert tiles["zeros"] == ("60 %", "of 12 matrices, 0.001824 M weights")
     assert tiles["perplexity dense"] == ("20.25 ± 0.41", "7,161 tokens of wikitext2, context 1,024")
     assert tiles["perplexity pruned"] == ("31.50 ± 0.63", "+55.6 % against dense")
@@ -214,8 +212,8 @@ def smaller(path: Path, **more: Any) -> Path:
 def test_a_smaller_model(tmp_path: Path) -> None:
     """Nothing of zeros and masks, which it has none of."""
     material = load(smaller(tmp_path / "m"))
-    assert head.title(material) == "model, 25.7 % smaller"
-    tiles = head.tiles(material)
+    assert sections.title(material) == "model, 25.7 % smaller"
+    tiles = sections.tiles(material)
     assert [tile[:2] for tile in tiles] == [
         ("fewer parameters", "25.7 %"),
         ("removed", "31.2 %"),
@@ -226,7 +224,7 @@ def test_a_smaller_model(tmp_path: Path) -> None:
     ]
     assert tiles[0][2] == "5,944 of 8,000 stay"
     assert "2 of 4 blocks" in tiles[1][2]
-    facts = dict(head.facts(material))
+    facts = dict(sections.facts(material))
     assert facts["blocks removed"] == "1, 3, counted from 0"
     assert "pattern" not in facts
     assert sections.allocation(material) is None
@@ -236,38 +234,38 @@ def test_a_smaller_model(tmp_path: Path) -> None:
     assert "zeros in" not in text.lower()
     blocks_only = load(smaller(tmp_path / "n", matrices=[]))
     assert sections.errors(blocks_only) is None
-    assert "error" not in dict(head.facts(blocks_only))
+    assert "error" not in dict(sections.facts(blocks_only))
 
 
 @pytest.mark.slow
 def test_a_single_run(tmp_path: Path) -> None:
     """The tiles have its perplexities."""
     material = load(model_directory(tmp_path / "m"))
-    assert perplexities.frontier(material) is None
-    assert dict(head.facts(material))["±"].startswith("standard errors")
+    assert sections.frontier(material) is None
+    assert dict(sections.facts(material))["±"].startswith("standard errors")
     exact = {key: {**perplexity(9.0), "standard_error": None} for key in ("before", "after")}
-    assert "±" not in dict(head.facts(load(model_directory(tmp_path / "n", perplexity=exact))))
+    assert "±" not in dict(sections.facts(load(model_directory(tmp_path / "n", perplexity=exact))))
 
 
 def test_one_of_each(tmp_path: Path) -> None:
     calibration = {"source": "c4", "samples": 1, "sequence_length": 32}
     done = record(matrices=record().matrices[:1], calibration=calibration)
     material = load(model_directory(tmp_path / "m", matrices=done.matrices, calibration=calibration))
-    assert dict(head.facts(material))["calibration"] == "1 window of 32 tokens of c4"
-    assert head.tiles(material)[0][2].startswith("of 1 matrix, ")
+    assert dict(sections.facts(material))["calibration"] == "1 window of 32 tokens of c4"
+    assert sections.tiles(material)[0][2].startswith("of 1 matrix, ")
 
 
 def test_a_model_that_was_not_measured(tmp_path: Path) -> None:
     material = load(model_directory(tmp_path / "m", perplexity={}, notes=["a note"], resumed=[2]))
-    assert ("perplexity", "?", "not measured") in head.tiles(material)
-    assert perplexities.frontier(material) is None
-    assert head.notes(material) == ["a note", "stopped and resumed after block 2"]
+    assert ("perplexity", "?", "not measured") in sections.tiles(material)
+    assert sections.frontier(material) is None
+    assert sections.notes(material) == ["a note", "stopped and resumed after block 2"]
 
 
 @pytest.mark.slow
 def test_the_table_of_a_comparison(tmp_path: Path) -> None:
     material = load(comparison(tmp_path / "c"))
-    section = perplexities.frontier(material)
+    section = sections.frontier(material)
     assert section is not None
     frontier, gaps = section.exhibits
     assert gaps.table is not None
@@ -286,12 +284,12 @@ def test_the_table_of_a_comparison(tmp_path: Path) -> None:
                 continue
             assert float(cell.text.split(" ± ")[0].replace(",", "")) == pytest.approx(value, abs=0.501)
             assert cell.best == (method == "admm-grad")
-    assert [tile[:2] for tile in head.tiles(material)[1:]] == [
+    assert [tile[:2] for tile in sections.tiles(material)[1:]] == [
         ("best at 50 %", "20.75 ± 0.41"),
         ("best at 60 %", "33.00 ± 0.66"),
         ("best at 2:4", "44.50 ± 0.89"),
     ]
-    assert head.notes(material) == ["2 of 8 runs: damping was raised"]
+    assert sections.notes(material) == ["2 of 8 runs: damping was raised"]
 
 
 def test_errors_and_zeros_of_matrices(tmp_path: Path) -> None:
@@ -463,7 +461,7 @@ def marks(svg: str) -> dict[str, float]:
 @pytest.mark.slow
 def test_points_are_where_their_values_are(tmp_path: Path) -> None:
     """The axis is logarithmic here; heights are those of the perplexities that the marks say."""
-    section = perplexities.frontier(load(comparison(tmp_path / "c")))
+    section = sections.frontier(load(comparison(tmp_path / "c")))
     assert section is not None
     frontier, _ = section.exhibits
     plain, grouped = frontier.figures
@@ -492,7 +490,7 @@ def test_each_figure_has_a_legend_and_its_own_axis(tmp_path: Path) -> None:
     """Also as a file of its own, beside another; and one sparsity does not stand on an axis of all."""
     material = load(comparison(tmp_path))
     runs = [run for run in material.runs if run.pattern in ("50 %", "2:4")]
-    section = perplexities.frontier(dataclasses.replace(material, runs=runs))
+    section = sections.frontier(dataclasses.replace(material, runs=runs))
     assert section is not None
     exhibit = section.exhibits[0]
     for figure in exhibit.figures:

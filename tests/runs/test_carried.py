@@ -16,10 +16,9 @@ import niwaki
 from niwaki import Heal, Prune, Quantize, QuantizeEmbeddings, Record, Shrink, ShrinkVocabulary, prune, shrink
 from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint
 from niwaki.errors import CheckpointError, NiwakiError, OutputError
-from niwaki.models import factors, scales
+from niwaki.models import formats, scales
 from niwaki.models.locate import locate_model
-from niwaki.packed.pack import pack
-from niwaki.packed.unpack import unpack
+from niwaki.packed.pack import pack, unpack
 from niwaki.runs.carried import find_carried
 from niwaki.runs.workplace import unfinished_size
 from support.arguments import arguments
@@ -324,7 +323,7 @@ def test_files_and_config_json_that_differ(tmp_path: Path, made: Callable[[str],
         lambda path, out: _work(path, out, [Prune(0.5, "magnitude")], dense),
         pack,
     ]
-    for file in (scales.FILE, scales.EMBEDDINGS, factors.FILE):
+    for file in (scales.FILE, scales.EMBEDDINGS, formats.FACTORS_FILE):
         path = tmp_path / file.replace("/", " ")
         shutil.copytree(model, path)
         if (there := path / file).exists():

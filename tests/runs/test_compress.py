@@ -21,11 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import niwaki
 from niwaki import Calibration, Compute, Measurement, NiwakiError, Record
 from niwaki.checkpoints.reading import Checkpoint
+from niwaki.compression.compress import Compression, plan_compression
 from niwaki.compression.foresight import _Looking, foresee
 from niwaki.compression.part import PartOf
-from niwaki.compression.plan import Compression, plan_compression
-from niwaki.compression.throughput import Throughput
-from niwaki.compression.trials import last_that_holds
+from niwaki.compression.trials import Throughput, last_that_holds
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.evaluation.bench import measure
 from niwaki.files import locked
@@ -526,7 +525,7 @@ def test_losses_that_cannot_be_kept(model: Path, tmp_path: Path) -> None:
 def test_the_largest_that_is_fast_enough(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what bench says: here time in proportion to bytes."""
     dense = timed_by_bytes(model, monkeypatch)
-    monkeypatch.setattr("niwaki.compression.plan.throughput", lambda *_: "no time")
+    monkeypatch.setattr("niwaki.compression.compress.throughput", lambda *_: "no time")
     record = niwaki.compress(model, tmp_path / "out", speed=2.5, **GIVEN)
     assert 2.5 <= dense / weights(tmp_path / "out") <= 2.5 * 1.06
     assert "times the tokens a second" in record.notes[-1]
@@ -543,7 +542,7 @@ def test_a_speed_that_was_interrupted(
     given: dict[str, Any] = {"speed": 2.5, "calibration": text, "measurement": None, "compute": CPU}
     for faster, last in ((1.0, 2), (1.06, 99)):
         speeds = Throughput(1, (dense // 8, 8 * faster), (dense // 2, 2 * faster))
-        monkeypatch.setattr("niwaki.compression.plan.throughput", lambda *_, speeds=speeds: speeds)
+        monkeypatch.setattr("niwaki.compression.compress.throughput", lambda *_, speeds=speeds: speeds)
         progress = StopAtTrial(last)
         with pytest.raises(KeyboardInterrupt) if last == 2 else contextlib.nullcontext():
             niwaki.compress(model, tmp_path / "out", **given, progress=progress)
@@ -553,7 +552,7 @@ def test_a_speed_that_was_interrupted(
 
 def test_tokens_a_second_of_a_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the dense model and of packed forms, the time for a token between them by bytes; of none with zeros."""
-    monkeypatch.setattr("niwaki.compression.throughput.measured", measure)  # in this process
+    monkeypatch.setattr("niwaki.compression.trials.measured", measure)  # in this process
     plan = plan_compression(model, 0.3, **LOOKED, measure_speed=True)
     assert plan.speed
     (small, fast), (large, slow) = plan.speed.smallest, plan.speed.largest
@@ -572,11 +571,11 @@ def test_tokens_a_second_of_a_plan(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_not_timed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {**LOOKED, "measure_speed": True}
-    monkeypatch.setattr("niwaki.compression.throughput.free_space", lambda _: weights(model) // 2)
+    monkeypatch.setattr("niwaki.compression.trials.free_space", lambda _: weights(model) // 2)
     assert "tokens a second were not measured: " in (told := str(plan_compression(model, 0.8, **given)))
     assert "free, and a packed form of" in told
     memory = SimpleNamespace(available=weights(model))
-    monkeypatch.setattr("niwaki.compression.throughput.psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("niwaki.compression.trials.psutil.virtual_memory", lambda: memory)
     with pytest.raises(UsageError, match=r"needs what is foreseen: .* of weights do not fit in the .* of memory"):
         plan_compression(model, speed=2, **LOOKED)
     plan = plan_compression(model, parameters=0.9, **given)
@@ -601,7 +600,7 @@ def test_plans_for_a_loss_and_a_speed(model: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match=r"1e-07 cannot be kept: the largest form has about .* nats a token"):
         plan_compression(model, loss=1e-7, **LOOKED)
     speeds = Throughput(100, (weights(model) // 10, 400), (weights(model) // 2, 200))
-    monkeypatch.setattr("niwaki.compression.plan.throughput", lambda *_: speeds)
+    monkeypatch.setattr("niwaki.compression.compress.throughput", lambda *_: speeds)
     plan = plan_compression(model, speed=2.5, **LOOKED)
     assert plan.speed == speeds
     assert 250 <= (speeds.of(plan.way) or 0) < 260
@@ -672,7 +671,7 @@ def test_models_that_a_format_has_not(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command(model: Path, niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("niwaki.compression.throughput.measured", measure)  # in this process
+    monkeypatch.setattr("niwaki.compression.trials.measured", measure)  # in this process
     texts = ("--calibration", "demo", "--samples", 4, "--length", 32, "--text", "demo-held", "--text-samples", 2)
     said = niwaki_("compress", model, tmp_path / "out", "--size", "0.4", "--plan", *texts)
     assert said.code == 0, said.err

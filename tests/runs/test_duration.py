@@ -12,7 +12,7 @@ from rich.console import Console
 import niwaki
 from niwaki import Heal, Prune, Quantize, QuantizeEmbeddings, Shrink
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.cli.display import Display
+from niwaki.cli.screen import Display
 from niwaki.models.device import find_device
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress

@@ -17,20 +17,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import niwaki
 from niwaki import Calibration, Compute, Measurement
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.compression.fewer_tokens import LookingAtTokens, TokenCosts
-from niwaki.compression.foresight import Foresight, foresee
+from niwaki.compression.compress import plan_compression
+from niwaki.compression.foresight import Foresight, LookingAtTokens, TokenCosts, foresee
 from niwaki.compression.part import PartOf
-from niwaki.compression.plan import plan_compression
 from niwaki.compression.ways import Parts, SmallerWays, Ways
 from niwaki.errors import UsageError
 from niwaki.evaluation.evaluate import evaluate_both
 from niwaki.layer.grid import Grid
-from niwaki.models.spill import MemoryBudget
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
-from niwaki.shrinking.model_tokens import ModelTokens
-from niwaki.shrinking.token_choice import Size
+from niwaki.shrinking.tokens import ModelTokens, Size
 from niwaki.texts.texts import Texts
 from support.models import add_tokenizer, edit_json, random_model, random_tokens
 
@@ -128,7 +126,7 @@ def _with(monkeypatch: pytest.MonkeyPatch, *sizes: tuple[int, float, float]) -> 
     def seen(*given: Any) -> Any:
         return replace(foresee(*given), tokens=TokenCosts(ROWS, 128, sizes))
 
-    monkeypatch.setattr("niwaki.compression.plan.foresee", seen)
+    monkeypatch.setattr("niwaki.compression.compress.foresee", seen)
 
 
 @pytest.mark.parametrize(("runtime", "size"), [("niwaki", 0.3), ("llama.cpp", 0.6)])

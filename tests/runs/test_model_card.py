@@ -11,7 +11,7 @@ import pytest
 import niwaki
 from niwaki import Calibration, Measurement
 from niwaki.records.record import Record
-from niwaki.runs.model_card import restate, top
+from niwaki.runs.card import restate, top
 from support.models import save_model_with_tokenizer
 
 RECORD = Record("", "m", "wanda", {"name": "wanda"}, "2:4", None, {}, "cpu", "float32")

@@ -426,7 +426,7 @@ def test_zeros_stay(tmp_path: Path) -> None:
 def test_experts_are_removed_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_model(tmp_path / "model", "mixtral")
     from niwaki.models.processes import World
-    from niwaki.runs.session import session
+    from niwaki.runs.stage import session
 
     monkeypatch.setattr(World, "collected", lambda self, value: [value] * self.size)
     with session(world=World(0, 2)):

@@ -22,10 +22,10 @@ from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
-from niwaki.shrinking import depth, trial
-from niwaki.shrinking.bridge import DAMPING
-from niwaki.shrinking.combinations import Combination, Combinations, best_of, costs_of_combinations
+from niwaki.shrinking import search, trial
 from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
+from niwaki.shrinking.search import Combination, Combinations, best_of, costs_of_combinations
+from niwaki.shrinking.trial import DAMPING
 from niwaki.shrinking.units import ColumnUnits, heads_of, neurons_of
 from support.float64 import Float64
 from support.models import message, random_model, random_tokens, reference, save_random
@@ -122,7 +122,7 @@ def test_what_they_cost(source: Path, own: Tensor | None, monkeypatch: pytest.Mo
         Combination((3,), {"heads": 1}),
     ]
     costs = costs_of_combinations(model, CALIBRATION, own, ways, kinds, {}, World(), Progress())
-    fitted, compared = depth.parts(CALIBRATION, 1) if own is None else (own, CALIBRATION)
+    fitted, compared = search.parts(CALIBRATION, 1) if own is None else (own, CALIBRATION)
     for way, cost in zip(ways, costs, strict=True):
         kept = {(name, at): mask for (name, at, kind, count), mask in chosen.items() if count == way.units.get(kind)}
         assert cost == pytest.approx(lost(source, fitted, compared, way, kept), rel=2e-3, abs=1e-6), way
@@ -133,7 +133,7 @@ def test_blocks_alone_cost_what_their_run_does(tmp_path: Path, case: str) -> Non
     """Also where later blocks attend to keys and values of one that is gone, which then are the dense model's."""
     random_model(case).save_pretrained(tmp_path / "model")
     model = stream_of(tmp_path / "model")
-    runs = depth.costs_of_runs(model, CALIBRATION, 1, World(), Progress())
+    runs = search.costs_of_runs(model, CALIBRATION, 1, World(), Progress())
     ways = [Combination((block,), {}) for block in range(len(model.blocks))]
     costs = costs_of_combinations(model, CALIBRATION, None, ways, [neurons_of(model)], {}, World(), Progress())
     assert costs == [runs[block, block + 1] for block in range(len(model.blocks))]

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import niwaki
-from niwaki.layer.ridge import Ridge
+from niwaki.layer.unit_removal import Ridge
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
-from niwaki.shrinking import depth, trial
-from niwaki.shrinking.bridge import DAMPING, last_matrix
-from niwaki.shrinking.depth import cheapest
+from niwaki.shrinking import search, trial
+from niwaki.shrinking.search import cheapest
+from niwaki.shrinking.trial import DAMPING, last_matrix
 from support.float64 import Float64
 from support.models import random_model, random_tokens, reference, save_model
 from support.runs import files
@@ -90,7 +90,7 @@ def run(model: Path, out: Path, **options: Any) -> Record:
 
 
 def test_the_block_before_takes_over(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("niwaki.shrinking.plan.cheapest", lambda *_: [2, 3])
+    monkeypatch.setattr("niwaki.shrinking.search.cheapest", lambda *_: [2, 3])
     record = run(source, tmp_path / "out", blocks=2, effort="fast")
     small = reference(tmp_path / "out")
     changed = small.get_parameter("model.layers.1.mlp.down_proj.weight").double()
@@ -103,9 +103,9 @@ def test_the_block_before_takes_over(source: Path, tmp_path: Path, monkeypatch: 
 
 def test_what_runs_cost(source: Path) -> None:
     """The predictions of the model without a run, with the block before it repaired, against the dense ones."""
-    costs = depth.costs_of_runs(stream_of(source), CALIBRATION, 2, World(), Progress())
+    costs = search.costs_of_runs(stream_of(source), CALIBRATION, 2, World(), Progress())
     assert sorted(costs) == sorted((i, j) for i in range(5) for j in (i + 1, i + 2) if j <= 5)
-    fitted, compared = depth.parts(CALIBRATION, 1)
+    fitted, compared = search.parts(CALIBRATION, 1)
     for first, stop in ((0, 1), (2, 3), (1, 3), (3, 5)):
         other = Float64(source, compared)
         dense = other.run([])[0]

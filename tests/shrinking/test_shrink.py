@@ -20,16 +20,16 @@ from transformers.pytorch_utils import Conv1D
 
 import niwaki
 from niwaki.cli import main as cli
-from niwaki.cli.display import Display
+from niwaki.cli.screen import Display
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.options import Measurement
 from niwaki.records.record import MatrixRecord, Record
 from niwaki.runs.carried import MARGIN
 from niwaki.runs.workplace import Workplace
-from niwaki.shrinking import depth, plan, trial, walk as shrinking
-from niwaki.shrinking.changes import Changes
+from niwaki.shrinking import search, trial, walk as shrinking
 from niwaki.shrinking.units import UnitParameter
+from niwaki.shrinking.walk import Changes
 from support.arguments import arguments
 from support.command import without_sign_of_life
 from support.covering import some
@@ -304,7 +304,7 @@ def test_what_is_dropped_is_what_costs_least(tmp_path: Path) -> None:
 @torch.no_grad()
 def divergence(dense: PreTrainedModel, other: PreTrainedModel) -> float:
     """The KL divergence of ``other`` from ``dense`` on what blocks are compared on, or of what there is instead."""
-    _, samples = depth.parts(CALIBRATION, 1)
+    _, samples = search.parts(CALIBRATION, 1)
     p, q = (
         model(samples, use_cache=False).logits[:, :: trial.EVERY].double().log_softmax(-1) for model in (dense, other)
     )
@@ -353,7 +353,7 @@ BLOCKS: list[tuple[str, dict[str, Any], int]] = [
 
 def drop_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever that costs: then all others get another number, and nothing is before them that could be repaired."""
-    monkeypatch.setattr(plan, "cheapest", lambda costs, kinds, count: list(range(count)))
+    monkeypatch.setattr(search, "cheapest", lambda costs, kinds, count: list(range(count)))
 
 
 @pytest.mark.parametrize(("case", "changes", "count"), some(BLOCKS, 11), ids=lambda v: v if isinstance(v, str) else "")
@@ -416,7 +416,7 @@ def test_one_layer_of_each_kind_stays(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_model_that_could_not_continue_a_text_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "cheapest", lambda costs, kinds, count: [2])
+    monkeypatch.setattr(search, "cheapest", lambda costs, kinds, count: [2])
     source = _hybrid(tmp_path / "model", "granitemoehybrid")
     said = message(lambda: run(source, tmp_path / "out", blocks=1), UnsupportedModelError)
     assert "could not continue a text" in said
@@ -451,7 +451,7 @@ def test_entries_of_some_blocks_by_their_numbers(tmp_path: Path, monkeypatch: py
     changes = {"layer_types": kinds, "hidden_size_per_layer_input": 0}
     source = save(tmp_path / "model", "gemma4_text unshared", **changes)
     edit_json(source / "config.json", per_layer_config={str(i): {"head_dim": 16} for i in (1, 3)})
-    monkeypatch.setattr(plan, "cheapest", lambda costs, kinds, count: [0])
+    monkeypatch.setattr(search, "cheapest", lambda costs, kinds, count: [0])
     run(source, tmp_path / "out", blocks=1)
     found = config(tmp_path / "out")
     assert found["layer_types"] == kinds[1:]
@@ -715,7 +715,7 @@ def test_a_failure_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("niwaki.checkpoints.shards.reserve", full)
+        patch.setattr("niwaki.checkpoints.writing.reserve", full)
         assert "no space left" in message(lambda: run(source, tmp_path / "out", **options), OutputError)
     assert listing(tmp_path) == before
 

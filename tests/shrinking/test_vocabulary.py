@@ -23,8 +23,8 @@ from niwaki.errors import CalibrationError, CheckpointError, NiwakiError, Unsupp
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.runs.stage import Stage
-from niwaki.shrinking.token_choice import Size, choose, renumbered
-from niwaki.shrinking.tokenizer_file import TokenizerFile
+from niwaki.shrinking.tokenizer import TokenizerFile
+from niwaki.shrinking.tokens import Size, choose, renumbered
 from support.llama_cpp import LLAMA_CPP, ask
 from support.models import edit_json, message, save_model_with_tokenizer, save_random
 from support.runs import files

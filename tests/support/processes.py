@@ -28,7 +28,7 @@ from torch import Tensor
 
 from niwaki.cli import main as cli
 from niwaki.errors import NumericalError
-from niwaki.healing.training import Training
+from niwaki.healing.whole import Training
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.models.block import DecoderBlock
 from niwaki.models.layout import Matrix

@@ -17,8 +17,8 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
-from niwaki.models import factors, scales
-from niwaki.models.ends import embedding_keys
+from niwaki.models import formats, scales
+from niwaki.models.outside import embedding_keys
 from niwaki.models.scales import grid_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
@@ -171,9 +171,9 @@ def check_claims(directory: Path) -> dict[str, Any]:
     for matrix in matrices:
         W = matrix.read(checkpoint)
         if claims.has_factors:
-            names.add(factors.FILE)
-            parts = factors.read_factors(checkpoint, matrix, grid)
-            assert factors.is_product(W, parts)
+            names.add(formats.FACTORS_FILE)
+            parts = formats.read_factors(checkpoint, matrix, grid)
+            assert formats.is_product(W, parts)
             assert not grid or all(map(grid.has, parts[:2], parts[2:]))
             total += W.numel() - sum(int(part.count_nonzero()) for part in parts[:2])
         else:
@@ -186,7 +186,7 @@ def check_claims(directory: Path) -> dict[str, Any]:
         names.add(scales.EMBEDDINGS)
         for key in embedding_keys(model):
             assert ends.has(checkpoint.read(key), scales.read_embedding_scales(checkpoint, key, ends))
-    beside = {scales.FILE, scales.EMBEDDINGS, factors.FILE}
+    beside = {scales.FILE, scales.EMBEDDINGS, formats.FACTORS_FILE}
     assert {name for name in beside if (directory / name).exists()} == names
     told: dict[str, Any] = checkpoint.config["pruning_config"]
     return told

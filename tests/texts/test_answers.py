@@ -19,10 +19,10 @@ from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
 from niwaki.models.processes import World
 from niwaki.models.tokens import encode, load_tokenizer
 from niwaki.records.progress import Progress
-from niwaki.texts import answers, chat_templates
-from niwaki.texts.answers import with_answers
-from niwaki.texts.reading import read_windows
+from niwaki.texts import own, rows
+from niwaki.texts.own import with_answers
 from niwaki.texts.sources import read_prompts
+from niwaki.texts.texts import read_windows
 from niwaki.windows import Windows
 from support.command import Command
 from support.models import FEW_TOKENS, edit_json, message, random_model, reference, save_model_with_few_tokens
@@ -40,7 +40,7 @@ ASKED = ["What is a tree?", "Why?", "Say how an old oak is told from a young one
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place = tmp_path / "assets"
-    monkeypatch.setattr("niwaki.cache.cached_assets_path", functools.partial(cached_assets_path, assets_dir=place))
+    monkeypatch.setattr("niwaki.files.cached_assets_path", functools.partial(cached_assets_path, assets_dir=place))
     return place
 
 
@@ -138,7 +138,7 @@ def test_what_was_written_before(model: Path, prompts: str, kept: Path, monkeypa
     files = sorted(kept.rglob("*.json"))
     assert files
     with monkeypatch.context() as patch:
-        patch.setattr(answers, "continued", None)
+        patch.setattr(own, "continued", None)
         assert torch.equal(given(model, prompts).tokens, first.tokens)
     whole = [file.read_bytes() for file in files]
     for content in (
@@ -170,13 +170,13 @@ def test_where_nothing_can_be_kept(model: Path, prompts: str, tmp_path: Path, ke
 
 
 def test_processes_share_the_work(model: Path, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_TOGETHER", 2)
+    monkeypatch.setattr(own, "_TOGETHER", 2)
     # Threads share the generator of random numbers, which processes do not.
     monkeypatch.setattr(
-        answers, "continued", lambda _, prompts, *__: torch.cat([prompts, prompts[:, -5:] % 8 * 3, prompts * 0 + 1], 1)
+        own, "continued", lambda _, prompts, *__: torch.cat([prompts, prompts[:, -5:] % 8 * 3, prompts * 0 + 1], 1)
     )
     expected = given(model, prompts, 4).tokens
-    monkeypatch.setattr(answers._Writer, "_kept", lambda *_: None)
+    monkeypatch.setattr(own._Writer, "_kept", lambda *_: None)
     streams = [stream_of(model) for _ in range(2)]
 
     def do(world: World) -> Tensor:
@@ -272,7 +272,7 @@ def test_what_makes_no_sense(model: Path, prompts: str, tmp_path: Path) -> None:
 def test_templates_without_end(
     model: Path, prompts: str, monkeypatch: pytest.MonkeyPatch, template: str, said: str
 ) -> None:
-    monkeypatch.setattr(chat_templates, "_SECONDS", 1)
+    monkeypatch.setattr(rows, "_SECONDS", 1)
     edit_json(model / "tokenizer_config.json", chat_template=template)
     text = message(lambda: given(model, prompts), CalibrationError)
     assert f"the model's chat template fails on prompt {2 if 'Why' in template else 1} of" in text
@@ -289,13 +289,13 @@ def test_texts_are_those_that_transformers_makes(model: Path) -> None:
     for ask in (True, False):
         options: dict[str, Any] = {"chat_template": template, "add_generation_prompt": ask}
         theirs = [tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in chats]
-        ours = chat_templates.rendered(template, chats, tokenizer.special_tokens_map, ask=ask)
+        ours = rows.rendered(template, chats, tokenizer.special_tokens_map, ask=ask)
         assert ours == theirs
-        again = [chat_templates.verbatim(text) for text in ours]
+        again = [rows.verbatim(text) for text in ours]
         assert [tokenizer.apply_chat_template(chats[0], chat_template=one, tokenize=False) for one in again] == ours
     ids = tokenizer.apply_chat_template(chats[0], chat_template=template, add_generation_prompt=True, return_dict=False)
     edit_json(model / "tokenizer_config.json", chat_template=template)
-    text = chat_templates.rendered(template, chats[:1], tokenizer.special_tokens_map, ask=True)[0]
+    text = rows.rendered(template, chats[:1], tokenizer.special_tokens_map, ask=True)[0]
     assert encode(AutoTokenizer.from_pretrained(model), text) == ids
 
 

@@ -21,10 +21,8 @@ from niwaki.models.processes import World
 from niwaki.models.tokens import find_bos, load_tokenizer
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
-from niwaki.texts.answers import with_answers
-from niwaki.texts.reading import read_windows
-from niwaki.texts.synthesis import synthesize
-from niwaki.texts.texts import Texts, read_heldout
+from niwaki.texts.own import synthesize, with_answers
+from niwaki.texts.texts import Texts, read_heldout, read_windows
 from support.command import Command
 from support.models import (
     add_tokenizer,
@@ -236,7 +234,7 @@ def test_commands(niwaki_: Command, model: Path, path: Path, ids: list[int], tmp
 
 def test_what_the_model_writes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each text after that token, of which each window has one: no other token is lost."""
-    monkeypatch.setattr("niwaki.texts.synthesis._LONGEST", 10)
+    monkeypatch.setattr("niwaki.texts.own._LONGEST", 10)
     asked: list[Tensor] = []
 
     def write(_: Any, prompts: Tensor, length: int, *__: Any) -> Tensor:
@@ -244,7 +242,7 @@ def test_what_the_model_writes(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert length == 10
         return torch.cat([prompts, prompts[:, 1:] + torch.arange(1, 9)], dim=1)
 
-    monkeypatch.setattr("niwaki.texts.synthesis.continued", write)
+    monkeypatch.setattr("niwaki.texts.own.continued", write)
     found = synthesize(stream_of(model), 3, 24, None, World(), Progress(), bos=0)
     prompts = torch.cat(asked)
     assert prompts.shape == (math.ceil(3 * 23 / 9), 2)
@@ -305,7 +303,7 @@ def test_what_runs_have_it_write(model: Path, path: Path, tmp_path: Path, asked:
 @pytest.mark.slow
 def test_answers_begin_as_the_chat_template_says(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setattr("niwaki.cache.cached_assets_path", lambda *_: tmp_path / "kept")
+    monkeypatch.setattr("niwaki.files.cached_assets_path", lambda *_: tmp_path / "kept")
     template = "<s>{% for message in messages %}{{ message['content'] }}{% endfor %}"
     edit_json(model / "tokenizer_config.json", chat_template=template)
     prompts = tmp_path / "prompts.jsonl"

@@ -22,7 +22,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import Calibration, Compute
 from niwaki.records.record import Record
-from niwaki.runs.block_store import WeightStore
+from niwaki.runs.store import WeightStore
 from niwaki.texts import conversations
 from support.models import message, save_model_with_tokenizer, save_random
 

@@ -20,7 +20,7 @@ from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.recipes import prune
 from niwaki.records.progress import Progress
-from niwaki.texts.synthesis import synthesize
+from niwaki.texts.own import synthesize
 from support.arguments import arguments
 from support.models import a_third_of_the_families, edit_json, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, tensors
@@ -138,7 +138,7 @@ def test_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_windows_of_several_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two and a half each; the last half of a text is left."""
-    monkeypatch.setattr("niwaki.texts.synthesis._LONGEST", 10)
+    monkeypatch.setattr("niwaki.texts.own._LONGEST", 10)
     model, watch = stream_of(save_model(tmp_path / "model")), Watch()
     found = write(model, 3, 25, progress=watch)
     assert found.shape == (3, 25)
@@ -149,9 +149,7 @@ def test_windows_of_several_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_processes_have_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save_model(tmp_path / "model")
     # Threads share the generator of random numbers, which processes do not.
-    monkeypatch.setattr(
-        "niwaki.texts.synthesis.continued", lambda _, prompts, length, __: prompts[:, :1].expand(-1, length)
-    )
+    monkeypatch.setattr("niwaki.texts.own.continued", lambda _, prompts, length, __: prompts[:, :1].expand(-1, length))
     seeds: list[int] = []
     monkeypatch.setattr(torch, "manual_seed", seeds.append)
     models = [stream_of(directory) for _ in range(2)]
@@ -189,7 +187,7 @@ def test_a_run_that_was_stopped_keeps_its_text(tmp_path: Path, monkeypatch: pyte
     run(directory, tmp_path / "whole", effort)
     with pytest.raises(KeyboardInterrupt):
         run(directory, tmp_path / "out", effort, progress=StopAt(8))
-    monkeypatch.setattr("niwaki.runs.own_text.synthesize", None)  # it is not written again
+    monkeypatch.setattr("niwaki.runs.stage.synthesize", None)  # it is not written again
     record = run(directory, tmp_path / "out", effort)
     assert record.resumed == [1]
     assert record.calibration["synthetic"] == 3

@@ -23,10 +23,9 @@ from niwaki.errors import CalibrationError, NiwakiError, UnknownNameError, Usage
 from niwaki.models import tokens
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import Calibration, Measurement
-from niwaki.texts import files as text_files, reading as calibration, sources as text_sources
-from niwaki.texts.reading import read_windows
+from niwaki.texts import files as text_files, sources as text_sources, texts as calibration
 from niwaki.texts.sources import EXCERPTS
-from niwaki.texts.texts import Texts, read_heldout, usual_size
+from niwaki.texts.texts import Texts, read_heldout, read_windows, usual_size
 from support import models
 from support.models import EMBEDDED, edit_json, save_model_with_tokenizer
 from support.streams import stream_of
@@ -409,7 +408,7 @@ def test_random_windows_of_the_first_part_of_a_long_text(
 ) -> None:
     """It is said which part that is."""
     assert not read_windows(str(path), tokenizer, 8, 4, order="random").notes
-    monkeypatch.setattr("niwaki.texts.reading._LONGEST", 3000)
+    monkeypatch.setattr("niwaki.texts.texts._LONGEST", 3000)
     monkeypatch.setattr("niwaki.texts.files._PIECE", 500)
     windows = read_windows(str(path), tokenizer, 24, 4, order="random")
     (note,) = windows.notes

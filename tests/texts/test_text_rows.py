@@ -25,11 +25,10 @@ from niwaki.models.tokens import load_tokenizer
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.texts import files as text_files, rows as text_rows
-from niwaki.texts.answers import with_answers
-from niwaki.texts.reading import read_windows
+from niwaki.texts.own import with_answers
 from niwaki.texts.rows import ChatTemplate
 from niwaki.texts.sources import read_text
-from niwaki.texts.texts import Texts
+from niwaki.texts.texts import Texts, read_windows
 from support.command import Command
 from support.models import EMBEDDED, begin_texts, edit_json, message, save_model_with_tokenizer
 from support.streams import stream_of
@@ -530,7 +529,7 @@ def test_commands(niwaki_: Command, tmp_path: Path, model: Path) -> None:
 
 @pytest.mark.slow
 def test_answers_in_the_place_of_others_are_noted(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("niwaki.cache.cached_assets_path", lambda *_: tmp_path / "kept")
+    monkeypatch.setattr("niwaki.files.cached_assets_path", lambda *_: tmp_path / "kept")
     source = written(tmp_path / "a.jsonl", [{"messages": TALK}, {"messages": TALK[:1]}])
     calibration = Calibration(source, samples=1, length=64, answers="own")
     (windows,) = with_answers(stream_of(model), calibration, None, World(), Progress()).texts

@@ -35,7 +35,7 @@ from niwaki.layer.linalg import is_finite
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PACKED_INDEX = "packed.json"
-#: Where a directory that was made from a GGUF file says so, see :mod:`niwaki.models.gguf_source`.
+#: Where a directory that was made from a GGUF file says so, see :mod:`niwaki.models.gguf`.
 ORIGIN = ".gguf.json"
 _SAMPLE = 4096  # bytes
 #: Bytes of codes in FP8 that are looked through before any work, some seconds' worth.
@@ -298,3 +298,21 @@ class Checkpoint:
                     file.seek(entry.offset + start)
                     digest.update(file.read(min(_SAMPLE, entry.size)))
         return digest.hexdigest()
+
+
+# What follows a transformer in a directory of sentence-transformers.
+
+#: Which directories beside a transformer belong to a pipeline of sentence-transformers: layers that follow it.
+_MODULES = "modules.json"
+
+
+def pipeline(directory: Path) -> list[tuple[str, str]]:
+    """Of each layer of the pipeline in ``directory`` its type, and its folder there; "" for the transformer itself.
+
+    Nothing where there is no pipeline, or its file is nobody's.
+    """
+    try:
+        values = json.loads((directory / _MODULES).read_text(encoding="utf-8"))
+        return [(str(each.get("type")), each["path"]) for each in values]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return []

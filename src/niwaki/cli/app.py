@@ -5,23 +5,11 @@ from typing import Annotated
 import typer
 
 import niwaki
-from niwaki.cli.bench import bench
 from niwaki.cli.common import out
-from niwaki.cli.compare import compare, demo
-from niwaki.cli.compress import compress
-from niwaki.cli.evaluate import evaluate
-from niwaki.cli.generate import generate
-from niwaki.cli.heal import heal
-from niwaki.cli.inspect import inspect
+from niwaki.cli.forms import export, pack, push, report, unpack
+from niwaki.cli.make import compress, heal, prune, quantize, run, shrink
+from niwaki.cli.measure import bench, compare, demo, evaluate, generate, inspect, solvers
 from niwaki.cli.options import Command
-from niwaki.cli.pack import export, pack, unpack
-from niwaki.cli.prune import prune
-from niwaki.cli.push import push
-from niwaki.cli.quantize import quantize
-from niwaki.cli.report import report
-from niwaki.cli.run import run
-from niwaki.cli.shrink import shrink
-from niwaki.cli.solvers import solvers
 
 app = typer.Typer(
     help="Make large language models smaller and faster after training.",

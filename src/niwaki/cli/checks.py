@@ -7,26 +7,27 @@ from functools import partial
 from typing import Any
 
 from niwaki.checkpoints.foreign import recognized
-from niwaki.checkpoints.hub import check_model
-from niwaki.checkpoints.local import find_local
+from niwaki.checkpoints.local import check_model, find_local
 from niwaki.choices import MASK_NAMES, SOLVER_NAMES, WEIGHT_NAMES
 from niwaki.cli.common import names
 from niwaki.effort import NO_EFFORT, make_effort
 from niwaki.errors import CheckpointError, UnknownNameError, UsageError
 from niwaki.files import given_path, is_gguf_file, is_model
-from niwaki.named import find, parse_name, parse_stage
 from niwaki.options import check_count, check_device, check_dtype
 from niwaki.quantities import (
     check_sparsity,
     check_temperature,
+    find,
     fraction,
     parse_bits,
     parse_compressed_size,
+    parse_name,
     parse_number,
     parse_parameters,
     parse_positive,
     parse_range,
     parse_share,
+    parse_stage,
     parse_time,
     parse_vocabulary,
     read_pattern,

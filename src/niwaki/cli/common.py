@@ -75,7 +75,7 @@ def record_file(given: str | None, part: str = "") -> Path | None:
 
     ``part`` sets such records apart, see :func:`niwaki.runs.workplace.check_record`.
     """
-    from niwaki.runs.session import current_session
+    from niwaki.runs.stage import current_session
     from niwaki.runs.workplace import check_record
 
     return check_record(given, part) if given is not None and current_session().world.first else None
@@ -104,7 +104,7 @@ def quiet_libraries() -> None:
 def in_session(world: World | None = None) -> Iterator[None]:
     """What is done within knows the command line and the processes; first torch and transformers are imported."""
     quiet_libraries()
-    from niwaki.runs.session import session
+    from niwaki.runs.stage import session
 
     with session(shlex.join(["niwaki", *sys.argv[1:]]), world):
         yield

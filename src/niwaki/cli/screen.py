@@ -4,16 +4,23 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import ClassVar, Self
 
+from rich import progress as bars
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
 from niwaki.cli.common import Terminal, out
-from niwaki.records.progress import SOON, Progress
-from niwaki.records.wording import estimated
+from niwaki.cli.tables import perplexity_tables, summary
+from niwaki.effort import described
+from niwaki.records.comparison import Cell, Comparison, listed
+from niwaki.records.progress import PLANNING, SOON, Pace, Progress
+from niwaki.records.record import FitRecord, HealingPoint, HealingRecord, MatrixRecord, Record
+from niwaki.records.wording import counted, duration, estimated, kind, short, text_in_words, two_digits
 
 #: Seconds without a line after which a log gets one.
 INTERVAL = 30.0
@@ -141,3 +148,259 @@ class Screen(Progress):
         while not self._ended.wait(max(0.0, self._last_line + INTERVAL - time.monotonic())):
             if time.monotonic() >= self._last_line + INTERVAL:
                 self._say(self.describe())
+
+
+# How a run looks on the screen; imports no torch.
+
+_DETAILS = {
+    "sensitivity": "which outputs matter",
+    "allocation": "what zeros cost",
+    "sharing": "what blocks share",
+    "synthesis": "text of its own",
+    "influence": "which blocks matter",
+    "perplexity": "perplexity",
+    "rounding": "embeddings",
+    "capture": "inputs",
+    "fit": "fitting the block",
+    "advance": "outputs",
+}
+
+
+class Display(Screen):
+    """Draws a pruning run: a line for each block as it is done, and on a terminal a bar with the time left.
+
+    The time left comes from how long the parts of the last block took, and before the first block is done from the
+    estimate for all of the run.
+    """
+
+    def __init__(self, what: str, console: Console = out, *, output: str = "") -> None:
+        super().__init__(what, console, output=output)
+        self.wants_steps = console.is_terminal
+        columns = "{task.description}", bars.BarColumn(), "{task.percentage:>3.0f} %", "{task.fields[left]}"
+        detail = bars.TextColumn("{task.fields[detail]}", style="dim")
+        self._bar = bars.Progress(*columns, detail, console=console, refresh_per_second=4, transient=True)
+        self._pace = Pace()
+        self._drawn, self._detail = time.monotonic(), ""
+        self._solved: list[MatrixRecord] = []
+        self._names: list[str] = []
+        self._healed: HealingPoint | None = None  # the last one
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._bar.live.stop()
+
+    def turn(self, number: int, count: int, stage: str) -> None:
+        self._close_block()
+        self._pace = Pace()  # the estimate was for all stages
+        self._names = []
+        self.line(f"stage {number} of {count}: {stage}", style="bold")
+        self.status(stage)
+
+    def estimate(self, seconds: float) -> None:
+        super().estimate(seconds)
+        self._pace.estimate(seconds)
+
+    def status(self, what: str, done: int = 0, count: int = 0) -> None:
+        super().status(what, done, count)
+        if not self._pace.blocks and self._bar.live.is_started:  # the bar of the stage before
+            share = done / count if count else 0.0
+            self._bar.update(self._task, completed=share, description=what, left="", detail="")
+
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        self._close_block()  # of an earlier part
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        name = record.quantization or record.kept_format
+        grid = f", {name}" if name and not record.has_factors else ""  # whose pattern says it
+        size = counted(blocks, "block") + f" with {counted(matrices, 'matrix', 'matrices')}" * bool(matrices)
+        what = (name or f"embeddings, {record.embeddings}") if record.only_quantizes else f"{record.pattern}{grid}"
+        self.line(f"{record.model}: {size}, {what}")
+        self.line(record.solved_by)
+        if record.effort:
+            self.line(f"effort: {described(record.effort)}")
+        text = f"calibration: {text_in_words(record.calibration)}" if record.calibration else "no calibration text"
+        self.line(f"{text}, on {record.device} in {record.dtype}")
+        for note in record.notes:
+            self.note(note)
+        self._pace.begin(blocks)
+        if self._console.is_terminal:
+            self.stop_spinner()
+            self._task = self._bar.add_task("starting", total=1.0, left="", detail="")
+            self._bar.start()
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self._pace.end_part()
+        if self._pace.is_next(block, name):
+            self._close_block()
+        self._pace.stage(block, name, steps)
+        self._draw(_DETAILS.get(name, ""))
+
+    def step(self) -> None:
+        self._pace.step()
+        self._draw(self._detail)
+
+    def solving(self, matrix: str, step: int, steps: int, error: float) -> None:
+        self._draw(f"{matrix} {step}/{steps} error {error:.3g}")
+
+    def solved(self, matrix: MatrixRecord) -> None:
+        self._detail = f"{matrix.name} error {two_digits(matrix.error)}"
+        self._solved.append(matrix)
+
+    def fitted(self, fit: FitRecord) -> None:
+        if not self._names:
+            self._names = ["before", "after"]
+            self.line("relative error of each block's outputs, before and after:")
+            self.line("block  seconds  before   after")
+        self.line(f"{fit.block:5}  {fit.seconds:7.1f}  {fit.before:#6.3g}  {fit.after:#6.3g}")
+
+    def healing(self, record: HealingRecord, share: float, seconds: float) -> None:
+        point = record.points[-1]
+        if self._healed is None:
+            states = "distance of states from the dense model's, relative to their squares:"
+            self.line(states if record.of_states else "KL from the dense model, in nats a token:")
+            self.line("   tokens  minutes  held out" + ("" if record.by_block else "  trained on"))
+        if self._healed != point:
+            self._healed = point
+            values = (point.error,) if record.by_block else (point.error, point.trained_on)
+            # Rounding leaves negative zeros.
+            kl = "    ".join("       -" if value is None else f"{round(value, 4) + 0.0:8.4f}" for value in values)
+            self.line(f"{point.tokens:9,}  {point.seconds / 60:7.1f}  {kl}")
+        self._pace.healing(share, seconds)
+        self._draw(f"KL {point.error:.4f}, of {record.points[0].error:.4f}")
+
+    def stopped(self, done: int, blocks: int, where: str = "") -> None:
+        if blocks:
+            kept = f"{done} of {blocks} blocks are done and kept"
+        else:  # of a healing
+            kept = (
+                f"{self._healed.tokens:,} tokens are done and kept"
+                if self._healed
+                else "the stages before it are done and kept"
+            )
+        self.last_words(f"{where}{': ' * bool(where)}{kept}; repeat the command to resume after them")
+
+    def end(self, record: Record) -> None:
+        self._close_block()
+        self.__exit__()
+        self._console.print(summary(record))
+
+    def _close_block(self) -> None:
+        self._pace.end_part()
+        solved, self._solved = self._solved, []
+        # In blocks that an earlier run did, that stay as they are, or whose weights are only rounded, in no time.
+        is_like_others = any(matrix.tokens for matrix in solved)
+        total = self._pace.end_block(is_like_others)
+        if not is_like_others:
+            return
+        kinds: dict[str, list[float]] = defaultdict(list)
+        for matrix in solved:
+            kinds[kind(matrix.name)].append(matrix.error)
+        names = [f"{short(name):>7}" for name in kinds]  # as wide as an error
+        if not self._names:
+            self.line("relative error of each matrix (of experts the mean):")
+        if names != self._names:
+            self.line("  ".join(["block", "seconds", *names]))
+            self._names = names
+        errors = [f"{two_digits(fmean(kinds[each])):>{len(name)}}" for each, name in zip(kinds, names, strict=True)]
+        self.line("  ".join([f"{self._pace.block:5}", f"{total:7.1f}", *errors]))
+
+    def describe(self) -> str:
+        if not self._pace.blocks:
+            return super().describe()
+        where, fraction, left = self._pace.where()
+        return ", ".join(filter(None, [where, f"{100 * fraction:.0f} %", left, self._detail]))
+
+    def _draw(self, detail: str) -> None:
+        self._detail = detail
+        now = time.monotonic()
+        if now - self._drawn < 0.1:
+            return
+        self._drawn = now
+        self.show()
+        if self._bar.live.is_started:
+            where, fraction, left = self._pace.where()
+            self._bar.update(self._task, completed=fraction, description=where, left=left, detail=detail)
+
+
+class TableDisplay(Screen):
+    """Draws a comparison: a line for each run as it is done, on a terminal one for the run on its way, and the tables.
+
+    The time left is that of like runs: those of the same method if there are any.
+    """
+
+    def __init__(self, what: str, console: Console = out) -> None:
+        super().__init__(what, console)
+        self._where = self._stopped = ""
+        self._blocks = 0
+        self._began = time.monotonic()
+        self._expected: Sequence[float] = ()
+        self._measuring = 0.0  # seconds of the dense model's measurement, as long as that of a pruned one
+
+    def table(self, comparison: Comparison, runs: int) -> None:
+        there = f", {len(comparison.cells) - 1} there already" if comparison.cells else ""
+        text = text_in_words(comparison.calibration)
+        self._measuring = comparison.cells[0].measuring if comparison.cells else 0.0
+        self.line(f"{comparison.model}: {counted(runs, 'run')}{there}; calibration: {text}")
+
+    def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
+        number = f"run {done + 1} of {runs}: " if pattern else ""
+        self._doing, self._where, self._expected = f"{number}{method} {pattern}".strip(), "", expected
+        self._began = time.monotonic()
+        self.show()
+
+    def estimate(self, seconds: float) -> None:
+        """Of a run of a method, for those that are not known from earlier ones."""
+        if self._expected and not self._expected[0]:
+            self._expected = [each or seconds + self._measuring for each in self._expected]
+            super().estimate(sum(self._expected))
+
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        self._blocks = blocks
+        for note in record.notes:
+            self.note(note)
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        if name == "perplexity":
+            self.status("measuring")
+        else:
+            planning = "planning, " if name in PLANNING else ""
+            self.status(f"{planning}block", block + 1, self._blocks)
+
+    def step(self) -> None:
+        self.show()
+
+    def status(self, what: str, done: int = 0, count: int = 0) -> None:
+        self._where = f"{what} {done} of {count}" if count else what
+        self.show()
+
+    def done(self, cell: Cell) -> None:
+        if not cell.pattern:
+            self._measuring = cell.measuring
+        self.line(f"{cell}; {cell.seconds:.1f} s" if cell.pattern else str(cell))
+
+    def stopped(self, done: int, blocks: int, where: str = "") -> None:
+        self._stopped = f", and {done} of {blocks} blocks of the current one"
+
+    def lost(self) -> None:
+        """Nothing: that is one run of several, and ``paused`` says what stays."""
+
+    def paused(self, done: int, missing: int) -> None:
+        runs = f"{done} of {done + missing} runs are done and kept"
+        self.last_words(f"{runs}{self._stopped}; repeat the command to do the rest")
+
+    def finished(self, comparison: Comparison, left_out: Sequence[tuple[str, str]]) -> None:
+        self.__exit__()
+        for text in comparison.texts:
+            for table in perplexity_tables(comparison, text):
+                self._console.print()
+                self._console.print(table)
+        if left_out:
+            which = f"left out, because of the time limit: {listed(left_out)}"
+            self.line(f"{which}; repeat the command without --max-time to do them", style="yellow")
+
+    def describe(self) -> str:
+        left = ""
+        if self._expected and self._expected[0] > 0:
+            now = max(0.0, self._expected[0] - (time.monotonic() - self._began))
+            left = f"about {duration(now + sum(self._expected[1:]))} left"
+        return ", ".join(part for part in (self._doing, self._where, left) if part)

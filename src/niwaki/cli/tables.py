@@ -11,8 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from niwaki.records.comparison import CAPTION, Comparison
-from niwaki.records.facts import facts
-from niwaki.records.record import LeftDense, Record
+from niwaki.records.record import LeftDense, Record, facts
 from niwaki.records.speed import SpeedRecord
 from niwaki.records.wording import duration, kind, short, size
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from niwaki.evaluation.inspect import MatrixSummary
     from niwaki.evaluation.tasks import TaskScores
     from niwaki.exports.push import PublishedFile
-    from niwaki.models.extra import ExtraTensors
+    from niwaki.models.outside import ExtraTensors
 
 #: Facts that are on the screen before the work, unless parts were removed.
 _SAID_FIRST = {"pattern", "mask from"}

@@ -1,28 +1,349 @@
 """One number instead of many commands: how small, how fast or at what loss, for the program that runs the result."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import contextlib
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from niwaki.arguments import checked
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import Runtime
-from niwaki.compression.part import with_notes
-from niwaki.compression.plan import Asked, Compression, planned, searched
-from niwaki.compression.trials import Trials, check_windows
-from niwaki.errors import UsageError
+from niwaki.compression.foresight import foresee
+from niwaki.compression.part import PartOf, with_notes
+from niwaki.compression.trials import LossBound, SpeedBound, Throughput, Trials, check_windows, throughput
+from niwaki.compression.ways import Parts, SmallerWays, Way, Ways
+from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.files import weights_size
+from niwaki.healing.heal import Heal
+from niwaki.models.formats import check_one_matrix
+from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement, Text
+from niwaki.pruning.mixed_bits import CLOSE, COARSE, Look
+from niwaki.pruning.prune import Prune
+from niwaki.quantities import check_how_small, parse_compressed_size, parse_parameters, parse_positive
 from niwaki.recipes import check_run, run
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
-from niwaki.runs.session import current_session, remembering
-from niwaki.runs.stage import USUAL_WINDOWS, Stage
+from niwaki.runs.stage import USUAL_WINDOWS, Stage, current_session, remembering, session
 from niwaki.runs.workplace import check_output
+from niwaki.shrinking.configuration import numbers
+from niwaki.shrinking.tokens import PRIOR
+from niwaki.stages import text_of
 from niwaki.texts.sources import usual_calibration
 from niwaki.texts.texts import read_heldout
+
+# What a model becomes for a size, a loss or a speed, and what else was considered, before it is made.
+
+#: Raises what a run of such stages with this text would before anything is computed.
+Check = Callable[[Sequence[Stage], Calibration], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of :func:`niwaki.compress`: see there. UsageError where that is contradictory."""
+
+    model: str | Path
+    size: float | str | None = None
+    parameters: float | str | None = None
+    loss: float | str | None = None
+    speed: float | str | None = None
+    runtime: Runtime | None = None
+    max_time: float | str | None = None
+    also: Sequence[str] = ()
+    #: How closely the model is looked at.
+    look: Look = CLOSE
+
+    def __post_init__(self) -> None:
+        check_how_small(self.size, self.parameters, self.loss, self.speed, self.runtime)
+        if self.also and self.loss is None:
+            raise UsageError("more texts to measure on are for a loss; give one too, or measure the result with eval")
+
+    @property
+    def program(self) -> Runtime:
+        """What will run the result."""
+        if self.runtime == "ollama":
+            return "llama.cpp"
+        return self.runtime or ("niwaki" if self.parameters is None else "transformers")
+
+    @property
+    def searches(self) -> bool:
+        """Whether sizes are tried until a loss or a speed is reached."""
+        return self.loss is not None or self.speed is not None
+
+    @property
+    def heal(self) -> tuple[Stage, ...]:
+        """The stage that takes what is left of the time."""
+        return () if self.max_time is None else (Heal(max_time=self.max_time, whole=True),)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The model's files."""
+        return Checkpoint(locate_model(str(self.model)))
+
+    @property
+    def before(self) -> int:
+        """Bytes of the weights now."""
+        return sum(entry.size for entry in self.checkpoint.entries.values())
+
+    @property
+    def ways(self) -> Ways | SmallerWays:
+        """All ways, of which nothing is foreseen yet; UnsupportedModelError where the program cannot have the model."""
+        check_one_matrix(self.checkpoint, "compressing")
+        model = StreamedModel(self.checkpoint, "cpu")
+        if self.program != "transformers" or self.searches:
+            model.check_head()
+        if self.program == "transformers":
+            return SmallerWays.of(model, self.heal)
+        return Ways(Parts.of(model, self.program), self.program, self.heal)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A plan to compress a model: what will be done, and what else was considered.
+
+    Attributes:
+        model: The model's name.
+        runtime: The program that will run the result.
+        before: Bytes of the weights now.
+        asked: Bytes that the result may have; for 2:4, which has no sizes, those of the weights now; for a loss or a
+            speed, those that are foreseen to reach it.
+        way: What will be done.
+        others: The best way of each other kind to this size, in ascending order of the foreseen loss.
+        reach: The largest and the smallest form for this program; empty if it has no sizes.
+        all_tokens: Why ways with fewer tokens were not considered; "" if they were, or if the model was not looked at.
+        speed: Tokens a second of the dense model and of packed forms; None if they were not measured.
+        not_timed: Why they were not, if that was asked for; "" otherwise.
+        coarse: Whether the model was only looked at coarsely: losses are of the right order, and no more.
+        searches: Whether a run tries several sizes, this one first, because a loss or a speed is asked for.
+    """
+
+    model: str
+    runtime: Runtime
+    before: int
+    asked: int
+    way: Way
+    others: tuple[Way, ...] = ()
+    reach: tuple[Way, ...] = ()
+    all_tokens: str = ""
+    speed: Throughput | None = None
+    not_timed: str = ""
+    searches: bool = False
+    coarse: bool = False
+
+    def __str__(self) -> str:
+        now = in_bytes(self.before) + (f" and {_rate(self.speed.dense)}" if self.speed else "")
+        lines = [f"{now} now; plan for {self.runtime}: {self.way.words}", f"  {self._told(self.way)}"]
+        lines += [f"  stage {i}: {text_of(stage)}" for i, stage in enumerate(self.way.stages, 1)]
+        weighted = f", where other kinds of text count for {100 * PRIOR:g} %" if self._has_other_texts else ""
+        for title, ways in ((f"foreseen to lose more{weighted}:", self.others), ("other sizes:", self.reach)):
+            if ways:
+                lines += [title, *(f"  {self._told(way)}: {way.words}" for way in ways)]
+        if self.all_tokens:
+            lines.append(f"fewer tokens were not considered: {self.all_tokens}")
+        if self.not_timed:
+            lines.append(f"tokens a second were not measured: {self.not_timed}")
+        if self.coarse and self.way.nats is not None:
+            lines.append("losses are coarse, from a short look at the model; --closely looks as the run itself does")
+        if self.searches:
+            lines.append("this size is only foreseen: without --plan, several are tried and measured")
+        by_hand = [word for stage in self.way.stages for word in ("--stage", text_of(stage))]
+        lines.append(f"stage by stage, with the same options: niwaki run {shlex.join([self.model, 'OUT', *by_hand])}")
+        return "\n".join(lines)
+
+    @property
+    def _has_other_texts(self) -> bool:
+        """Whether other kinds of text tell the ways apart: only fewer tokens cost them more than all else does."""
+        return self.searches or any(way.tokens for way in (self.way, *self.others))
+
+    def _told(self, way: Way) -> str:
+        foreseen = []
+        if self.speed and (speed := self.speed.of(way)):
+            foreseen.append(_rate(speed))
+        if way.nats is not None:
+            others = f" ({way.nats + way.elsewhere:.2g} on other kinds of text)" if self._has_other_texts else ""
+            foreseen.append(f"{way.nats:.2g} nats a token{others}")
+        size = f"{in_bytes(way.size):>8} ({way.size / self.before:.2f})"
+        return f"{size}, about {', '.join(foreseen)}" if foreseen else size
+
+
+def _rate(speed: float) -> str:
+    return f"{float(f'{speed:.2g}'):,g} tokens/s"
+
+
+@checked
+def plan_compression(
+    model: str | Path,
+    size: float | str | None = None,
+    *,
+    parameters: float | str | None = None,
+    loss: float | str | None = None,
+    speed: float | str | None = None,
+    also: Sequence[str] = (),
+    runtime: Runtime | None = None,
+    max_time: float | str | None = None,
+    calibration: Calibration | Text = Calibration(),
+    compute: Compute | str = Compute(),
+    measure_speed: bool = False,
+    coarse: bool = False,
+    progress: Progress | None = None,
+) -> Compression:
+    """Plans what :func:`compress` would do and what else is possible; arguments and errors are the same.
+
+    It looks at the model on a little of the calibration text, which takes seconds to minutes, and takes the way that
+    is foreseen to lose least. For "niwaki": matrices of 2 to 8 bits, with more bits where they matter most, and
+    embeddings and head of 4 to 8; or zeros with 4 or 8 bits. For "llama.cpp": 4 to 8 bits in groups of 32, with
+    embeddings and head in Q8_0; or the same for a model with parts removed. For "transformers": a smaller dense model
+    in the same dtype. All of them may have fewer tokens, if their tokenizer is of a known kind and the calibration text
+    is long enough to choose them by: four tokens of it for each of the model's. It does not look at the model if there
+    is only one way: for "2:4", and for sizes of 8 bits a weight or more.
+
+    For a ``loss`` or a ``speed`` the plan is the size that is foreseen to reach it; :func:`compress` tries several and
+    measures them. A loss is foreseen for text like the calibration text, and for texts of ``also`` as for other kinds.
+
+    With ``measure_speed``, and for a ``speed``, plans for "niwaki" also have tokens a second on this machine. The dense
+    model, the smallest form and the largest one are timed, which takes about a minute for a small model, memory for the
+    dense model, and disk space for a packed one.
+
+    What is found is kept on disk, where :func:`compress` and the same call, also after an interruption, find it. With
+    ``coarse`` it looks at an eighth of the text and rounds to the nearest instead of fitting, which takes about a
+    twentieth of the time: losses are then of the right order, and :func:`compress` still looks closely.
+    """
+    look = COARSE if coarse else CLOSE
+    asked = Asked(model, size, parameters, loss, speed, runtime, max_time, also, look)
+    plan, _ = planned(asked, Calibration.of(calibration), Compute.of(compute), progress, lambda *_: None)
+    if not measure_speed or plan.runtime != "niwaki" or plan.speed:
+        return plan
+    timed = _timed(asked.checkpoint, Compute.of(compute), progress)
+    return replace(plan, not_timed=timed) if isinstance(timed, str) else replace(plan, speed=timed)
+
+
+def planned(
+    asked: Asked, calibration: Calibration, compute: Compute, progress: Progress | None, check: Check
+) -> tuple[Compression, Calibration]:
+    """As :func:`plan_compression`, and the calibration text, which is another one where the usual is not available."""
+    runtime, before = asked.program, asked.before
+    bound: LossBound | SpeedBound | None = None
+    if runtime == "2:4":
+        way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *asked.heal))
+        return Compression(str(asked.model), runtime, before, before, way), calibration
+    if asked.searches:
+        calibration = usual_calibration(calibration, progress or Progress())
+        texts = tuple(Measurement(text) for text in asked.also)
+        ways, bound = searched(asked, texts, calibration, compute, progress, check)
+        way, others = _foreseen(ways, bound)
+        limit = float(way.size)
+    else:
+        limit = _limit(asked)
+        ways = asked.ways
+        ways.check(limit)
+        if isinstance(ways, SmallerWays) or limit < ways.largest.size:
+            calibration = usual_calibration(calibration, progress or Progress())
+            check(ways.stages, calibration)
+            ways = _with_foresight(ways, asked, calibration, compute, progress)
+        way, others = ways.to(limit)
+    ends = (ways.largest, ways.smallest) if isinstance(ways, Ways) else ()
+    reach = tuple(each for each in ends if each.words != way.words)
+    limit = way.size if isinstance(ways, SmallerWays) else int(limit)
+    timed = bound.throughput if isinstance(bound, SpeedBound) else ""
+    plan = Compression(
+        model=str(asked.model),
+        runtime=runtime,
+        before=before,
+        asked=limit,
+        way=way,
+        others=tuple(others),
+        reach=reach,
+        all_tokens=ways.all_tokens,
+        speed=None if isinstance(timed, str) else timed,
+        searches=asked.searches,
+        coarse=asked.look == COARSE,
+    )
+    return plan, calibration
+
+
+def searched(
+    asked: Asked,
+    also: tuple[Measurement, ...],
+    calibration: Calibration,
+    compute: Compute,
+    progress: Progress | None,
+    check: Check,
+) -> tuple[Ways | SmallerWays, LossBound | SpeedBound]:
+    """The ways among which sizes are tried, and what they have to keep, a loss ``also`` on other texts."""
+    checkpoint, ways = asked.checkpoint, asked.ways
+    check(ways.stages, calibration)
+    bound: LossBound | SpeedBound
+    if asked.loss is not None:
+        bound = LossBound(parse_positive("loss", asked.loss), also, checkpoint.path, compute)
+    else:
+        assert asked.speed is not None
+        limit = parse_positive("speed", asked.speed)
+        timed: Throughput | str = "how fast smaller dense models are is not foreseen"
+        if isinstance(ways, Ways):
+            timed = _timed(checkpoint, compute, progress)
+        bound = SpeedBound(limit, asked.before, checkpoint.path, compute, timed)
+    return _with_foresight(ways, asked, calibration, compute, progress), bound
+
+
+def _foreseen(ways: Ways | SmallerWays, bound: LossBound | SpeedBound) -> tuple[Way, list[Way]]:
+    """The way that is foreseen to be the best within the bound, and others to its size; UsageError where none is."""
+    ladder = ways.ladder()
+    if why := bound.unknown(ladder):
+        raise UsageError(f"a plan needs what is foreseen: {why}; without --plan, sizes are tried")
+    fit = [way for way in ladder if bound.within(bound.expected(way))]
+    if not fit:
+        raise UsageError(bound.refusal(bound.told(ladder[0 if bound.from_large else -1])))
+    way = fit[-1] if bound.from_large else fit[0]
+    others = ways.to(way.size)[1] if isinstance(ways, Ways) else []
+    return way, [each for each in others if each.words != way.words]
+
+
+def _limit(asked: Asked) -> float:
+    """The bytes or parameters that may be left of the model; UsageError where it has no more."""
+    if asked.parameters is not None:
+        left, there = parse_parameters(asked.parameters), numbers(asked.checkpoint, asked.checkpoint.entries)
+        if left >= there:
+            raise UsageError(f"the model has {there:,} parameters, which is not more than the {left:,.0f} asked for")
+        return left
+    assert asked.size is not None
+    share, before = parse_compressed_size(asked.size), asked.before
+    size = int(share * before if share <= 1 else share)
+    if size >= before:
+        raise UsageError(f"the weights take {in_bytes(before)}, which is not more than the {in_bytes(size)} asked for")
+    return size
+
+
+def _with_foresight(
+    ways: Ways | SmallerWays,
+    asked: Asked,
+    calibration: Calibration,
+    compute: Compute,
+    progress: Progress | None,
+) -> Ways | SmallerWays:
+    """``ways``, with what they are foreseen to cost; without that where smaller dense models cannot be looked at."""
+    part = PartOf(progress or Progress(), "looking at what each step would cost")
+    grid, ends = (ways.grid, ways.ends_bits) if isinstance(ways, Ways) else (None, ())
+    try:
+        sight = foresee(asked.checkpoint, grid, ends, calibration, compute, part, asked.look)
+        return replace(ways, foresight=sight)
+    except UnsupportedModelError:
+        if isinstance(ways, Ways):
+            raise
+        return ways
+
+
+def _timed(checkpoint: Checkpoint, compute: Compute, progress: Progress | None) -> Throughput | str:
+    """:func:`throughput`, of which the first of several processes tells the others."""
+    world = current_session().world
+    part = PartOf(progress or Progress(), "measuring speed")
+    with session() if world.first else contextlib.nullcontext():  # no other process takes part in it
+        timed = throughput(checkpoint, compute, part) if world.first else ""
+    return world.received(timed)
 
 
 @checked

@@ -6,7 +6,7 @@ from pathlib import Path
 from niwaki.records.progress import SOON, Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import estimated
-from niwaki.runs.session import current_session
+from niwaki.runs.stage import current_session
 
 _NAME = "niwaki.json"
 

@@ -14,23 +14,22 @@ from functools import cached_property
 
 from niwaki.checkpoints.tensors import DTYPES
 from niwaki.choices import Runtime
-from niwaki.compression.fewer_tokens import FEWEST, TokenCosts
-from niwaki.compression.foresight import Foresight
+from niwaki.compression.foresight import FEWEST, Foresight, TokenCosts
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.exports.export import Export, Pack
 from niwaki.exports.gguf_file import Gguf
 from niwaki.layer.grid import Grid
-from niwaki.models.ends import embedding_keys
+from niwaki.models.outside import embedding_keys
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.embeddings import QuantizeEmbeddings
 from niwaki.pruning.prune import Prune, Quantize
 from niwaki.records.progress import Progress
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.stage import Stage
-from niwaki.shrinking.combinations import Combinations
 from niwaki.shrinking.configuration import Tensors, numbers
+from niwaki.shrinking.search import Combinations
 from niwaki.shrinking.shrink import Shrink
-from niwaki.shrinking.token_choice import PRIOR
+from niwaki.shrinking.tokens import PRIOR
 from niwaki.shrinking.units import mlps
 from niwaki.shrinking.vocabulary import ShrinkVocabulary
 

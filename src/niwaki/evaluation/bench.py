@@ -27,12 +27,11 @@ from niwaki.packed import kernels
 from niwaki.packed.decoding import CACHES, one_by_one
 from niwaki.packed.format import INDEX, open_checkpoint
 from niwaki.packed.load import load
-from niwaki.packed.pack import check_packable, pack
-from niwaki.packed.unpack import unpack
+from niwaki.packed.pack import check_packable, pack, unpack
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
 from niwaki.records.speed import Speed, SpeedRecord
-from niwaki.runs.session import current_session
+from niwaki.runs.stage import current_session
 
 
 @checked

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import math
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -13,31 +15,98 @@ from pathlib import Path
 
 from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.effort import PLAIN_EFFORT
+from niwaki.effort import PLAIN_EFFORT, Effort, describe as describe_effort, make_effort
 from niwaki.errors import CheckpointError, UsageError, named
-from niwaki.evaluation.cells import AskedCell, asked_cells
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import given_path, locked, output_errors, replace_file
-from niwaki.layer.patterns import Pattern
-from niwaki.layer.solvers import Solver
+from niwaki.layer.patterns import Pattern, make_pattern, parse_pattern
+from niwaki.layer.solvers import Solver, describe, make_solver
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, Text
 from niwaki.pruning.prune import Prune
 from niwaki.pruning.request import patterns_of
-from niwaki.quantities import parse_time
+from niwaki.quantities import fraction, parse_time
 from niwaki.recipes import prune
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison, Identity
+from niwaki.records.data import plain
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record, versions
 from niwaki.records.wording import in_words
 from niwaki.runs.carried import find_carried
-from niwaki.runs.session import current_session
+from niwaki.runs.stage import current_session
 from niwaki.runs.workplace import check_comparison
-from niwaki.texts.answers import with_answers
+from niwaki.texts.own import with_answers
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
+
+# The cells of a comparison that are asked for: solvers at patterns, by their names.
+
+
+@dataclass(frozen=True)
+class AskedCell:
+    """A cell that was asked for."""
+
+    key: tuple[str, str]  # method and pattern, as in the table
+    given: str | Solver
+    solver: Solver
+    effort: Effort
+    pattern: Pattern
+
+    @property
+    def name(self) -> str:
+        """That of its files."""
+        name = "_".join(re.sub(r"[^\w.+=@-]+", "-", part).strip("-") for part in self.key)
+        if len(name.encode()) < 150:
+            return name
+        return f"{name[:30]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"  # a file's name has 255 bytes
+
+    @property
+    def record(self) -> str:
+        """The file of its record, in the directory of the comparison."""
+        return f"records/{self.name}.json"
+
+    def made(self, record: Record) -> bool:
+        """Whether ``record`` is one of this cell, by what it says of the solver, the effort and the pattern."""
+        asked = plain(describe(self.solver)), describe_effort(self.effort), str(self.pattern)
+        return (record.solver, record.effort, record.pattern) == asked
+
+    def __str__(self) -> str:
+        return f"{in_words(describe(self.solver))}, {in_words(describe_effort(self.effort))}, {self.pattern}"
+
+
+def asked_cells(
+    solvers: Sequence[str | Solver], patterns: Sequence[str | float | Pattern], effort: str
+) -> list[AskedCell]:
+    """All cells, pattern by pattern; UsageError where names or patterns are not valid or solvers share a name."""
+    cells: dict[tuple[str, str], AskedCell] = {}
+    for column in patterns:
+        for given in solvers:
+            if isinstance(given, Solver):
+                name, own, solver = type(given).__name__.lower(), "", given
+            else:
+                name, _, own = given.strip().partition("@")
+                given, solver = name, make_solver(name)
+            if name == "dense":
+                raise UsageError("no solver can be called 'dense', as the model before it is; rename its class")
+            used = own or effort
+            key = (name if used == PLAIN_EFFORT else f"{name}@{used}", _column(column))
+            cell = AskedCell(key, given, solver, make_effort(used), make_pattern(column, solver.default_pattern))
+            if cells.setdefault(key, cell) != cell:
+                raise UsageError(f"two solvers are called {key[0]!r}: {cells[key].solver} and {solver}")
+    if not cells:
+        raise UsageError("say which solvers and which patterns to compare, such as wanda and 0.5")
+    return list(cells.values())
+
+
+def _column(given: str | float | Pattern) -> str:
+    """The name of a pattern's column, such as "60 %"."""
+    if isinstance(given, Pattern):
+        return str(given)
+    share = fraction(given)
+    return str(parse_pattern(str(given))) if share is None else f"{(100 * share).normalize():f} %"
+
 
 #: The end of the name of a model, while its cell is saved and until it is removed.
 _MEASURED = ".measured"

@@ -4,10 +4,10 @@ import contextlib
 from pathlib import Path
 
 from niwaki.arguments import checked
-from niwaki.layer.products import products
+from niwaki.layer.linalg import products
 from niwaki.models.device import resident
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.locate import locate_model
-from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import find_bos
 from niwaki.options import USUAL_TEXT, Compute, Measurement, Text

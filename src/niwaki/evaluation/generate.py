@@ -18,7 +18,7 @@ from niwaki.options import Compute, check_count
 from niwaki.packed.format import open_checkpoint
 from niwaki.packed.load import load
 from niwaki.quantities import check_temperature
-from niwaki.texts.chat_templates import rendered
+from niwaki.texts.rows import rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

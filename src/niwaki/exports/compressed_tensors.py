@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.checkpoints.shards import Shards
+from niwaki.checkpoints.writing import Shards
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import replace_file
 from niwaki.layer.grid import Grid
@@ -17,8 +17,8 @@ from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_g
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.wording import markdown
+from niwaki.runs.card import check_card, restate, write_card_of_form
 from niwaki.runs.conversion import Form
-from niwaki.runs.model_card import check_card, restate, write_card_of_form
 
 _CARD = """
 # {name}, packed integers

@@ -11,7 +11,7 @@ from typing import Any
 
 from niwaki.checkpoints.tensors import read_json
 from niwaki.errors import CheckpointError, UnsupportedModelError
-from niwaki.models.gguf_source_tokenizer import SPLITTINGS
+from niwaki.models.gguf import SPLITTINGS
 from niwaki.models.tokens import load_tokenizer
 from niwaki.records.wording import several
 

@@ -18,7 +18,7 @@ from niwaki.files import given_path, input_errors
 from niwaki.records.recipe import RECIPE, Recipe
 from niwaki.records.record import Record
 from niwaki.records.wording import several
-from niwaki.runs.recipe import earlier_recipes
+from niwaki.runs.card import earlier_recipes
 
 _CARD, _RECORD = "README.md", "niwaki.json"
 _RELATION = "base_model_relation"

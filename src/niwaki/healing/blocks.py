@@ -12,22 +12,18 @@ from torch import Tensor
 
 from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.effort import Fitting
-from niwaki.healing.divergence import divergence
-from niwaki.healing.method import block_memory
-from niwaki.healing.run import HealingRun
+from niwaki.healing.objective import divergence
+from niwaki.healing.run import HealingRun, block_memory
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import resident
-from niwaki.models.fit import Fit
-from niwaki.models.formats import format_of
+from niwaki.models.formats import WeightFormat, format_of
 from niwaki.models.generation import device_memory
-from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.hidden_states import HiddenStates, MemoryBudget
+from niwaki.models.layout import NOT_FITTED
 from niwaki.models.pairs import count_tokens
-from niwaki.models.sharing import NOT_FITTED
-from niwaki.models.spill import MemoryBudget
-from niwaki.models.training import Projection, trained_matrices
-from niwaki.models.weight_format import WeightFormat
-from niwaki.records.healing import HealingPoint
-from niwaki.runs.block_store import WeightStore
+from niwaki.models.training import Fit, Projection, trained_matrices
+from niwaki.records.record import HealingPoint
+from niwaki.runs.store import WeightStore
 
 #: Forward passes that the text takes for each block: of the dense and of the healed one, and four of the fit, of which
 #: a backward pass is two and what is held out there less than one.
@@ -57,7 +53,7 @@ class BlockRun(HealingRun):
     """Fits the weights that are left in each block to the dense block's outputs, one block after the other.
 
     A block's inputs are those that the healed blocks before it give, its targets what the dense model has after the
-    same block, and the fit is that of the efforts (:class:`niwaki.models.fit.Fit`), on more text. What is held out
+    same block, and the fit is that of the efforts (:class:`niwaki.models.training.Fit`), on more text. What is held out
     passes through the model as it came and the healed one: where the healed one is not nearer to the dense model, the
     result is the model as it came.
 

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -12,23 +13,128 @@ from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter
+from niwaki.choices import HealingMethod
 from niwaki.errors import UnsupportedModelError
-from niwaki.healing import own_text
-from niwaki.healing.method import trains_factors
-from niwaki.models.formats import format_of, zeros_of
+from niwaki.healing.student import RANK
+from niwaki.models.formats import WeightFormat, format_of, zeros_of
+from niwaki.models.generation import device_memory
+from niwaki.models.layout import Matrix
+from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.records.healing import HealingRecord
+from niwaki.models.training import COPIES
+from niwaki.options import Compute
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
-from niwaki.records.record import Record
-from niwaki.records.wording import duration
+from niwaki.records.record import HealingRecord, Record
+from niwaki.records.wording import duration, size
 from niwaki.runs.card import write_config
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.duration import passes, products_per_second
-from niwaki.runs.kept import Kept, kept_once
 from niwaki.runs.stage import Run
+from niwaki.runs.store import Kept, kept_once
+from niwaki.texts.own import synthesize
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
+
+# What is trained of a pruned model: as much as there is memory for.
+
+#: Bytes of memory for each trained weight, in addition to it: its gradient, two moments, and the best so far.
+_BYTES = 4 + 8 + 4
+#: Bytes for each weight of a block whose changes are computed, and their gradients.
+_BLOCK_BYTES = 24
+
+
+def choose(
+    checkpoint: Checkpoint, dense: StreamedModel, compute: Compute, asked: HealingMethod, is_whole: bool = False
+) -> tuple[StreamedModel, HealingMethod, list[str]]:
+    """The pruned model, the method by which it is healed towards ``dense``, and notes on that.
+
+    ``auto`` is the first of full, lora (norms on a grid) and, unless the model ``is_whole`` in memory, blocks that
+    memory is enough for. UnsupportedModelError where it is not enough, or the method does not suit the model.
+    """
+    weight_format, half = format_of(checkpoint), dense.dtype != torch.float32
+    thin: HealingMethod = "norms" if weight_format.files else "lora"
+    if asked == "lora" != thin:
+        made = "products of two sparse factors" if weight_format.has_factors else "on a grid"
+        raise UnsupportedModelError(
+            f"the weights of {checkpoint.path} are {made}, which products of low rank would leave; try the method "
+            "full or norms"
+        )
+    there = device_memory(dense.device) if compute.budget is None else compute.budget
+    usual: tuple[HealingMethod, ...] = ("full", thin) if is_whole else ("full", thin, "blocks")
+    methods: tuple[HealingMethod, ...] = usual if asked == "auto" else (asked,)
+    too_large = list[str]()
+    for method in methods:
+        dtype = "bfloat16" if half and method != "full" else "float32"
+        model = StreamedModel(checkpoint, compute.device, dtype)
+        if method == "blocks":
+            _check_blocks(model, dense, too_large, there)
+        needed = _needed(method, model, dense, weight_format)
+        if needed <= there:
+            tried = " and ".join(too_large)
+            notes = [f"healing takes {tried}, and there are {size(there)} of memory: {method} instead"]
+            return model, method, notes if too_large else []
+        too_large.append(f"{size(needed)} ({method})")
+    raise UnsupportedModelError(
+        f"healing {checkpoint.path} takes {', '.join(too_large)} of memory, and there are {size(there)}"
+        + ("" if method == "blocks" else "; try the method blocks")
+    )
+
+
+def trains_factors(weight_format: WeightFormat, method: str) -> bool:
+    """Whether ``method`` changes parts of matrices in this format: factors, but not scales."""
+    return weight_format.has_factors and method != "norms"
+
+
+def block_memory(model: StreamedModel, dense: StreamedModel, weight_format: WeightFormat) -> int:
+    """Bytes that healing a block at a time takes, without hidden states."""
+    blocks = [model.matrices(index) for index in range(len(model.blocks))]
+    fits = (4 * COPIES * weights + extra for weights, extra in (_trained(block, weight_format) for block in blocks))
+    return max(model.block_size + dense.block_size + max(fits), sum(_ends(each) for each in (model, dense)))
+
+
+def _trained(matrices: list[Matrix], weight_format: WeightFormat) -> tuple[int, int]:
+    """(How many weights are trained of these; bytes of what they are made in each step, and its gradient)."""
+    size = sum(matrix.size for matrix in matrices)
+    if weight_format.has_factors:
+        shapes = (shape for matrix in matrices for shape, _ in weight_format.parts_like(matrix, torch.float32))
+        return sum(map(math.prod, shapes)), 4 * 2 * size
+    return size, 4 * size if weight_format.files else 0
+
+
+def _needed(method: HealingMethod, model: StreamedModel, dense: StreamedModel, weight_format: WeightFormat) -> int:
+    """Bytes of memory that a method takes."""
+    if method == "blocks":
+        return block_memory(model, dense, weight_format)
+    if method == "full":
+        weights, extra = _trained(model.matrices(), weight_format)
+        half = dense.dtype != torch.float32
+        return model.size + (_BYTES + 2 * half) * weights + extra
+    factors = 0 if method == "norms" else RANK * sum(sum(matrix.shape) for matrix in model.matrices())
+    return model.size + (4 + _BYTES) * factors + _BLOCK_BYTES * (model.block_size // model.dtype.itemsize)
+
+
+def _ends(model: StreamedModel) -> int:
+    """Bytes of all weights outside the blocks, which measuring takes."""
+    return model.size - sum(value.nbytes for block in model.blocks for value in block.parameters())
+
+
+def _check_blocks(model: StreamedModel, dense: StreamedModel, too_large: list[str], there: int) -> None:
+    """UnsupportedModelError where blocks of the two models have no outputs to compare."""
+    shapes = [(len(each.blocks), each.config.hidden_size) for each in (model, dense)]
+    whole = f", which takes {', '.join(too_large)}, and there are {size(there)} of memory" if too_large else ""
+    tokens = [each.config.vocab_size for each in (model, dense)]
+    if tokens[0] != tokens[1]:
+        raise UnsupportedModelError(
+            f"{model.checkpoint.path} has {tokens[0]:,} tokens and {dense.checkpoint.path} {tokens[1]:,}, so that it "
+            f"can only be healed as a whole (full, lora, norms){whole}"
+        )
+    if shapes[0] != shapes[1]:
+        raise UnsupportedModelError(
+            f"{model.checkpoint.path} has {shapes[0][0]} blocks of width {shapes[0][1]} and {dense.checkpoint.path} "
+            f"{shapes[1][0]} of {shapes[1][1]}, so that it can only be healed as a whole{whole}"
+        )
+
 
 #: The shares of a limit of time that may be taken by writing own text, by all perplexities, and by each time that what
 #: is held out is measured; at least half of it is for training.
@@ -170,7 +276,7 @@ class HealingRun(ABC):
         if not self.healing.own_text:
             return tokens
         share, length = self.healing.own_text, tokens.shape[1]
-        chosen, count = own_text.windows(self.healing.tokens, length, len(tokens), share)
+        chosen, count = own_text_windows(self.healing.tokens, length, len(tokens), share)
         own = self._own_text(count + self.held, length, windows.bos)
         self.record.calibration["synthetic"] = len(own) if len(own) > self.held else 0
         if len(own) <= self.held:
@@ -180,7 +286,7 @@ class HealingRun(ABC):
                 )
             return tokens
         own, held = own.split([len(own) - self.held, self.held])
-        return torch.cat([own_text.mixed(tokens[:chosen], own, share), held])
+        return torch.cat([mixed_texts(tokens[:chosen], own, share), held])
 
     def _own_text(self, count: int, length: int, bos: int | None) -> Tensor:
         """Up to ``count`` windows of it, the same in all processes; a resumed run has those that it began with."""
@@ -199,7 +305,7 @@ class HealingRun(ABC):
             return limit is not None and monotonic() - began > _WRITING_TIME / 2 * limit
 
         try:
-            return own_text.written(self.dense, count, length, budget, world, progress, is_enough, bos)
+            return written_text(self.dense, count, length, budget, world, progress, is_enough, bos)
         except _TooSlowError as error:
             assert limit is not None
             reason = f"it would take {duration(error.seconds)} of {duration(limit)}; give more --max-time"
@@ -261,3 +367,49 @@ class HealingRun(ABC):
         measured = self.run.perplexity(model, heldout)
         self.measuring = monotonic() - began
         return measured
+
+
+# Text of the dense model's own among the text that is trained on.
+
+#: Tokens of the first part and of the longest: each has twice as many as the one before.
+_FIRST, _LONGEST = 1 << 11, 1 << 15
+
+
+def written_text(
+    dense: StreamedModel,
+    count: int,
+    length: int,
+    budget: int | None,
+    world: World,
+    progress: Progress,
+    is_enough: Callable[[], bool],
+    bos: int | None = None,
+) -> Tensor:
+    """(up to ``count``, ``length``) int64: text of ``dense``, see :func:`niwaki.texts.own.synthesize`.
+
+    In parts, at least one, until ``is_enough``, which the first process decides; the next part takes about as long as
+    all before it. UnsupportedModelError where the dense model cannot write.
+    """
+    parts, there, tokens = list[Tensor](), 0, _FIRST
+    while there < count and not (there and world.received(is_enough())):
+        # No fewer than one for each process, of which the last are left out.
+        size = max(world.size, min(tokens // length, count - there))
+        parts.append(synthesize(dense, size, length, budget, world, progress, len(parts), bos))
+        there, tokens = there + size, min(2 * tokens, _LONGEST)
+    return torch.cat(parts)[:count] if parts else torch.empty(0, length, dtype=torch.int64)
+
+
+def own_text_windows(tokens: int, length: int, real: int, share: float) -> tuple[int, int]:
+    """How many windows of ``real`` ones, and of own text, make up what is trained on, for so many ``tokens``."""
+    wanted = math.ceil(tokens / length)
+    chosen = max(1, min(real, wanted - round(share * wanted)))
+    return chosen, round(chosen * share / (1 - share))
+
+
+def mixed_texts(real: Tensor, own: Tensor, share: float) -> Tensor:
+    """Windows of both in turn, so that the first ones have the same ``share`` of own text as all.
+
+    Where there is less own text than that, it comes first.
+    """
+    places = [torch.arange(len(each)).add(0.5).div(part) for each, part in ((real, 1 - share), (own, share))]
+    return torch.cat([real, own])[torch.cat(places).argsort(stable=True)]

@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from niwaki.errors import NumericalError
 from niwaki.healing.objective import Logits, NoHead
 from niwaki.layer.linalg import is_finite
-from niwaki.models.factors import Factored, factor_keys, product
-from niwaki.models.families import choice
-from niwaki.models.formats import format_of
+from niwaki.models.formats import Factored, factor_keys, format_of, product
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.structure import choice
 from niwaki.models.training import root_mean_square
 
 #: Of what the method lora adds to each matrix, see docs/healing.md.

@@ -13,10 +13,18 @@ from niwaki.choices import TF32
 from niwaki.errors import NumericalError, UnsupportedModelError, named, one_line
 from niwaki.layer.linalg import is_finite
 from niwaki.models.gram_capture import InputGram, InputGrams
-from niwaki.models.hidden_states import ENCODED, Handed, HiddenStates, Place, replaced, samples_first, streams_first
+from niwaki.models.hidden_states import (
+    ENCODED,
+    Handed,
+    HiddenStates,
+    MemoryBudget,
+    Place,
+    replaced,
+    samples_first,
+    streams_first,
+)
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.processes import World
-from niwaki.models.spill import MemoryBudget
 
 
 class _Beside(torch.autograd.Function):

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from niwaki.checkpoints.hub import missing
-from niwaki.checkpoints.local import find_local
+from niwaki.checkpoints.local import find_local, missing
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UnsupportedModelError, UsageError
-from niwaki.models.gguf_source import as_directory
+from niwaki.models.gguf import as_directory
 from niwaki.models.structure import predicts_words
 
 
@@ -14,7 +13,7 @@ def locate_model(model: str, tokenizer: bool = True) -> Path:
     """The directory of a model: itself, "demo" for the embedded one, or the local copy of a hub id or a GGUF file.
 
     The hub only gives safetensors, JSON and tokenizer files, never pickles or code. A GGUF file may be alone in a
-    directory; :mod:`niwaki.models.gguf_source` converts it, on request without its ``tokenizer``. UsageError where
+    directory; :mod:`niwaki.models.gguf` converts it, on request without its ``tokenizer``. UsageError where
     there is no such directory and it cannot be a hub id, the hub does not have it, or cannot be reached.
     """
     if (path := find_local(model)) is not None:

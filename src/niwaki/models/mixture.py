@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from niwaki.errors import UnsupportedModelError, one_line, raised_as
 from niwaki.models.block import DecoderBlock
-from niwaki.models.families import choice
+from niwaki.models.gram_capture import Products
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.products import Products
+from niwaki.models.structure import choice
 
 #: What modules of experts call the matrices whose outputs are the experts' own.
 DOWN = "down_proj"

@@ -9,9 +9,8 @@ from torch import Tensor
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.layer.linalg import is_finite
 from niwaki.models.block import DecoderBlock
-from niwaki.models.hidden_states import HiddenStates, pieces
+from niwaki.models.hidden_states import HiddenStates, SpillList, pieces
 from niwaki.models.processes import World
-from niwaki.models.spill import SpillList
 from niwaki.models.streamed import LOGITS_PER_BATCH, TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.training import HandedGradients, gradients, input_gradient
 from niwaki.records.progress import Progress

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from niwaki.checkpoints.pipelines import pipeline
+from niwaki.checkpoints.reading import pipeline
 from niwaki.errors import NumericalError
 from niwaki.models.interface import Inputs
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
-from niwaki.records.vectors import Agreement, Similarity
+from niwaki.records.perplexity import Agreement, Similarity
 
 #: By the name of its setting in the files of sentence-transformers, how vectors of tokens become one.
 _POOLINGS = {

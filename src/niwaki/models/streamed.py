@@ -8,7 +8,8 @@ forward pass with blocks that return their inputs; for some families they differ
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
 from typing import Any
@@ -20,10 +21,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NumericalError, UnsupportedModelError, UsageError, one_line, raised_as
 from niwaki.models.block import DecoderBlock
-from niwaki.models.crossing import find_crossing, record_pairs
-from niwaki.models.device import find_device, find_dtype
-from niwaki.models.families import ENCODER_DECODERS, FAMILIES, is_reached
-from niwaki.models.hidden_states import BlockArguments, Crossing, HiddenStates, streams_first
+from niwaki.models.crossing import PairInputs, find_crossing, record_pairs
+from niwaki.models.device import find_device, find_dtype, return_freed
+from niwaki.models.hidden_states import BlockArguments, Crossing, HiddenStates, MemoryBudget, SpillList, streams_first
 from niwaki.models.interface import (
     Inputs,
     Interface,
@@ -34,18 +34,209 @@ from niwaki.models.interface import (
     record_text,
     replaced_blocks,
 )
-from niwaki.models.layout import Layout, Matrix
-from niwaki.models.left_dense import coverage, left_dense
-from niwaki.models.pair_inputs import PairInputs
+from niwaki.models.layout import Layout, Matrix, by_first_use, only_in
 from niwaki.models.processes import World
-from niwaki.models.sharing import by_first_use, only_in
-from niwaki.models.spill import MemoryBudget, SpillList
-from niwaki.models.structure import config_of_text, find_parts, is_bidirectional, predicts_words, refusals, structure
+from niwaki.models.structure import (
+    ENCODER_DECODERS,
+    FAMILIES,
+    Parts,
+    choice,
+    config_of_text,
+    find_parts,
+    is_bidirectional,
+    is_cross_attention,
+    is_in_tower,
+    is_reached,
+    predicts_words,
+    refusals,
+    structure,
+)
 from niwaki.models.tokens import check_tokens, load_tokenizer
-from niwaki.models.weights import Weights, holding
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
+from niwaki.records.record import LeftDense
+from niwaki.records.wording import kind
 from niwaki.windows import Windows
+
+# The weights of a model whose structure has none: read where they are needed, and freed after that.
+
+
+class Weights:
+    """The weights of a model with these ``parts``, which the checkpoint has as its ``layout`` says.
+
+    UnsupportedModelError where blocks share weights with the rest of the model.
+    """
+
+    def __init__(self, parts: Parts, layout: Layout, device: torch.device) -> None:
+        self._model, self._blocks, self._layout, self._device = parts.model, parts.blocks, layout, device
+        self._inside, self._places = parts.inside, parts.places
+        #: What is needed of towers: where they are in the decoder, and where a model takes its device from.
+        self._with_text = {name for name in self._names if name.startswith(parts.decoder_path)}
+        for path, module in self._model.named_modules():
+            if isinstance(module, PreTrainedModel):
+                self._with_text |= {f"{path}.{name}".lstrip(".") for name, _ in [*module.named_parameters()][:1]}
+        #: Parameters outside the blocks that are the same as others, for as long as these are there.
+        self._ties = {name: other for name, other in layout.ties.items() if not name.startswith(self._inside)}
+        for name, other in layout.ties.items():
+            if name.startswith(self._inside) != other.startswith(self._inside):
+                raise UnsupportedModelError(
+                    f"{name!r} is the same as {other!r}; blocks that share weights with the rest of the model are not "
+                    "supported"
+                )
+
+    def of_block(self, index: int) -> dict[str, Tensor]:
+        """Those of a block, by their names in it, on the device."""
+        prefix, names = self._places[index], self._blocks[index].state_dict()
+        return self._read([name for name in names if self._layout.keys(prefix + name)], prefix)
+
+    @contextlib.contextmanager
+    def outside(self, dtype: torch.dtype | None = None, has_towers: bool = False) -> Iterator[None]:
+        """The model with all outside the blocks: embeddings, last norm, head, maybe towers; in another dtype if given.
+
+        Towers are there if it ``has_towers``, and what else is needed of them.
+        """
+        names = [name for name in self._names if self._is_read(name) and not name.startswith(self._inside)]
+        weights = self._read([name for name in names if has_towers or not is_in_tower(name) or name in self._with_text])
+        if dtype is not None:
+            weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+        with holding(self._model, weights):
+            del weights
+            own = {name: self._model.get_parameter(name) for name in self._ties}
+            try:
+                for name, other in self._ties.items():
+                    self._set(name, self._model.get_parameter(other))
+                yield
+            finally:
+                for name, value in own.items():
+                    self._set(name, value)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """The model with all of them."""
+        with contextlib.ExitStack() as held:
+            held.enter_context(self.outside())
+            for index, block in enumerate(self._blocks):
+                held.enter_context(holding(block, self.of_block(index)))
+            yield
+
+    def load(self, skip: Collection[str]) -> None:
+        """Reads all of them to stay, but those that are in keys of the checkpoint to ``skip``."""
+        left = {name for name in self._names if not {*skip}.isdisjoint(self._layout.keys(name))}
+        names = (name for name in self._names if self._is_read(name) and name not in left)
+        weights = {name: self._layout.read(name).to(self._device) for name in names}
+        self._model.load_state_dict(weights, strict=False, assign=True)
+        if any(value.is_meta for name, value in self._model.named_parameters() if name not in left):
+            self._model.tie_weights()
+
+    def unload(self) -> None:
+        """Frees what :meth:`load` has read; from then on the model does not run."""
+        self._model.to_empty(device="meta")
+        return_freed()
+
+    @property
+    def _names(self) -> Iterable[str]:
+        return self._model.state_dict()
+
+    def _is_read(self, name: str) -> bool:
+        """Whether the checkpoint has a parameter or buffer, and under no other name."""
+        return bool(self._layout.keys(name)) and name not in self._layout.ties
+
+    def _read(self, names: list[str], prefix: str = "") -> dict[str, Tensor]:
+        """The parameters ``names``, which the model has behind ``prefix``, on the device."""
+        if self._device.type != "cuda":
+            return {name: self._layout.read(prefix + name).to(self._device) for name in names}
+        # On a stream of its own, so that copies and the present block's products run side by side.
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            pinned = ((name, self._layout.read(prefix + name).pin_memory()) for name in names)
+            weights = {name: value.to(self._device, non_blocking=True) for name, value in pinned}
+        stream.synchronize()
+        for value in weights.values():  # their memory is not to be used again before the other stream is done
+            value.record_stream(torch.cuda.default_stream(self._device))
+        return weights
+
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        path, _, own = name.rpartition(".")
+        setattr(self._model.get_submodule(path), own, parameter)
+
+
+@contextlib.contextmanager
+def holding(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """``module`` with ``weights``, which it frees at the end."""
+    empty = {name: value for name, value in module.state_dict().items() if name in weights}
+    try:
+        module.load_state_dict(weights, strict=False, assign=True)
+        del weights  # or what a block releases would stay
+        yield
+    finally:
+        module.load_state_dict(empty, strict=False, assign=True)
+
+
+# What of a decoder's weights is not pruned, and why not.
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+#: Why weights do not belong to what a language model computes of text.
+_OUTSIDE = {
+    _TOWER := "not of the language model",
+    _CROSS := "cross-attention, which text alone does not reach",
+    _FRONT := "before the encoder's blocks",
+}
+
+
+def left_dense(parts: Parts, layout: Layout, matrices: Iterable[Matrix]) -> list[LeftDense]:
+    """The tensors of two dimensions or more that stay as they are, those of all blocks as one; the largest first.
+
+    ``matrices`` are what can be pruned. Embeddings and the head are no part of this.
+    """
+    parameters = dict(parts.model.named_parameters())
+    ends = parts.model.get_input_embeddings(), parts.head
+    others = {id(value) for end in ends if end is not None for value in end.parameters()}
+    others |= {id(parameters[name]) for name in layout.ties if name in parameters}
+    pruned, places, crosses = 0, parts.places, parts.encoded > 0
+    for matrix in matrices:
+        name = f"{places[matrix.block]}{matrix.parameter}"
+        others.add(id(parameters[layout.ties.get(name, name)]))
+        pruned += matrix.size
+    unreached = tuple(
+        place for place, block in zip(places, parts.blocks, strict=True) if not crosses and not is_reached(block)
+    )
+    sizes, reasons = Counter[str](), dict[str, str]()
+    for path, module in parts.decoder.named_modules():
+        where = f"{parts.decoder_path}{path}."
+        for own, value in module.named_parameters(recurse=False):
+            inside = next((stack.path for stack in parts.stacks if where.startswith(f"{stack.path}.")), None)
+            name = kind(f"{where}{own}".removeprefix(parts.decoder_path).removesuffix(".weight"))
+            # Of other lists of blocks, and of towers, it is enough to say where they are.
+            shown = kind(f"{inside}.".removeprefix(parts.decoder_path)) + "*."
+            name = name.removeprefix(shown) if inside else name.partition(".*")[0]
+            is_vector = sum(size > 1 for size in value.shape) < 2
+            if is_vector or "bias" in own or isinstance(module, nn.Embedding) or id(value) in others:
+                continue
+            sizes[name] += value.numel()
+            reasons[name] = _CROSS if where.startswith(unreached) else _reason(path, module, bool(inside), crosses)
+    total = pruned + sum(sizes.values())
+    return [LeftDense(name, size, size / total, reasons[name]) for name, size in sizes.most_common()]
+
+
+def coverage(left: Collection[LeftDense]) -> float:
+    """The share of a language model's weights in tensors of its decoder that can be pruned."""
+    towers = sum(each.share for each in left if each.reason in _OUTSIDE)
+    return 1 - (sum(each.share for each in left) - towers) / max(1e-9, 1 - towers)
+
+
+def _reason(where: str, module: nn.Module, is_inside: bool, crosses: bool) -> str:
+    if chooses := choice(where):
+        return chooses
+    if is_in_tower(where):
+        return _TOWER
+    if is_cross_attention(where) and not crosses:
+        return _CROSS
+    if crosses and not is_inside and "encoder" in where.split("."):
+        return _FRONT
+    if isinstance(module, _CONVOLUTIONS):
+        return "convolution"
+    return "no matrix of a known kind" if is_inside else "outside of the blocks"
+
 
 _ALONE = World()
 #: The share of a decoder's weights that a pruned model without much of it still dense has in matrices to prune.

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from niwaki.arguments import checked
 from niwaki.models.device import stored_dtype
-from niwaki.models.ends import embedding_keys
 from niwaki.models.locate import locate_model
+from niwaki.models.outside import embedding_keys
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
 from niwaki.packed import decoding, kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import defaultdict
@@ -14,17 +15,16 @@ import torch
 from torch import Tensor
 
 from niwaki.arguments import checked
-from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint
-from niwaki.checkpoints.shards import Shards
+from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint, without_index
 from niwaki.checkpoints.tensors import DTYPES, Entry, header_bytes, raw_bytes, read_header, read_tensor
-from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
-from niwaki.files import digest as file_digest, given_path, input_errors, replace_file
+from niwaki.checkpoints.writing import Shards, write_file
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
+from niwaki.files import digest as file_digest, given_path, input_errors, output_errors, replace_file
 from niwaki.layer.grid import Grid
-from niwaki.models.ends import embedding_keys
-from niwaki.models.factors import is_product
-from niwaki.models.formats import format_of
+from niwaki.models.formats import FACTORS_FILE as FACTORS, factor_keys, format_of, is_product
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
+from niwaki.models.outside import embedding_keys
 from niwaki.models.scales import (
     EMBEDDINGS,
     FILE as SCALES,
@@ -35,8 +35,8 @@ from niwaki.models.scales import (
     scale_key,
 )
 from niwaki.models.streamed import StreamedModel
-from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, PackedTensor, Shard, dense, marked, sha256
+from niwaki.packed.kernels import expand
 from niwaki.packed.matrix import (
     DTYPES as PACKABLE,
     PADDING,
@@ -47,8 +47,8 @@ from niwaki.packed.matrix import (
     pack as pack_matrix,
 )
 from niwaki.records.progress import Progress
+from niwaki.runs.card import DENSE_CARD, check_card, top, write_card_of_form
 from niwaki.runs.conversion import Form, convert
-from niwaki.runs.model_card import check_card
 
 
 @dataclass
@@ -219,7 +219,7 @@ class Packed(Form):
         (directory / INDEX_NAME).unlink(missing_ok=True)
         replace_file(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
         self.sizes = sizes = Sizes.of(PackedCheckpoint(directory))
-        card.write(directory, name, str(sizes))
+        write_card(directory, name, str(sizes))
         return sizes.described
 
     def _write_shards(self, directory: Path) -> list[Shard]:
@@ -369,3 +369,158 @@ def _text(path: Path) -> str:
             return path.read_bytes().decode() if path.exists() else ""
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not in UTF-8: {error}") from error
+
+
+# ``niwaki unpack``: the dense model that a packed one was made from.
+
+#: Files of the dense model whose text is in the index.
+_TEXTS = ("config.json", INDEX_NAME)
+
+
+@checked
+def unpack(model: str | Path, out: str | Path, progress: Progress | None = None) -> None:
+    """Writes the dense model from which :func:`pack` made ``model``, byte for byte.
+
+    Only products of two factors are computed again, and another processor may round them differently.
+
+    Args:
+        model: A directory that ``pack`` wrote.
+        out: Output directory, new or empty.
+        progress: Receives the progress of unpacking.
+
+    Raises:
+        UsageError: the model is not packed.
+        CheckpointError: the model is damaged.
+        OutputError: the result cannot be written.
+        NiwakiError: see :mod:`niwaki.errors`.
+    """
+    path = locate_model(str(model))
+    if not (path / INDEX).exists():
+        raise without_index(path) or UsageError(f"{model} is not packed: it has no {INDEX}")
+    convert(Unpacked(PackedCheckpoint(path), progress), model, out, "unpack")
+
+
+class Unpacked(Form):
+    """A packed model, to be written as the dense one that it was made from."""
+
+    kept = (SCALES, EMBEDDINGS)
+
+    def __init__(self, checkpoint: PackedCheckpoint, progress: Progress | None = None) -> None:
+        super().__init__(checkpoint, progress)
+        self._packed = checkpoint
+        self.size = sum(entry.size for entry in checkpoint.entries.values())
+
+    def check(self, name: str) -> None:
+        """Nothing: all of it is looked at while it is written."""
+
+    def write(self, directory: Path, name: str) -> list[str]:
+        """Writes the weight files as they were, and the card and the texts that packing replaced."""
+        checkpoint = self._packed
+        restore_card(directory)
+        with output_errors(directory):
+            for file, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
+                if text:
+                    (directory / file).write_bytes(text.encode())
+        _write_dense(checkpoint, directory, self.progress)
+        _write_factors(checkpoint, directory)
+        try:
+            Checkpoint(directory)
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.path / INDEX} is not of a whole model: {error}") from error
+        return []
+
+
+def _write_factors(checkpoint: PackedCheckpoint, directory: Path) -> None:
+    """Writes the two factors of matrices beside them, and the scales of both, where they have any."""
+    places = {}
+    for key, stored in checkpoint.index.tensors.items():
+        if stored.inner:
+            rows, columns = stored.untransposed
+            shapes = [(rows, stored.inner), (stored.inner, columns)]
+            if stored.bits:
+                shapes += [(rows, stored.groups), (stored.inner, stored.groups_right)]
+            for part, (name, shape) in enumerate(zip(factor_keys(key, bool(stored.bits)), shapes, strict=True)):
+                places[name] = key, part, torch.empty(shape, dtype=DTYPES[stored.dtype], device="meta")
+    if places:
+        with output_errors(directory):
+            (directory / FACTORS).parent.mkdir()
+
+        packed = functools.lru_cache(maxsize=1)(checkpoint.packed)  # one part of a matrix comes after the other
+
+        def read(name: str) -> Tensor:
+            key, part, _ = places[name]
+            factor = packed(key)[part % 2]
+            return expand(factor) if part < 2 else _scales(factor)
+
+        write_file(directory / FACTORS, {name: like for name, (_, _, like) in places.items()}, read)
+
+
+def _scales(factor: PackedMatrix) -> Tensor:
+    """The scales of a factor on a grid, as they were read."""
+    assert factor.scales is not None
+    return factor.scales.to(factor.dtype)
+
+
+def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progress) -> None:
+    """Writes the weight files, and compares them with their digests."""
+    count = 0
+    for shard in checkpoint.index.shards:
+        path, header = directory / shard.name, shard.header.encode()
+        with output_errors(directory), path.open("wb") as file:
+            begin = len(header).to_bytes(8, "little") + header
+            file.write(begin)
+            written = hashlib.sha256(begin)
+            has_products = any(checkpoint.index.tensors[key].inner for key in shard.keys)
+            packed = hashlib.sha256(begin) if has_products else written  # where factors stand for their product
+            for key in shard.keys:
+                data = raw_bytes(checkpoint.read(key))
+                file.write(data)
+                written.update(data)
+                if packed is not written:
+                    is_product = checkpoint.index.tensors[key].inner
+                    for piece in map(raw_bytes, checkpoint.components(key)) if is_product else [data]:
+                        packed.update(piece)
+                count += 1
+                progress.status("unpacking, tensor", count, len(checkpoint.entries))
+        if packed.hexdigest() != shard.sha256 or file_digest(path) != written.hexdigest():
+            raise OutputError(
+                f"{shard.name} is not what it was before packing; was the disk full, or the packed model changed?"
+            )
+
+
+# The model card of a packed model: it loads in niwaki only, and the dense model's card says otherwise.
+
+_LIBRARY = "niwaki"  # the library_name of a packed model's card, and of no other
+
+_TEXT = """
+# {name}, packed
+
+The weights of a model without its zeros, or as whole numbers of a few bits ({sizes}).
+Only niwaki reads this format: transformers
+says that there are no weights, and to delete `quantization_config`, which does not help.
+
+    niwaki generate DIR "The old man"
+    niwaki unpack DIR DENSE    # the dense model, which loads everywhere
+
+```python
+import niwaki
+
+model = niwaki.load("DIR")  # a model of transformers
+```
+"""
+
+
+def write_card(directory: Path, name: str, sizes: str) -> None:
+    """Replaces the dense model's card, which becomes ``README.dense.md``."""
+    text, dense = _TEXT.format(name=name, sizes=sizes), "the dense model's card: what it is, how it was pruned"
+    write_card_of_form(directory, _LIBRARY, {"niwaki", "packed"}, text, dense)
+
+
+def restore_card(directory: Path) -> None:
+    """The opposite. A README.md that :func:`write` did not write, as of a model packed without it, stays."""
+    readme, kept = directory / "README.md", directory / DENSE_CARD
+    with output_errors(directory):
+        if kept.exists() or top(readme).get("library_name") == _LIBRARY:
+            readme.unlink(missing_ok=True)
+        if kept.exists():
+            kept.replace(readme)

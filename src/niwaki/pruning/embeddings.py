@@ -17,22 +17,19 @@ from niwaki.choices import LEAST_SQUARES, NEAREST, NO_ZEROS
 from niwaki.effort import NO_EFFORT, Effort, make_effort
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.layer.grid import Grid, parse_grid, scale_dtype
-from niwaki.layer.linalg import STRIP
+from niwaki.layer.linalg import STRIP, products
 from niwaki.layer.problem import Gram, LayerProblem
-from niwaki.layer.products import products
 from niwaki.layer.rounding import flops, onto_grid, to_nearest, unsolved
-from niwaki.models.ends import embedding_keys, head_gram
+from niwaki.models.outside import embedding_keys, head_gram
 from niwaki.models.scales import EMBEDDINGS, embedding_places, read_embedding_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Measurement
-from niwaki.pruning.request import rounds_to_nearest
-from niwaki.pruning.texts import read_texts
+from niwaki.pruning.request import read_texts, rounds_to_nearest
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
-from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import write_config
 from niwaki.runs.duration import measuring, nearest, passes
-from niwaki.runs.stage import Run, Stage, Task
+from niwaki.runs.stage import Run, Stage, Task, begin_record, usually_asked
 from niwaki.texts.conversations import has_images
 from niwaki.texts.texts import Texts
 

@@ -13,22 +13,21 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from niwaki.cache import read_cached, write_cached
 from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.choices import TF32
 from niwaki.errors import NiwakiError, named
+from niwaki.files import read_cached, write_cached
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
 from niwaki.models.block import DecoderBlock
-from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.hidden_states import HiddenStates, MemoryBudget
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.sensitivity import measured, pilot_of
-from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
-from niwaki.runs.session import remembered
+from niwaki.runs.stage import remembered
 
 T = TypeVar("T")
 

@@ -1,10 +1,12 @@
 """Examines the dense model before it is pruned: how sparse each matrix may be, and which outputs matter most."""
 
+import bisect
 import itertools
 import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,17 +18,219 @@ from niwaki.layer.patterns import Pattern, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import Wanda
 from niwaki.models.block import DecoderBlock
+from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.sensitivity import measured, pilot_of, row_weights
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.allocation import CostCurves, Curve, ceiling, outlier_ratios, rounded, smooth
-from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.request import PatternOf
 from niwaki.records.progress import Progress
-from niwaki.runs.kept import Kept
+from niwaki.runs.store import Kept
 from niwaki.texts.conversations import Samples
+
+# How sparse each matrix may be, so that all together have a given number of zeros and lose the least.
+
+#: The highest sparsity of a matrix, unless more is asked for: see :func:`ceiling`.
+MOST = 0.99
+#: Points of a curve between 0 and 1, interpolated between the measured ones.
+_STEPS = 256
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What sparsity costs a matrix."""
+
+    weights: int  # their number
+    points: tuple[tuple[float, float], ...]  # (sparsity, loss), both increasing, from the lowest to the highest allowed
+
+    def at(self, sparsity: float) -> float:
+        """The loss at a sparsity, on straight lines between the points."""
+        i = min(max(1, bisect.bisect_left(self.points, (sparsity,))), len(self.points) - 1)
+        (before, less), (after, more) = self.points[i - 1], self.points[i]
+        return less + (more - less) * (sparsity - before) / (after - before)
+
+
+def ceiling(weights: Sequence[int], zeros: int, whole: Callable[[float], int] = round) -> float:
+    """The highest sparsity of matrices with so many ``weights``, of which ``zeros`` in total are to go.
+
+    It leaves each matrix half of the mean density, or nothing where that is less than a weight. ``whole`` makes a
+    number of zeros from the sparsity.
+    """
+    if zeros <= sum(whole(MOST * count) for count in weights):
+        return MOST
+    least = (1 - zeros / sum(weights)) / 2
+    return 1 - least if least * min(weights) >= 1 else 1.0
+
+
+def smooth(
+    weights: int, measured: Sequence[tuple[float, float]], all_zero: float, least: float = 0.0, most: float = MOST
+) -> Curve:
+    """The curve of a matrix of which (sparsity, loss) was ``measured``, at increasing sparsities above 0.
+
+    Logarithms of losses are interpolated; below the first point the loss goes to 0 as a power of the sparsity, and
+    above the last one to ``all_zero``, the loss without any weights. Allowed are sparsities from ``least`` to ``most``,
+    or ``least`` alone where that is not less.
+    """
+    points = [*measured, (1.0, all_zero)]
+    sparsities = [sparsity for sparsity, _ in points]
+    tiny = 1e-30  # of a matrix whose inputs are all 0
+    losses = list(itertools.accumulate((max(loss, tiny) for _, loss in points), max))
+    power = 1.0
+    if len(measured) > 1:
+        power = max(power, math.log(losses[1] / losses[0]) / math.log(sparsities[1] / sparsities[0]))
+
+    def loss_at(sparsity: float) -> float:
+        i = bisect.bisect_left(sparsities, sparsity)
+        if i == 0:
+            return losses[0] * math.pow(sparsity / sparsities[0], power)
+        share = (sparsity - sparsities[i - 1]) / (sparsities[i] - sparsities[i - 1])
+        return math.exp((1 - share) * math.log(losses[i - 1]) + share * math.log(losses[i]))
+
+    steps = [step / _STEPS for step in range(_STEPS)]
+    if most > MOST:  # where a step is too long
+        steps = sorted({*steps, *sparsities})
+    grid = [least, *(step for step in steps if least < step < most), *([most] if least < most else [])]
+    return Curve(weights, tuple((sparsity, loss_at(sparsity)) for sparsity in grid))
+
+
+class CostCurves:
+    """The curves of several matrices, to share out any number of zeros among them where these cost least.
+
+    For convex curves, as they nearly are, no other distribution costs less; of others the greatest convex curve below
+    is used. Totals are exact as far as curves reach.
+    """
+
+    def __init__(self, curves: Sequence[Curve]) -> None:
+        self._least = [round(curve.points[0][0] * curve.weights) for curve in curves]
+        pieces = [
+            ((after[1] - before[1]) / ((after[0] - before[0]) * curve.weights), i, after[0])
+            for i, curve in enumerate(curves)
+            for before, after in itertools.pairwise(_convex(curve.points))
+        ]
+        # Of one matrix in order, because the slopes of convex curves grow.
+        self._steps = [(i, round(sparsity * curves[i].weights)) for _, i, sparsity in sorted(pieces)]
+        self._totals, chosen, total = list[int](), list(self._least), sum(self._least)
+        for i, count in self._steps:
+            total += count - chosen[i]
+            chosen[i] = count
+            self._totals.append(total)
+
+    def share_out(self, zeros: int) -> list[int]:
+        """The number of zeros in each matrix, ``zeros`` in total."""
+        if zeros <= sum(self._least):
+            return list(self._least)
+        whole = bisect.bisect_left(self._totals, zeros)
+        last = dict(self._steps[:whole])
+        chosen = [last.get(i, least) for i, least in enumerate(self._least)]
+        if whole < len(self._steps):  # a part of that step
+            chosen[self._steps[whole][0]] += zeros - sum(chosen)
+        return chosen
+
+
+def outlier_ratios(ratios: Sequence[float], weights: Sequence[int], zeros: int, least: float = 0.0) -> list[int]:
+    """The number of zeros of each block by OWL, ``zeros`` in total, and of no block a share below ``least``.
+
+    Densities differ from their mean in proportion to the ``ratios`` of outliers in each block, by 0.16 from the lowest
+    to the highest one: Yin et al. 2024, arXiv 2310.05175, section 3.2, with lambda = 0.08.
+    """
+    low, high, most = min(ratios), max(ratios), ceiling(weights, zeros, math.ceil)
+    spread = 2 * 0.08 / (high - low) if high - low > sys.float_info.min else 0.0  # of less it may be infinite
+    wishes = [-spread * ratio for ratio in ratios]
+
+    def of(shift: float) -> list[float]:
+        return [min(most, max(least, wish + shift)) * count for wish, count in zip(wishes, weights, strict=True)]
+
+    below, above = min(0.0, -max(wishes)), 1 - min(wishes)
+    for _ in range(100):
+        middle = (below + above) / 2
+        below, above = (middle, above) if sum(of(middle)) < zeros else (below, middle)
+    return rounded(of(above), zeros)
+
+
+def rounded(values: Sequence[float], total: int) -> list[int]:
+    """Whole numbers next to ``values`` with the sum ``total``; those with the largest remainders are rounded up."""
+    floors = [math.floor(value) for value in values]
+    order = sorted(range(len(values)), key=lambda i: (floors[i] - values[i], i))
+    for i in order[: max(0, total - sum(floors))]:
+        floors[i] += 1
+    return floors
+
+
+def _convex(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The corners of the greatest convex function that is nowhere above the points."""
+    hull: list[tuple[float, float]] = []
+    for x, y in points:
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (x - x1) < (y - y1) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return hull
+
+
+# The inputs of matrices that several blocks share, in all of these but the first, where each of them is pruned.
+
+
+@dataclass
+class LaterInputs:
+    """The Gram matrices of inputs in later blocks, summed over these: one for all matrices that have the same."""
+
+    _grams: dict[tuple[str, int | None], InputGram] = field(default_factory=dict)  # by what a matrix is in the files
+
+    def add(self, matrices: Sequence[Matrix], gram: InputGram) -> None:
+        """Adds the inputs that ``matrices`` have in one block."""
+        before = self._grams.get(matrices[0].entry)
+        total = gram if before is None else _sum(before, gram)
+        self._grams |= dict.fromkeys([matrix.entry for matrix in matrices], total)
+
+    def joined(self, block: DecoderBlock, grams: list[InputGram]) -> list[InputGram]:
+        """``grams`` of the inputs in ``block`` with those in later blocks, which are freed, where there are any."""
+        entries = {matrix.name: matrix.entry for matrix in block.matrices}
+        joined: list[InputGram] = []
+        for gram in grams:
+            names: dict[InputGram | None, list[str]] = {}
+            for name in gram.names:
+                names.setdefault(self._grams.pop(entries[name], None), []).append(name)
+            for later, chosen in names.items():
+                here = replace(gram, names=chosen)
+                joined.append(here if later is None else _sum(here, later))
+        return joined
+
+
+def later_inputs(model: StreamedModel, samples: Samples, tf32: TF32, world: World, progress: Progress) -> LaterInputs:
+    """Those of ``samples``, this process's share, in the dense model; over all processes."""
+    later = LaterInputs()
+    last = max((max(matrix.blocks, default=-1) for matrix in model.matrices()), default=-1)
+    if last < 0:
+        return later
+    with model.budget.lent() as budget:
+        states = model.embed(samples, budget=budget)
+        for block in model.stream():
+            progress.stage(block.index, "sharing", len(states.hidden))
+            if block.shared:
+                matrices = {matrix.name: matrix for matrix in block.shared}
+                for gram in block.input_grams(states, world=world, tf32=tf32, matrices=block.shared):
+                    later.add([matrices[name] for name in gram.names], gram)
+            if block.index == last:
+                break
+            block.advance(states, progress.step)
+    return later
+
+
+def _sum(gram: InputGram, other: InputGram) -> InputGram:
+    """The Gram matrix of the tokens of both, for the matrices of ``gram``."""
+    here, there = (each.tokens + each.borrowed for each in (gram, other))
+    share = there / max(1, here + there)
+    return InputGram(
+        gram.names,
+        gram.H.lerp(other.H, share),
+        gram.mean.lerp(other.mean, share),
+        gram.tokens + other.tokens,
+        gram.borrowed + other.borrowed,
+    )
+
 
 #: Densities where the cost of sparsity is measured, relative to the requested one.
 _DENSITIES = (2.2, 1.5, 1.0, 0.65, 0.35)

@@ -13,30 +13,34 @@ from niwaki.choices import NO_ZEROS
 from niwaki.effort import Effort, Planning, describe as describe_effort, described
 from niwaki.errors import UsageError
 from niwaki.layer.grid import Grid
-from niwaki.layer.products import has_tf32, products
+from niwaki.layer.linalg import has_tf32, products
 from niwaki.layer.solvers import Solver, describe
 from niwaki.models.device import resident
-from niwaki.models.extra import notes_of
-from niwaki.models.factors import FILE as FACTORS, Factored, check_one_matrix, check_own_tensors
-from niwaki.models.fit import COPIES
-from niwaki.models.kept_format import KeptFormat
+from niwaki.models.formats import (
+    FACTORS_FILE as FACTORS,
+    Factored,
+    KeptFormat,
+    OnGrid,
+    WeightFormat,
+    check_one_matrix,
+    check_own_tensors,
+)
+from niwaki.models.layout import sharing_notes
 from niwaki.models.locate import locate_model
+from niwaki.models.outside import notes_of
 from niwaki.models.scales import FILE as SCALES
-from niwaki.models.sharing import sharing_notes
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.weight_format import OnGrid, WeightFormat
-from niwaki.pruning.request import PatternOf, Request, notes_on_masks, patterns_of
-from niwaki.pruning.texts import read_texts
+from niwaki.models.training import COPIES
+from niwaki.pruning.request import PatternOf, Request, notes_on_masks, patterns_of, read_texts
 from niwaki.pruning.walk import Walk
 from niwaki.records.data import plain
 from niwaki.records.record import Record
 from niwaki.records.wording import in_words
-from niwaki.runs.begin import begin_record, usually_asked
-from niwaki.runs.block_store import WeightStore
 from niwaki.runs.card import pruning_config, write_config
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.duration import measuring, nearest, pruning
-from niwaki.runs.stage import Run, Stage, Task
+from niwaki.runs.stage import Run, Stage, Task, begin_record, usually_asked
+from niwaki.runs.store import WeightStore
 from niwaki.runs.workplace import Workplace
 from niwaki.texts.conversations import has_images
 from niwaki.texts.texts import Texts

@@ -20,8 +20,11 @@ from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describ
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
+from niwaki.options import Measurement
 from niwaki.quantities import HOW_SPARSE, fraction, parse_range
 from niwaki.records.wording import counted
+from niwaki.runs.stage import USUAL_WINDOWS, Run
+from niwaki.texts.texts import Texts
 
 PatternOf = Callable[[Matrix], Pattern]
 
@@ -265,3 +268,17 @@ def notes_on_masks(pattern: Pattern | None, source: str | None, streamed: Stream
         f"the mask of {source} has {zeros:,} zeros ({zeros * percent:.3g} %), and {pattern} asks for {asked:,} "
         f"({asked * percent:.3g} %): {how}"
     ]
+
+
+# The texts of a stage that puts weights on a grid or makes them zero.
+
+
+def read_texts(model: StreamedModel, run: Run, measurement: Measurement, calibrates: bool) -> Texts:
+    """What the stage ``calibrates`` and measures on; where it rounds to the nearest only the latter, if there is one.
+
+    Errors are as of :meth:`.Texts.read`.
+    """
+    if not calibrates:
+        return Texts.to_measure(model, run.calibration, measurement, USUAL_WINDOWS)
+    run.progress.status("reading the text to calibrate on")
+    return Texts.read(model, run.written(model, run.calibration), measurement, USUAL_WINDOWS)

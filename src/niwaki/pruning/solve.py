@@ -15,10 +15,10 @@ from niwaki.layer.patterns import Among, Pattern
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import Gram, LayerProblem, Solution, relative
 from niwaki.models.block import DecoderBlock
+from niwaki.models.formats import WeightFormat
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.models.weight_format import WeightFormat
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord

@@ -11,23 +11,19 @@ from torch import Tensor
 from niwaki.effort import Effort
 from niwaki.layer.grid import Grid
 from niwaki.models.block import DecoderBlock
-from niwaki.models.fit import Fit, samples_to_fit
+from niwaki.models.formats import OnGrid
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.training import trained_matrices
-from niwaki.models.weight_format import OnGrid
-from niwaki.pruning.later_inputs import LaterInputs, later_inputs
+from niwaki.models.training import Fit, samples_to_fit, trained_matrices
 from niwaki.pruning.mixed_bits import choose_bits, costs_of_bits, in_words
-from niwaki.pruning.plan import Plan, plan
+from niwaki.pruning.plan import LaterInputs, Plan, later_inputs, plan
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.record import FEW_ZEROS, Record
-from niwaki.runs.block_store import WeightStore
-from niwaki.runs.kept import kept_once
-from niwaki.runs.own_text import joined, written
-from niwaki.runs.stage import Run
+from niwaki.runs.stage import Run, joined, written
+from niwaki.runs.store import WeightStore, kept_once
 from niwaki.texts.conversations import Samples
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows

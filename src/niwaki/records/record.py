@@ -8,7 +8,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Annotated, Any, TypedDict
 
@@ -30,11 +30,154 @@ from niwaki.records.data import (
     Whole,
     check_plain,
 )
-from niwaki.records.healing import HealingRecord
-from niwaki.records.perplexity import Difference, Perplexity
-from niwaki.records.structure import StructureRecord
-from niwaki.records.vectors import Agreement, Similarity
-from niwaki.records.wording import counted, in_words, kind, several, size as in_bytes, two_digits
+from niwaki.records.perplexity import Agreement, Difference, Perplexity, Similarity
+from niwaki.records.wording import (
+    counted,
+    in_words,
+    kind,
+    other_samples,
+    several,
+    short_text,
+    size as in_bytes,
+    two_digits,
+)
+
+# What was removed from a model as a whole.
+
+
+@dataclass(frozen=True)
+class StructureRecord:
+    """What structured pruning removed, see :mod:`niwaki.shrinking.shrink`.
+
+    Attributes:
+        parameters: Number of parameters in all tensors of the files, "before" and "after".
+        removed: Fraction of the blocks' parameters that was removed.
+        influence: If blocks were removed, for each block: how much the model without it alone loses, in nats a token,
+            see :func:`niwaki.shrinking.search.costs_of_runs`.
+        blocks: Numbers of the blocks that were removed; all numbers here and below count from 0.
+        heads: For each remaining block, the heads that were removed; for heads that share keys and values, the groups.
+        neurons: For each remaining block, the neurons that were removed.
+        experts: For each remaining block that has experts, those that were removed.
+        vocabulary: Number of tokens of the model, "before" and "after"; empty if none were removed.
+        combinations: If only a size was requested, what each combination of that size would cost, in nats a token, see
+            :func:`niwaki.shrinking.search.costs_of_combinations`.
+    """
+
+    parameters: dict[str, Positive]
+    removed: Fraction
+    influence: list[Finite] = field(default_factory=list)
+    blocks: list[Count] = field(default_factory=list)
+    heads: list[list[Count]] = field(default_factory=list)
+    neurons: list[list[Count]] = field(default_factory=list)
+    experts: list[list[Count]] = field(default_factory=list)
+    vocabulary: dict[str, Positive] = field(default_factory=dict)
+    combinations: dict[str, Finite] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.parameters.keys() >= {"before", "after"}:
+            raise UsageError(f"parameters are those before and after; got {self.parameters}")
+
+    def after(self, earlier: StructureRecord) -> StructureRecord:
+        """What this stage and the ``earlier`` one, which removed tokens, removed together."""
+        parameters = {**self.parameters, "before": earlier.parameters["before"]}
+        return replace(self, parameters=parameters, vocabulary=earlier.vocabulary)
+
+    @property
+    def share(self) -> str:
+        """The fraction of all parameters that was removed, such as "25.7 %"."""
+        return f"{100 * (1 - self.parameters['after'] / self.parameters['before']):.1f} %"
+
+    def __str__(self) -> str:
+        numbers = "{after:,} of {before:,}".format(**self.parameters)
+        words = "{after:,} of {before:,} tokens, ".format(**self.vocabulary) if self.vocabulary else ""
+        return f"{words}{numbers} ({self.share} fewer, of those in blocks {100 * self.removed:.1f} %)"
+
+
+# How the weights of a pruned model were trained.
+
+#: Points of a training: more are too many to show.
+LARGEST_CURVE = 10_000
+
+
+@dataclass(frozen=True)
+class HealingPoint:
+    """A point of a training: its state after this many ``tokens``, ``steps`` and ``seconds``.
+
+    Attributes:
+        error: Mean KL divergence of the pruned model from the dense one on held-out text, in nats a token, for weights
+            as the files have them. For models without a head, the squared distance of states, relative to their
+            squares.
+        loss: The same on the text trained on since the last point; None if there is none, as at the first point, and if
+            blocks are trained, each towards its own. In old records the first point has a copy of the error.
+    """
+
+    tokens: Count
+    steps: Count
+    seconds: Seconds
+    error: Amount
+    loss: Finite | None
+
+    @property
+    def trained_on(self) -> float | None:
+        """``loss``, except that it is None at a point before any step, where old records have a number."""
+        return self.loss if self.steps else None
+
+
+@dataclass
+class HealingRecord:
+    """How a pruned model's weights were trained, see :mod:`niwaki.healing.heal`.
+
+    Attributes:
+        teacher: The dense model, as it was given.
+        method: What was trained: "full", "lora", "norms", or "blocks" one after the other.
+        tokens: Largest number of tokens to train on.
+        limit: Time limit in seconds; None for no limit.
+        rate: Learning rate, relative to the root mean square of each parameter's weights.
+        batch: Tokens per step.
+        held: Number of held-out tokens.
+        own_text: Fraction of the training text that the dense model was to generate.
+        of_states: Whether states were trained towards those of the dense model, which has no head, instead of
+            predictions.
+        halved: How often the rate was halved because outputs were not finite.
+        points: The points, from the pruned model as it was given to the end.
+        best: Number of the point with the lowest error, whose weights are the result.
+    """
+
+    teacher: Name
+    method: Name
+    tokens: Positive
+    limit: Seconds | None
+    rate: Amount
+    batch: Positive
+    held: Positive
+    own_text: Fraction = 0.0
+    halved: Count = 0
+    of_states: bool = False
+    points: list[HealingPoint] = field(default_factory=list)
+    best: Count = 0
+
+    def __post_init__(self) -> None:
+        if self.points and self.best >= len(self.points):
+            raise UsageError(f"the best of {len(self.points)} points cannot be number {self.best}")
+        if len(self.points) > LARGEST_CURVE:
+            raise UsageError(f"a training has {len(self.points):,} points, too many to show")
+
+    @property
+    def by_block(self) -> bool:
+        """Whether blocks were trained one after the other, so that points have no loss."""
+        return self.method == "blocks"
+
+    def __str__(self) -> str:
+        if not self.points:
+            return f"0 tokens towards {self.teacher}"
+        first, best, last = self.points[0], self.points[self.best], self.points[-1]
+        after = "" if best == last else f" after {best.tokens:,}"
+        what, unit = ("distance of states", "of their squares") if self.of_states else ("KL", "nats a token")
+        return (
+            f"{last.tokens:,} tokens towards {self.teacher}; {what} from it on {self.held:,} held-out tokens "
+            f"{first.error:.4g} to {best.error:.4g} {unit}{after}"
+        )
+
 
 #: Of ``niwaki.json``.
 FORMAT = 2
@@ -491,3 +634,37 @@ def _version(library: str) -> str:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+# What was done to a model, in names and values for tables: of the screen, the model card and reports.
+
+
+def facts(record: Record) -> dict[str, str]:
+    """By name what was asked for and what it came to, without what was measured of the model."""
+    structure, sparsities = record.structure, [100 * matrix.sparsity for matrix in record.matrices] or [0.0]
+    low, high = min(sparsities), max(sparsities)
+    between = f", {low:.1f} to {high:.1f} % in one" if high - low > 0.1 else ""
+    number = counted(len(record.matrices), "matrix", "matrices") if record.matrices else "the matrices"
+    mean = f"geometric mean over matrices{record.of_which_stage}"
+    has_zeros = not (record.only_shrinks or record.only_quantizes)
+    zeros = "fewer weights" if record.has_factors else "zeros"
+    shown: dict[str, object] = {
+        "removed" if record.only_shrinks else "pattern": "" if record.only_quantizes else record.pattern,
+        "mask from": record.mask_from,
+        "parameters": structure,
+        zeros: f"{100 * record.sparsity:.2f} % of {number}{between}" if has_zeros else "",
+        "left dense": "" if structure else record.stays,
+        "healed": record.healing,
+        "error": f"{two_digits(record.mean_error)} of the {record.error_of} square ({mean})" if record.matrices else "",
+        "format of the weights" if record.kept_format else "grid of the weights": record.rounding,
+        "embeddings and head": record.embeddings,
+        "own text": record.own_text,
+    }
+    return {name: str(value) for name, value in shown.items() if value}
+
+
+def calibration_of(calibration: Mapping[str, Any]) -> str:
+    """How much of which text, such as "128 windows of 2,048 tokens of c4"."""
+    windows = counted(calibration.get("samples", "?"), "window")
+    what = other_samples(calibration) or f"{windows} of {counted(calibration.get('sequence_length', '?'), 'token')}"
+    return f"{what} of {' + '.join(map(short_text, str(calibration.get('source', '?')).split(' + ')))}"

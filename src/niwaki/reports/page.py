@@ -4,21 +4,70 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+import vl_convert
+
 from niwaki.arguments import checked
-from niwaki.errors import OutputError
-from niwaki.files import check_replaced, given_path, replace_file
+from niwaki.errors import OutputError, UsageError
+from niwaki.files import check_replaced, given_path, input_errors, nearest, replace_file
 from niwaki.records.progress import Progress
 from niwaki.records.record import REPORT_NAME
 from niwaki.records.wording import printable
+from niwaki.reports.charts import Section
 from niwaki.reports.material import Extras, Material, load
 
 if TYPE_CHECKING:
-    from niwaki.reports.tables import Section
+    from niwaki.reports.charts import Section
+
+
+# The charts of a report as files, for papers and slides.
+
+_KINDS = (".svg", ".pdf")
+#: Titles of so many characters are not in names of files.
+_LONG = 32
+
+
+def check_figures(folder: Path) -> None:
+    """UsageError where ``folder`` is something else, or has files that are no figures."""
+    if not folder.is_dir() and (folder.exists() or not nearest(folder).is_dir()):
+        raise UsageError(f"{folder} cannot have figures: it is not a directory")
+    with input_errors(folder):
+        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    for name in names:
+        if not name.endswith(_KINDS) and not name.startswith("."):
+            raise UsageError(f"{folder} has {name}, which is no figure; give a new or an empty directory")
+
+
+def write_figures(shown: Sequence[Section], folder: Path) -> list[Path]:
+    """Each chart of the sections as SVG and as PDF in ``folder``; returns the files.
+
+    OutputError where they cannot be written.
+    """
+    written = []
+    for name, svg in _charts(shown):
+        written += [folder / f"{name}{kind}" for kind in _KINDS]
+        replace_file(written[-2], svg)
+        replace_file(written[-1], vl_convert.svg_to_pdf(svg))
+    return written
+
+
+def _charts(shown: Sequence[Section]) -> Iterator[tuple[str, str]]:
+    """The wide form of each chart with a name for its file, such as "time" or "errors-1-wanda"."""
+    style = (files("niwaki.reports") / "templates/report.css").read_text(encoding="utf-8")
+    light = dict(re.findall(r"--([\w-]+): (#\w+)", style.partition("@media")[0]))
+    for section in shown:
+        drawn = [(exhibit.title, figure.wide) for exhibit in section.exhibits for figure in exhibit.figures]
+        for number, (title, svg) in enumerate(drawn, 1):
+            words = re.sub(r"\W+", "-", title.lower()).strip("-") if len(title) < _LONG else ""
+            parts = [section.id, f"{number}", words] if len(drawn) > 1 else [section.id]
+            drawn_in = re.sub(r"var\(--([\w-]+)\)", lambda match: light.get(match[1], match[0]), svg)
+            yield "-".join(filter(None, parts)), drawn_in
+
 
 #: Bytes at the start of a page in which it says that niwaki wrote it.
 _HEAD = 4096
@@ -61,7 +110,6 @@ def report(
         raise OutputError(f"cannot write {path}: it is a directory; give a file, as in -o report.html")
     check_replaced(path, _is_page, "is not a page that niwaki wrote")
     from niwaki.reports import sections
-    from niwaki.reports.figures import check_figures, write_figures
 
     folder = None if figures is None else given_path(figures, 40).absolute()
     if folder:
@@ -93,7 +141,7 @@ def render(material: Material, extras: Extras | None, shown: Sequence[Section]) 
     """The page as HTML: the sections ``shown``, and what was read from the model."""
     import jinja2
 
-    from niwaki.reports import charts, head, sections
+    from niwaki.reports import charts, sections
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("niwaki.reports"),
@@ -107,10 +155,10 @@ def render(material: Material, extras: Extras | None, shown: Sequence[Section]) 
     style, script = ((folder / f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     page: str = environment.get_template("report.html.jinja").render(
         material=material,
-        title=head.title(material),
-        tiles=head.tiles(material),
-        notes=head.notes(material),
-        facts=head.facts(material),
+        title=sections.title(material),
+        tiles=sections.tiles(material),
+        notes=sections.notes(material),
+        facts=sections.facts(material),
         sections=shown,
         extras=extras or Extras(),
         runs=sections.details(material),

@@ -7,15 +7,157 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
+from functools import partial
 from typing import Any
 
-from niwaki.records.record import Record
-from niwaki.records.wording import counted, duration, kind, short_text, two_digits
-from niwaki.reports import charts, perplexities
-from niwaki.reports.charts import STEPS
-from niwaki.reports.head import facts_of, notes_of
+from niwaki.effort import described
+from niwaki.records.comparison import Comparison
+from niwaki.records.perplexity import Perplexity
+from niwaki.records.record import Record, calibration_of, facts as all_facts
+from niwaki.records.wording import counted, duration, kind, number, short_text, size, two_digits
+from niwaki.reports import charts
+from niwaki.reports.charts import (
+    STEPS,
+    Cell,
+    Exhibit,
+    Section,
+    Table,
+    heat_of,
+    heat_table,
+    labels_of,
+    measured_on,
+    with_error,
+)
 from niwaki.reports.material import Material, Run
-from niwaki.reports.tables import Cell, Exhibit, Section, Table, heat_of, heat_table, labels_of, with_error
+
+# The head of a report: title, tiles, notes and facts.
+
+#: What is after each ±, and what the bars of charts are.
+SPREAD = "standard errors: how another text of this kind would differ; models on the same text compare more tightly"
+
+#: Facts that are numbers in large.
+_TILES = {"removed", "parameters", "fewer weights", "zeros"}
+
+#: A number in large: what it is, the number, and what belongs to it.
+Tile = tuple[str, str, str]
+
+
+def title(material: Material) -> str:
+    """The model, and how much of it is gone."""
+    if (record := material.record) is None:
+        return f"{material.name}, {counted(len(material.methods), 'method')} compared"
+    return f"{material.name}, {'healed' if record.only_heals and not record.structure else record.outcome}"
+
+
+def notes(material: Material) -> list[str]:
+    """What a careful reader should know, of all runs, and which runs it is about if not all."""
+    about: dict[str, list[Run]] = defaultdict(list)
+    for run in material.runs:
+        for note in notes_of(run.full) if run.full is not None else ():
+            about[note].append(run)
+    lines = []
+    for note, runs in about.items():
+        where = runs[0].name if len(runs) == 1 else f"{len(runs)} of {counted(len(material.runs), 'run')}"
+        lines.append(note if len(runs) == len(material.runs) else f"{where}: {note}")
+    return lines
+
+
+def notes_of(record: Record) -> list[str]:
+    """What a careful reader should know of a run."""
+    if not record.resumed:
+        return record.notes
+    what = "step" if record.only_heals else "block or step" if record.healing else "block"
+    return [*record.notes, f"stopped and resumed after {what} {', '.join(map(str, record.resumed))}"]
+
+
+def tiles(material: Material) -> list[Tile]:
+    """What is said first."""
+    if (record := material.record) is None:
+        return _best_tiles(material)
+    shown = _removed_tiles(record)
+    for text, after in material.runs[0].perplexity.items():
+        where = measured_on(text, after)
+        if before := material.dense.get(text):
+            gain = f"{100 * (after.value / before.value - 1):+.1f} % against dense"
+            if after.counts != before.counts and before.bits and after.bits:  # perplexities do not compare
+                gain = "of other tokens, which does not compare with the dense model's"
+                change = f"{100 * (after.bits / before.bits - 1):+.2f} % against dense, {before.bits:.4f}"
+                shown.append(("bits a byte", f"{after.bits:.4f}", change))
+            shown.append(("perplexity dense", with_error(before), measured_on(text, before)))
+            if pruned := record.perplexity.get("pruned"):
+                shown.append(("perplexity pruned", with_error(pruned), "before healing"))
+            shown.append((f"perplexity {'healed' if record.healing else 'pruned'}", with_error(after), gain))
+        else:
+            shown.append(("perplexity", with_error(after), where))
+    if not material.texts:
+        shown.append(("perplexity", "?", "not measured"))
+    shown.append(("time", duration(material.seconds), f"on {record.device} in {record.dtype}"))
+    return shown + [("peak memory", size(peak), where) for where, peak in record.peak_memory.items()]
+
+
+def _best_tiles(material: Material) -> list[Tile]:
+    """Of a comparison: the dense model, and the best method at each pattern."""
+    text = material.texts[0] if material.texts else ""
+    shown = []
+    if dense := material.dense.get(text):
+        shown.append(("perplexity dense", with_error(dense), measured_on(text, dense)))
+    for pattern in material.patterns:
+        runs = [run for run in material.runs if run.pattern == pattern and text in run.perplexity]
+        if runs:
+            best = min(runs, key=lambda run: run.perplexity[text].value)
+            shown.append((f"best at {pattern}", with_error(best.perplexity[text]), best.method))
+    return shown
+
+
+def _removed_tiles(record: Record) -> list[Tile]:
+    shown = list[Tile]()
+    if structure := record.structure:
+        stay = "{after:,} of {before:,} stay".format(**structure.parameters)
+        if words := structure.vocabulary:
+            shown.append(("fewer tokens", f"{words['after']:,}", f"of {words['before']:,} stay"))
+        what = f": {record.pattern}" if record.only_shrinks else ""
+        shown.append(("fewer parameters", structure.share, stay))
+        shown.append(("removed", f"{100 * structure.removed:.1f} %", f"of the blocks' parameters{what}"))
+    weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
+    of = f"of {counted(len(record.matrices), 'matrix', 'matrices')}{record.where}, {weights / 1e6:,.4g} M weights"
+    if record.only_quantizes:
+        where = of if record.quantization else "of the embeddings and the head"
+        shown.append(("grid", str(record.quantization or record.embeddings), where))
+    elif not record.only_shrinks:
+        what = "fewer weights" if record.has_factors else "zeros"
+        shown.append((what, f"{100 * record.sparsity:.4g} %", "as before" if record.only_heals else of))
+    if (healing := record.healing) and healing.points:
+        first, best = healing.points[0].error, healing.points[healing.best].error
+        gain = f"of {first:.4g} before healing, in nats a token on {healing.held:,} held-out tokens"
+        shown.append(("KL from the dense model", f"{best:.4g}", gain))
+    return shown
+
+
+def facts(material: Material) -> list[tuple[str, str]]:
+    """Names and values below the tiles."""
+    shown = [("model", material.source.model)]
+    if (record := material.record) is None:
+        shown.append(("runs", f"{len(material.runs)}, in {duration(material.seconds)} with measuring"))
+    else:
+        shown += facts_of(record)
+    if calibration := material.source.calibration:
+        shown.append(("calibration", calibration_of(calibration)))
+    if record is not None and any("±" in value for _, value, _ in tiles(material)):
+        shown.append(("±", SPREAD))
+    return shown
+
+
+def facts_of(record: Record) -> list[tuple[str, str]]:
+    """Names and values: how it was pruned; those that are empty, or are tiles, are left out."""
+    removed = ", ".join(map(str, record.structure.blocks)) if record.structure else ""
+    shown = {
+        "method": record.solved_by,
+        "effort": described(record.effort) if record.effort else "",
+        **all_facts(record),
+        "blocks removed": f"{removed}, counted from 0" if removed else "",
+    }
+    return [(name, value) for name, value in shown.items() if value and name not in _TILES]
+
 
 #: What the stages of a run are for.
 STAGES = {
@@ -37,7 +179,7 @@ STAGES = {
 
 def sections(material: Material) -> list[Section]:
     """All that there is something to show in."""
-    made = [make(material) for make in (perplexities.frontier, stages, healing, errors, allocation, fits, time, speed)]
+    made = [make(material) for make in (frontier, stages, healing, errors, allocation, fits, time, speed)]
     return [section for section in made if section is not None]
 
 
@@ -57,10 +199,10 @@ def stages(material: Material) -> Section | None:
 def _waterfall(record: Record) -> list[charts.Figure]:
     """From the dense model's loss to that of the result, stage by stage; none where fewer than two were measured."""
     steps, unit, total = list[dict[str, Any]](), "nats a token", 0.0
-    for number, (stage, cost) in enumerate(record.costs(), 1):
+    for position, (stage, cost) in enumerate(record.costs(), 1):
         if cost:
             label = f"{stage.name} {stage.asked}: {cost.words}, {total + cost.nats:.4f} in all"
-            name = f"{number} {stage.name}"
+            name = f"{position} {stage.name}"
             steps.append({"name": name, "from": total, "value": total + cost.nats, "label": label})
             total, unit = total + cost.nats, cost.unit
     if len(steps) < 2:
@@ -271,4 +413,82 @@ def _detail(material: Material, run: Run, record: Record) -> dict[str, Any]:
         "sparsity": heat_table(zeros_of(record), "{:.1%}".format),
         "record": json.dumps(json.loads(record.to_json()), separators=(",", ":")),
         "file": f"{re.sub(r'[^a-z0-9]+', '-', run.name.lower()).strip('-')}.json",
+    }
+
+
+# The section of a report about perplexity against sparsity.
+
+
+def frontier(material: Material) -> Section | None:
+    """Of a comparison, for each text perplexity against sparsity, beside it patterns that are no percentages."""
+    if isinstance(material.source, Record) or not material.texts:
+        return None
+    dashed = " The dashed line is the dense model." if material.dense else ""
+    why = f"Lower is better. Bars are {SPREAD}.{dashed}"
+    exhibits = [
+        each for text in material.texts for each in (_frontier_of(material, text), _gaps(material.source, text))
+    ]
+    after = (
+        "In the tables of nats ± is the standard error of the difference to the dense model, window by window, and "
+        "bold are all that are less than two such errors above the best."
+    )
+    return Section("frontier", "Perplexity against sparsity", why, exhibits, after=after)
+
+
+def _gaps(comparison: Comparison, text: str) -> Exhibit:
+    header, entries = comparison.gaps(text)
+    rows = [[Cell(entry.text, best=entry.best) for entry in row] for row in entries]
+    return Exhibit([], Table(header, rows), f"nats a token above the dense model, {short_text(text)}", open=True)
+
+
+def _frontier_of(material: Material, text: str) -> Exhibit:
+    runs = [run for run in material.runs if text in run.perplexity]
+    plain, grouped = ([point_of(run, text) for run in runs if run.grouped is wanted] for wanted in (False, True))
+    line = None
+    if dense := material.dense.get(text):
+        line = {**_interval(dense), "text": f"dense {number(dense.value)}", "label": f"dense: {with_error(dense)}"}
+    both = bool(plain and grouped)
+    draw = partial(charts.frontier, methods=material.methods, dense=line)
+    figures = []
+    if plain:
+        figures.append(draw(plain, others=grouped, share=0.66 if both else 1.0))
+    if grouped:
+        figures.append(draw(grouped, others=plain, by_pattern=True, share=0.32 if both else 1.0))
+    title = measured_on(text, runs[0].perplexity[text])
+    return Exhibit(figures, _perplexities(material, text), title, "perplexity against sparsity", open=True)
+
+
+def _perplexities(material: Material, text: str) -> Table:
+    """A row for each method, a column for each pattern, the best marked."""
+    columns: dict[str, dict[str, Perplexity]] = {pattern: {} for pattern in material.patterns}
+    for run in material.runs:
+        if text in run.perplexity:
+            columns[run.pattern][run.method] = run.perplexity[text]
+    best = {name: min(one.value for one in column.values()) for name, column in columns.items() if len(column) > 1}
+    rows = []
+    if dense := material.dense.get(text):
+        rows.append([Cell("dense"), Cell(with_error(dense)), *[Cell("")] * (len(columns) - 1)])
+    for method in material.methods:
+        row = ((column.get(method), best.get(pattern)) for pattern, column in columns.items())
+        cells = (Cell(with_error(one), best=one.value == least) if one else Cell("") for one, least in row)
+        rows.append([Cell(method), *cells])
+    return Table(["method", *columns], rows)
+
+
+def _interval(perplexity: Perplexity) -> charts.Row:
+    value, error = perplexity.value, perplexity.standard_error
+    if error is None:
+        return {"value": value}
+    # A logarithmic axis has no place for what an error above its value would make of it.
+    return {"value": value, "low": max(value - error, value / 10), "high": value + error}
+
+
+def point_of(run: Run, text: str) -> charts.Row:
+    """A point of a chart."""
+    return {
+        "method": run.method,
+        "pattern": run.pattern,
+        "sparsity": 100 * run.sparsity,
+        **_interval(run.perplexity[text]),
+        "label": f"{run.name}: {with_error(run.perplexity[text])}, {100 * run.sparsity:.2f} % zeros",
     }

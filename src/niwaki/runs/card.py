@@ -1,5 +1,8 @@
 """What the output says about itself: its model card, README.md, and its record, niwaki.json; and config.json."""
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
 import json
 import re
@@ -7,17 +10,98 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
 from niwaki._version import __version__
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import described
-from niwaki.files import output_errors, replace_file
-from niwaki.records.facts import calibration_of, facts
+from niwaki.errors import UsageError
+from niwaki.files import digest, digests, given_path, input_errors, output_errors, replace_file
+from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.perplexity import Perplexity
-from niwaki.records.recipe import public_name
-from niwaki.records.record import Record
+from niwaki.records.recipe import EARLIER_RECIPE, RECIPE, Recipe, Table, public_name
+from niwaki.records.record import Record, calibration_of, facts
 from niwaki.records.wording import markdown
-from niwaki.runs.model_card import notes, top
+
+# The model card of a directory: its README.md.
+
+#: The card of a model that was written in another form, whose own card says what that is.
+DENSE_CARD = "README.dense.md"
+_NOTES = "\n\nNotes:\n\n"
+_LONGEST = 2**20  # characters of what stands at the top of a card
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Takes no aliases: a card needs none, and a few lines of them can stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
+
+
+def top(readme: Path) -> dict[str, Any]:
+    """What stands between the lines ``---`` of a card, with a list of texts as its tags; empty if that is not valid."""
+    try:
+        text = readme.read_text(encoding="utf-8-sig") if readme.is_file() else ""
+        match = re.match(r"\s*---\n(.*?)\n---[ \t]*(?:\n|$)", text[:_LONGEST], re.DOTALL)
+        values = yaml.load(match[1], _Loader) if match else None  # noqa: S506 - derived from the safe one
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError):  # as that library does
+        return {}
+    if not isinstance(values, dict):
+        return {}
+    tags = values.get("tags")
+    tags = tags if isinstance(tags, list) else [tags]
+    return {**values, "tags": [tag for tag in tags if isinstance(tag, str)]}
+
+
+def notes(record: Record) -> str:
+    """The end of a pruned model's card."""
+    listed = "\n".join(f"* {markdown(note)}" for note in record.notes)
+    has = "the full record: versions, command" + (", and every matrix" if record.matrices else " and curve")
+    full = f"`niwaki.json` has {has}." + (
+        " That of the pruning, if it has one, is `niwaki.base.json`." * record.only_heals
+    )
+    return f"{_NOTES if listed else ''}{listed}\n\n{full}\n"
+
+
+def restate(directory: Path, old: str, new: str = "") -> None:
+    """Leaves out the note ``old`` of the record in ``directory``, if there is one, and adds ``new``."""
+    file = directory / "niwaki.json"
+    if file.is_file() and (new or old.encode() in file.read_bytes()):
+        record = Record.load(file)
+        record.notes = [note for note in record.notes if note != old] + [new] * bool(new)
+        record.save(file)
+
+
+def check_card(model: Path) -> None:
+    """UsageError where ``model`` has a file with the name that its card is to get in another form of it."""
+    if (model / DENSE_CARD).exists():
+        raise UsageError(f"the model has a file {DENSE_CARD}, where its README.md belongs; rename it")
+
+
+def write_card_of_form(
+    directory: Path, library: str, tags: set[str], text: str, own: str, *, measured: bool = True
+) -> None:
+    """Writes the card of a model in another form: ``text``, for those who load it with ``library``.
+
+    The model's own card becomes ``README.dense.md``, of which the text says that it is ``own``; what stands at its top
+    stays in the new one, without what was ``measured`` where that is not true of this form.
+    """
+    readme, dense = directory / "README.md", ""
+    with output_errors(directory):
+        about = top(readme)
+        if readme.exists():
+            readme.replace(directory / DENSE_CARD)
+            dense = f"\n[{DENSE_CARD}]({DENSE_CARD}) is {own}.\n"
+        if not measured:
+            about.pop("model-index", None)
+        about |= {"library_name": library, "tags": sorted({*about.get("tags", []), *tags})}
+        head = yaml.safe_dump(about, sort_keys=False, allow_unicode=True)
+        # Names need not be text.
+        readme.write_text(f"---\n{head}---\n{text}{dense}", encoding="utf-8", errors="backslashreplace")
+
 
 #: What a model is, by what was done to it. All but the first have zeros among their weights.
 _SHRUNK = (
@@ -188,3 +272,99 @@ def _rows(record: Record) -> dict[str, str]:
     for stage, cost in record.costs():
         rows[f"stage {stage.name}"] = ", ".join(filter(None, [stage.asked, cost and cost.words])) or "done"
     return {**rows, **(record.measured() or {"perplexity": "not measured"})}
+
+
+# The recipe of a run: what it was asked for, and digests of what it read and wrote.
+
+#: What stands for a text that was not given by a name. No file is called so.
+_TOKENS = "<tokens that were given in Python>"
+_WEIGHTS = (".safetensors", ".gguf")
+
+
+def begin_recipe(
+    stages: list[Table], model: str, calibration: Calibration, measurement: Measurement, compute: Compute
+) -> Recipe:
+    """The recipe of a run that is asked for, without digests; UsageError where two of its texts have the same name."""
+    names = [public_name(text) for text in calibration.texts if isinstance(text, str)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"two texts are called {twice}, and recipes name no directories")
+    here = _table(compute)
+    here.pop("max_memory", None)  # which changes no result
+    return Recipe(stages, _table(calibration), _table(measurement), here, model={"name": public_name(model)})
+
+
+def with_texts(recipe: Recipe, calibration: Calibration) -> Recipe:
+    """The ``recipe`` with digests of local texts."""
+    return dataclasses.replace(recipe, texts=digests_of_texts(calibration))
+
+
+def digests_of_texts(calibration: Calibration) -> dict[str, str]:
+    """Those of local texts, by the names of their files."""
+    texts = {}
+    for text in calibration.texts:
+        with contextlib.suppress(UsageError, OSError):  # what is no path, or cannot be read, is for others to say
+            if isinstance(text, str) and (path := given_path(text)).is_file():
+                texts[path.name] = digest(path)
+    return texts
+
+
+def with_weights(recipe: Recipe, source: Path) -> Recipe:
+    """The ``recipe`` with digests of the weights of the model in the directory ``source``, unless it has them."""
+    if recipe.weights:
+        return recipe
+    with input_errors(source):
+        weights = {name: digest(source / name) for name in sorted(Checkpoint(source).files)}
+    return dataclasses.replace(recipe, weights=weights)
+
+
+def with_result(recipe: Recipe, record: Record, directory: Path) -> Recipe:
+    """The ``recipe`` with what the ``record`` says of versions, and digests of the weights in the ``directory``."""
+    with output_errors(directory):
+        result = digests(directory, ends=_WEIGHTS)
+    made_with = {**record.versions, "device": record.device, "dtype": record.dtype}
+    return dataclasses.replace(recipe, made_with=made_with, result=result)
+
+
+def write_recipe(recipe: Recipe, directory: Path) -> None:
+    """Writes it to ``directory``; one that is there is of the model that was read, and stays with a number."""
+    with output_errors(directory):
+        if (earlier := directory / RECIPE).exists():
+            earlier.replace(directory / f"recipe.{len(earlier_recipes(directory)) + 1}.toml")
+        (directory / RECIPE).write_text(recipe.toml(), encoding="utf-8")
+
+
+def earlier_recipes(directory: Path) -> list[str]:
+    """Names of the recipes of the models that the one in ``directory`` was made from, the first of them first."""
+    found = (EARLIER_RECIPE.fullmatch(path.name) for path in directory.iterdir())
+    return [each[0] for each in sorted(filter(None, found), key=lambda each: int(each[1]))]
+
+
+def extend_recipe(directory: Path, stage: str, **parameters: str) -> None:
+    """Adds the last ``stage`` to the recipe in ``directory``, if it has one; "unpack" takes the stage "pack" from it.
+
+    Another's file of that name stays as it is. Files of llama.cpp have the name of the directory that they were made
+    from, which is another one in a run: no digests are given for these.
+    """
+    try:
+        recipe = Recipe.read(directory / RECIPE)
+    except UsageError:
+        return
+    stages = recipe.stages[:-1] if stage == "unpack" else [*recipe.stages, {"stage": stage, **parameters}]
+    with output_errors(directory):
+        is_named = stage == "export" and parameters["format"].startswith("gguf")
+        result = {} if is_named else digests(directory, ends=_WEIGHTS)
+        made = dataclasses.replace(recipe, stages=stages, result=result)
+        (directory / RECIPE).write_text(made.toml(), encoding="utf-8")
+
+
+def _table(options: Calibration | Measurement | Compute) -> Table:
+    """What was chosen of the ``options``, as a recipe has it."""
+    return {name: _said(value) for name, value in options.chosen.items()}
+
+
+def _said(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_said(each) for each in value]
+    if isinstance(value, str):
+        return public_name(value)
+    return value if isinstance(value, bool | int | float) else _TOKENS

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from niwaki.checkpoints.foreign import PICKLE_SUFFIXES
-from niwaki.checkpoints.pipelines import pipeline
-from niwaki.checkpoints.reading import ORIGIN, PACKED_INDEX, Checkpoint, Pruning
+from niwaki.checkpoints.reading import ORIGIN, PACKED_INDEX, Checkpoint, Pruning, pipeline
 from niwaki.errors import CheckpointError
 from niwaki.files import check_space, input_errors, output_errors
-from niwaki.models.factors import FILE as FACTORS
+from niwaki.models.formats import FACTORS_FILE as FACTORS
 from niwaki.models.scales import EMBEDDINGS, FILE as SCALES, FOLDER
 from niwaki.records.recipe import RECIPE
 from niwaki.records.record import FINDINGS

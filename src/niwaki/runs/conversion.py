@@ -8,8 +8,8 @@ from pathlib import Path
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.files import given_path
 from niwaki.records.progress import Progress
+from niwaki.runs.card import extend_recipe
 from niwaki.runs.carried import CarriedFiles, check_claims, find_carried
-from niwaki.runs.recipe import extend_recipe
 from niwaki.runs.workplace import check_output, new_directory
 
 

@@ -9,7 +9,7 @@ import time
 import torch
 
 from niwaki.effort import Effort
-from niwaki.layer.products import products
+from niwaki.layer.linalg import products
 from niwaki.models.streamed import StreamedModel
 from niwaki.texts.texts import Texts
 

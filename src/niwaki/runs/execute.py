@@ -10,24 +10,21 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError, named
 from niwaki.files import input_errors, output_errors, replace_file, weights_size
 from niwaki.models.device import find_device, peak_memory
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.locate import locate_model
-from niwaki.models.spill import MemoryBudget
 from niwaki.options import Calibration, Compute, Measurement
+from niwaki.records.perplexity import Agreement
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import Recipe
 from niwaki.records.record import MOST_STAGES, Record, StageRecord
-from niwaki.records.vectors import Agreement
 from niwaki.records.wording import counted
 from niwaki.runs import card
+from niwaki.runs.card import with_result, with_texts, with_weights, write_recipe
 from niwaki.runs.carried import BASE, check_claims
-from niwaki.runs.clock import Clock
 from niwaki.runs.duration import products_per_second
-from niwaki.runs.journal import Journal
-from niwaki.runs.recipe import with_result, with_texts, with_weights, write_recipe
-from niwaki.runs.session import current_session
 from niwaki.runs.similarity import FEW_SENTENCES, Sentences
-from niwaki.runs.stage import Run, Stage, Task
-from niwaki.runs.workplace import check_output, workplace
+from niwaki.runs.stage import Clock, Run, Stage, Task, current_session
+from niwaki.runs.workplace import Journal, check_output, workplace
 from niwaki.texts.texts import Texts
 
 

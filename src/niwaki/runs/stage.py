@@ -2,30 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from niwaki.checkpoints.reading import Checkpoint
+import torch
+from torch import Tensor
+
+from niwaki.checkpoints.reading import Checkpoint, Pruning
+from niwaki.errors import UnsupportedModelError
 from niwaki.files import check_space
+from niwaki.models.device import device_name
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.processes import World
-from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import Recipe
-from niwaki.records.record import CalibrationRecord, Record
+from niwaki.records.record import CalibrationRecord, Record, versions
 from niwaki.runs.carried import BASE, MARGIN, CarriedFiles, check_claims, claimed_files, find_carried
-from niwaki.runs.clock import Clock
-from niwaki.runs.journal import Journal
 from niwaki.runs.similarity import Sentences
-from niwaki.runs.workplace import Workplace, scratch_size, unfinished_size
-from niwaki.texts.answers import with_answers
+from niwaki.runs.workplace import Journal, Workplace, scratch_size, unfinished_size
+from niwaki.texts.own import synthesize, with_answers
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
+
+# The time that each stage of a run takes.
+
+
+class Clock:
+    """A stopwatch for ``Record.seconds``: each lap counts as time of a stage."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._last
+        self._last = now
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Counts the time of an earlier run, or of earlier stages, also."""
+        for stage, value in seconds.items():
+            if stage == "total":
+                continue
+            self.seconds[stage] += value
+            self._began -= value
+
+    def total(self) -> float:
+        return time.perf_counter() - self._began
+
 
 #: Windows that perplexity is measured on, where nobody says how many.
 USUAL_WINDOWS = 16
@@ -224,3 +258,159 @@ class Task(ABC):
     def extent(self, run: Run) -> tuple[int, int]:
         """How many blocks are done and kept, of how many; 0 of 0 where that is not counted in blocks."""
         return 0, 0
+
+
+# What runs have from the call that they belong to, such as the command line, and not from their arguments.
+
+T = TypeVar("T")
+
+
+class Session(NamedTuple):
+    """What all runs of a call share.
+
+    Attributes:
+        command: The command line, for records; "" where niwaki was called from Python.
+        world: The processes that share the work.
+        memory: What was found out about models, for the next run of the same call; None where there is one run alone.
+    """
+
+    command: str = ""
+    world: World = World()
+    memory: dict[Hashable, object] | None = None
+
+
+_session: ContextVar[Session] = ContextVar("session")
+
+
+def current_session() -> Session:
+    """The session that this call belongs to."""
+    return _session.get(None) or Session()
+
+
+@contextlib.contextmanager
+def session(command: str = "", world: World | None = None) -> Iterator[None]:
+    """A session for all calls within."""
+    token = _session.set(Session(command, world or World()))
+    try:
+        yield
+    finally:
+        _session.reset(token)
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[None]:
+    """A session whose runs do not find out twice what they would find the same: see :func:`remembered`."""
+    now = current_session()
+    token = _session.set(now if now.memory is not None else now._replace(memory={}))
+    try:
+        yield
+    finally:
+        _session.reset(token)
+
+
+def remembered(what: str, checkpoint: Checkpoint, arguments: Hashable, find: Callable[[], T]) -> T:
+    """What ``find`` finds out of a model and ``arguments``, or an earlier run of this call found out of the same files.
+
+    It has to be the same each time, and is not to be changed.
+    """
+    memory = current_session().memory
+    if memory is None:
+        return find()
+    files = ((name, (checkpoint.path / name).stat()) for name in checkpoint.shards)
+    stamps = tuple((name, found.st_ino, found.st_mtime_ns, found.st_size) for name, found in files)
+    key = (what, str(checkpoint.path), stamps, arguments)
+    if key not in memory:
+        memory[key] = find()
+    return memory[key]  # type: ignore[return-value]
+
+
+# The record of a stage, as far as it is known before the work.
+
+
+def usually_asked(model: StreamedModel, texts: Texts, record: Record) -> dict[str, Any]:
+    """What nearly every stage on ``model`` has to share with a run that it resumes, see :meth:`.stage.Task.asked`."""
+    return {
+        "model": model.checkpoint.fingerprint(),
+        "calibration": texts.calibration and texts.calibration.fingerprint(),
+        "text": texts.only and texts.only.fingerprint(),
+        "device": model.device.type,
+        "dtype": record.dtype,
+        "versions": record.versions,
+    }
+
+
+def begin_record(run: Run, model: StreamedModel, texts: Texts, read: Checkpoint | None = None, **others: Any) -> Record:
+    """The record of the stage of ``run`` that is opened, with the fields that need nothing else and ``others``.
+
+    What config.json says of the model that is ``read``, by default ``model``, is kept as far as the stage leaves it
+    true; what is not kept, and not among ``others``, is dropped with a note.
+    """
+    session, notes, made = current_session(), [*model.notes], (read or model.checkpoint).pruning
+    kept: dict[str, Any] = {"embeddings": made.embeddings}  # which no stage changes but those that put them on a grid
+    if run.stages[run.number].keeps_matrices:
+        blocks = made.blocks and [*made.blocks]
+        kept |= {"quantization": made.quantization, "blocks": blocks, "sparsity": made.sparsity}
+    else:
+        notes += _dropped(made, others)
+    if model.checkpoint.is_encoded and not others.get("kept_format"):
+        notes.append("the model's files are in FP8 or MXFP4; what is written is in bfloat16")
+    return Record(
+        command=session.command,
+        model=run.model,
+        calibration=texts.described(run.calibration.seed),
+        device=device_name(model.device, session.world),
+        dtype=str(model.dtype).removeprefix("torch."),
+        versions=versions(),
+        notes=[*notes, *texts.notes],
+        left_dense=model.left_dense,
+        **{**kept, **others},
+    )
+
+
+def _dropped(made: Pruning, others: dict[str, Any]) -> list[str]:
+    """Notes on what config.json said of matrices, and what is written does not say any more."""
+    notes = []
+    if made.quantization:
+        notes.append(
+            f"the weights that were read are on the grid {made.quantization}, of which no account is taken: their "
+            "scales are not carried over"
+        )
+    if made.sparsity and others.get("blocks"):
+        notes.append(
+            f"config.json of the model that was read says that {100 * made.sparsity:.4g} % of its weights are zero; "
+            "what is written says that only of the blocks that are pruned now"
+        )
+    return notes
+
+
+# Text that the dense model writes for a stage to calibrate on, beside the text that was given.
+
+
+def written(
+    run: Run, model: StreamedModel, record: Record, share: float, samples: Tensor, bos: int | None
+) -> Tensor | None:
+    """(count, length) int64, the same in all processes: a ``share`` of as many windows as ``samples`` of all of them.
+
+    Each window begins with ``bos`` if there is one. None where the model cannot write, and ``record`` has a note
+    that says so; see :func:`niwaki.texts.own.synthesize`.
+    """
+    world = run.world
+    count = max(world.size, round(share * sum(world.collected(len(samples)))))
+    record.calibration["synthetic"] = count
+    length, compute = samples.shape[1], run.compute
+
+    def write() -> Tensor:
+        return synthesize(model, count, length, compute.budget, world, run.progress, bos=bos)
+
+    try:
+        return remembered("own text", model.checkpoint, (count, length, bos, compute), write)
+    except UnsupportedModelError as error:
+        record.calibration["synthetic"] = 0
+        reason = f"the dense model wrote no text to calibrate on: {error}; more --samples of real text do as well"
+        run.note(record, reason)
+        return None
+
+
+def joined(run: Run, samples: Tensor, own: Tensor | None) -> Tensor:
+    """The process's ``samples``, and its share of the ``own`` text of all, if there is any."""
+    return samples if own is None else torch.cat([samples, run.world.share(own)])

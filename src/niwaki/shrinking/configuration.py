@@ -12,8 +12,8 @@ from torch import nn
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import NiwakiError, OutputError, UnsupportedModelError, first_line
-from niwaki.models.extra import DRAFT_COUNTS, ExtraTensors, find_extra
 from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.outside import DRAFT_COUNTS, ExtraTensors, find_extra
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import find_parts, structure
 from niwaki.shrinking.experts import COUNTS

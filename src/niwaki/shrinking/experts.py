@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from niwaki.errors import UsageError
-from niwaki.layer.expert_fit import fit_sum
+from niwaki.layer.unit_removal import fit_sum
 from niwaki.models.block import DecoderBlock
-from niwaki.models.families import choice
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.mixture import DOWN, Mixture, Routed, Router, find_experts
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.structure import choice
 from niwaki.records.progress import Progress
 from niwaki.shrinking.units import Removal, UnitParameter, accepted, refused
 
@@ -148,7 +148,7 @@ def choose_experts(
 def fit_experts(block: DecoderBlock, path: str, chosen: ChosenExperts) -> FittedExperts:
     """Fits the last matrices of the ``chosen`` experts, at ``path`` of ``block``, to the outputs of all.
 
-    The router chooses among them, with the weights that it has; see :func:`niwaki.layer.expert_fit.fit_sum`. REAP has
+    The router chooses among them, with the weights that it has; see :func:`niwaki.layer.unit_removal.fit_sum`. REAP has
     no such fit.
     """
     experts, gates = Router(block.module, path).route(chosen.arguments)

@@ -11,22 +11,20 @@ from niwaki.arguments import INTERNAL, check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import PLAIN_EFFORT, SHRINK_EFFORT, Effort, describe as describe_effort, make_effort
 from niwaki.errors import UnsupportedModelError, UsageError
-from niwaki.layer.products import products
+from niwaki.layer.linalg import products
 from niwaki.layer.unit_removal import DAMPING, flops
-from niwaki.models.extra import notes_of
-from niwaki.models.factors import check_one_matrix
+from niwaki.models.formats import check_one_matrix
 from niwaki.models.layout import Matrix, check_dtypes
+from niwaki.models.outside import notes_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.quantities import NOTHING_TO_REMOVE, parse_parameters, parse_share
 from niwaki.records.record import Record
-from niwaki.runs.begin import begin_record, usually_asked
 from niwaki.runs.card import pruning_config
 from niwaki.runs.duration import measuring, pruning
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
-from niwaki.shrinking.combinations import Combinations
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, begin_record, usually_asked
 from niwaki.shrinking.configuration import Tensors
-from niwaki.shrinking.depth import kinds_of, most_blocks, operations_of_runs
 from niwaki.shrinking.experts import expert_removal
+from niwaki.shrinking.search import Combinations, kinds_of, most_blocks, operations_of_runs
 from niwaki.shrinking.units import (
     Removal,
     head_removal,

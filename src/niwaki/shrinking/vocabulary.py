@@ -12,27 +12,22 @@ from torch import Tensor
 
 from niwaki.arguments import INTERNAL, check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.checkpoints.shards import Shards, write_tensors
 from niwaki.checkpoints.tensors import read_json
+from niwaki.checkpoints.writing import Shards, write_tensors
 from niwaki.effort import PLAIN_EFFORT, Effort, make_effort
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import replace_file
 from niwaki.layer.grid import Grid
-from niwaki.models.ends import embedding_keys
-from niwaki.models.extra import notes_of
+from niwaki.models.outside import embedding_keys, notes_of
 from niwaki.models.scales import EMBEDDINGS, embedding_grid_of, embedding_places, read_embedding_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import encode
-from niwaki.records.record import Record
-from niwaki.records.structure import StructureRecord
-from niwaki.runs.begin import begin_record, usually_asked
+from niwaki.records.record import Record, StructureRecord
 from niwaki.runs.card import write_config
 from niwaki.runs.duration import measuring
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
-from niwaki.shrinking.model_tokens import ModelTokens
-from niwaki.shrinking.token_choice import PRIOR, Size
-from niwaki.shrinking.token_ids import FILES, mapped
-from niwaki.shrinking.tokenizer_files import left_out, write_tokenizer
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, begin_record, usually_asked
+from niwaki.shrinking.tokenizer import left_out, write_tokenizer
+from niwaki.shrinking.tokens import FILES, PRIOR, ModelTokens, Size, mapped
 from niwaki.texts.counting import count_tokens
 from niwaki.texts.same_text import decoded, same_text
 from niwaki.texts.texts import Texts

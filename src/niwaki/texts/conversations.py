@@ -19,8 +19,7 @@ from niwaki.models.interface import Inputs
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import USUAL_SAMPLES, Calibration
 from niwaki.records.record import CalibrationRecord
-from niwaki.texts.chat_templates import verbatim
-from niwaki.texts.rows import ChatTemplate, refused_note
+from niwaki.texts.rows import ChatTemplate, refused_note, verbatim
 from niwaki.texts.sources import Conversation, read_conversations
 
 _TOKENS = "input_ids"

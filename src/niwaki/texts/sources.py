@@ -1,4 +1,4 @@
-"""Sources of text: files, data sets, excerpts that ship with niwaki; see :mod:`niwaki.texts.reading`."""
+"""Sources of text: files, data sets, excerpts that ship with niwaki; see :mod:`niwaki.texts.texts`."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from niwaki.checkpoints.hub import is_unreachable, refusal
+from niwaki.checkpoints.local import is_unreachable, refusal
 from niwaki.errors import CalibrationError, UnknownNameError, UsageError, first_line, raised_as
 from niwaki.files import given_path
 from niwaki.options import OWN_ANSWERS, USUAL_CALIBRATION, USUAL_TEXT, Calibration

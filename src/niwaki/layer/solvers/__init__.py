@@ -29,8 +29,8 @@ from niwaki.layer.solvers.ria import RIA
 from niwaki.layer.solvers.sparsegpt import SparseGPT
 from niwaki.layer.solvers.swaps import Swaps
 from niwaki.layer.solvers.wanda import Wanda
-from niwaki.named import choose, name_of, parameters, text_of
 from niwaki.options import DEFAULT_SOLVER
+from niwaki.quantities import choose, name_of, parameters, text_of
 
 __all__ = [
     "ADMM", "ALPS", "DEFAULT_SOLVER", "OBC", "RIA", "SOLVERS", "ConjugateGradients", "Continuation", "DSnoT", "Descent",
