@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import common
 from common import Length, Model, Samples, Work
 from typer import Argument, Option
+
+from niwaki import Record
 
 PROMPT, QUESTION = "def fibonacci(n):", "Write a Python function that reverses a string."
 RUNNER = Path(__file__).with_name("llama_cpp_chat.mjs")
@@ -50,7 +52,8 @@ def commands(
     length: Length = 512,
 ) -> None:
     """Runs them one after the other; those that fail are in the record, too."""
-    sheet = common.Sheet(record, {"samples": samples, "length": length, "text": text.name, "held": held.name})
+    texts = {"text": text.name, "held": held.name}
+    sheet = common.Sheet(record, {"machine": common.processor(), "samples": samples, "length": length, **texts})
     work.mkdir(parents=True, exist_ok=True)
     sizes = f"--samples {samples} --length {length}"
     given = {
@@ -68,9 +71,11 @@ def commands(
         out = work / (words[2] if len(words) > 2 else "none")
         if words[0] in ("compress", "shrink", "prune", "heal", "pack"):
             shutil.rmtree(out, ignore_errors=True)
-        sheet.add(
-            model=model.name, name=name, command=command, **_timed([sys.executable, "-m", "niwaki", *words], work)
-        )
+        ran = _timed([sys.executable, "-m", "niwaki", *words], work)
+        made: dict[str, Any] = {}
+        if (out / "niwaki.json").exists() and "--plan" not in words:
+            made = {name: vars(Record.load(out / "niwaki.json"))[name] for name in ("size", "loss")}
+        sheet.add(model=model.name, name=name, command=command, **ran, **made)
         file = next((work / "llama").glob("*.gguf"), None)
         if name == "llama.cpp" and file and (place := os.environ.get("NIWAKI_LLAMA_CPP")):
             shutil.copy(RUNNER, script := Path(place) / RUNNER.name)  # node looks for modules beside the script

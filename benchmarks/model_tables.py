@@ -75,6 +75,54 @@ def small(made: Any, measured: Any, others: Any) -> Lines:
     ]
 
 
+#: The commands of benchmarks/commands.py that README shows, in words.
+_SHOWN = {
+    "plan": "`compress --size 0.4 --plan`",
+    "size": "`compress --size 0.4`",
+    "llama.cpp": "`compress --size 0.4 --for llama.cpp`",
+    "loss": "`compress --loss 0.05`",
+    "vocabulary": "`shrink --vocabulary used:0.9995`",
+    "parameters": "`compress --parameters 0.75`",
+    "prune": "`prune --sparsity 0.6`",
+    "best": "`prune --sparsity 0.6 --effort best`",
+    "heal": "`heal --max-time 6m` of that",
+}
+
+
+def commands(made: Any) -> Lines:
+    """README's: what its commands take and give on real models."""
+    rows, models = [], dict.fromkeys(cell["model"] for cell in made["cells"])
+    for name, words in _SHOWN.items():
+        for model in models:
+            found = [each for each in made["cells"] if (each["model"], each["name"]) == (model, name)]
+            for cell in found:
+                size = cell.get("size") or {}
+                rows.append(
+                    [
+                        words,
+                        _MODELS.get(model, model),
+                        f"{size['before'] / 2**20:.0f} to {size['after'] / 2**20:.0f} MiB" if size else "",
+                        f"{cell['loss']:.4f}" if "loss" in cell else "",
+                        f"{cell['seconds'] / 60:.1f} min",
+                        f"{cell['peak'] / 2**30:.1f} GiB",
+                    ]
+                )
+    return [
+        *markdown(["command", "model", "weights", "nats a token lost", "time", "peak memory"], rows),
+        "",
+        f"Calibrated on {made['samples']} x {made['length']} tokens of a text of books, Wikipedia and Python (1 MB), "
+        f"measured on as many of other such texts; {made['threads']} threads of {made['machine']}. "
+        "`python benchmarks/commands.py` measures it again.",
+    ]
+
+
+_MODELS = {
+    "qwen-0.5b-o": "Qwen2.5-Coder-0.5B",
+    "qwen-1.5b-o": "Qwen2.5-Coder-1.5B",
+    "gemma-270m-o": "Gemma 3 270M",
+}
+
+
 def tutorial(made: Any) -> Lines:
     """What each model of the tutorial is worth."""
     rows, healed = [], ""

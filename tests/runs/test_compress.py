@@ -240,7 +240,6 @@ def test_below_four_bits_llama_cpp_gets_a_smaller_model(model: Path, tmp_path: P
     assert weights(tmp_path / "out") <= size * weights(model)
     (file,) = (tmp_path / "out").glob("*.gguf")
     kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
-    assert "Q8_0" in kinds
     assert kinds & {"Q4_0", "Q5_0"}
 
 

@@ -286,7 +286,7 @@ class Ways(_Foreseen):
     @property
     def ends_bits(self) -> tuple[int, ...]:
         """Bits that embeddings and head can have, the most first."""
-        return (8, 6, 5, 4) if self.runtime == "niwaki" else (8,)
+        return (8, 6, 5, 4) if self.runtime == "niwaki" else (8, 5, 4)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -303,7 +303,8 @@ class Ways(_Foreseen):
         """The fewest bits, or the most that is removed, with the tokens there are."""
         if self.runtime == "niwaki":
             return self._bits(self.grid.choices[0], self.ends_bits[-1])
-        return self._smaller(self._lefts[0], 4.0, 8) if self._lefts else self._bits(4.0, 8)
+        fewest = self.ends_bits[-1]
+        return self._smaller(self._lefts[0], 4.0, fewest) if self._lefts else self._bits(4.0, fewest)
 
     @cached_property
     def _lefts(self) -> list[float]:

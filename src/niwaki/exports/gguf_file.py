@@ -125,6 +125,8 @@ _LARGEST = 65504.0  # in float16
 _FAR = 0.01
 #: Routers and short convolutions, which llama.cpp takes in float32.
 _PRECISE = ("ffn_gate_inp", "shortconv.conv")
+#: Embeddings and head.
+_ENDS = ("token_embd.weight", "output.weight")
 _WITHOUT_TOWERS = (
     "of {} the file has the language model alone, without what reads images or sound; llama.cpp takes that from a file "
     "of its own, which niwaki does not write"
@@ -146,7 +148,7 @@ class Gguf(Form):
     """A model, to be written as one file with its matrices in a ``kind`` of numbers.
 
     That is F16, or Q8_0 (8.5 bits a weight) or Q4_0 (4.5 bits) in groups of 32 with a scale; with Q4_0 embeddings and
-    head are in Q8_0, and what has rows that are no multiples of 32 is in F16. All else is float32. Weights on a grid
+    head are in Q8_0 unless they are on a grid of fewer bits, and what has rows that are no multiples of 32 is in F16. All else is float32. Weights on a grid
     that the kind of numbers has are the same there; others are rounded to the nearest by the package ``gguf``. Zeros
     stay zeros, and take as much space as other weights. A tensor is in memory at a time.
 
@@ -189,21 +191,27 @@ class Gguf(Form):
         has_grids = bool(checkpoint.pruning.quantization or checkpoint.pruning.embeddings)
         self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
 
-    def _keep_more_bits(self) -> None:
-        """Of matrices of mixed bits, those that have more stay so in a file of fewer; and so do those of 5 bits.
+    def _follow_grids(self) -> None:
+        """In a file of 4 bits, what is on a grid of others is stored as the smallest numbers that hold it.
 
+        That are matrices of mixed bits or of 5, and embeddings and head, which have 8 bits where they are on no grid.
         A format of 5 bits cannot be asked for. One of 8 can, so that fewer are meant where they are asked for.
         """
         grid = grid_of(self.checkpoint)
-        if grid is None or not (grid.is_mixed or grid.bits == 5):
-            return
-        counts = Counter[str]()
+        has_more, counts = grid is not None and (grid.is_mixed or grid.bits == 5), Counter[str]()
         for tensor in self._tensors:
             entries = [source.entry for source in tensor.sources]
             bits = [self._on_grids[entry].bits for entry in entries if entry in self._on_grids]
-            if tensor.kind == "Q4_0" and bits:
-                tensor.kind = next(kind for kind, each in BITS.items() if each >= max(bits))
-                counts[tensor.kind] += 1
+            if self._kind != "Q4_0" or tensor.kind == "F16" or not bits:
+                continue
+            kind = next(kind for kind, each in BITS.items() if each >= max(bits))
+            if tensor.name in _ENDS:
+                tensor.kind = kind
+                if kind != "Q8_0":
+                    self._notes.append(f"{tensor.name} is in {kind}")
+            elif has_more:
+                tensor.kind = kind
+                counts[kind] += 1
         del counts["Q4_0"]
         for kind, count in counts.items():
             self._notes.append(f"{counted(count, 'matrix', 'matrices')} of more bits are in {kind}")
@@ -243,7 +251,7 @@ class Gguf(Form):
     def write_file(self, file: Path, name: str) -> list[str]:
         """Writes the file; what there is to say of it, such as where llama.cpp differs."""
         gguf, tokenizer = self._gguf, self._tokenizer
-        self._keep_more_bits()
+        self._follow_grids()
         architecture = gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, self._architecture.name)]
         with (
             contextlib.closing(gguf.GGUFWriter(file, architecture)) as writer,
@@ -388,8 +396,7 @@ def _choose_kinds(tensors: list[ExportedTensor], kind: Kind) -> list[str]:
     for tensor in tensors:
         if len(tensor.shape) != 2 or any(each in tensor.name for each in _PRECISE):  # norms, biases...
             continue
-        is_end = tensor.name in ("token_embd.weight", "output.weight")
-        tensor.kind = "Q8_0" if kind == "Q4_0" and is_end else kind
+        tensor.kind = "Q8_0" if kind == "Q4_0" and tensor.name in _ENDS else kind
         if kind != "F16" and tensor.shape[1] % GROUP:
             tensor.kind = "F16"
             odd.append(tensor)
