@@ -148,9 +148,10 @@ class Gguf(Form):
     """A model, to be written as one file with its matrices in a ``kind`` of numbers.
 
     That is F16, or Q8_0 (8.5 bits a weight) or Q4_0 (4.5 bits) in groups of 32 with a scale; with Q4_0 embeddings and
-    head are in Q8_0 unless they are on a grid of fewer bits, and what has rows that are no multiples of 32 is in F16. All else is float32. Weights on a grid
-    that the kind of numbers has are the same there; others are rounded to the nearest by the package ``gguf``. Zeros
-    stay zeros, and take as much space as other weights. A tensor is in memory at a time.
+    head are in Q8_0 unless they are on a grid of fewer bits, and what has rows that are no multiples of 32 is in F16.
+    All else is float32. Weights on a grid that the kind of numbers has are the same there; others are rounded to the
+    nearest by the package ``gguf``. Zeros stay zeros, and take as much space as other weights. A tensor is in memory at
+    a time.
 
     ``changes`` are those that stages to come make to config.json. UnsupportedModelError where llama.cpp computes
     something else than transformers, as far as niwaki knows; :meth:`write` raises it for weights beyond what the format
