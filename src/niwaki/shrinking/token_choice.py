@@ -11,7 +11,7 @@ from niwaki.quantities import parse_vocabulary
 from niwaki.shrinking.tokenizer_file import TokenizerFile
 
 #: How much of a token's score is how common it was in the tokenizer's own text, and not in what was counted. On SmolLM2
-#: with books counted: docs/results-shrinking.md.
+#: with books counted: docs/results-quality.md.
 PRIOR = 0.3
 #: Sizes that are not asked for as such are multiples of it.
 _MULTIPLE = 64

@@ -41,7 +41,7 @@ def synthesize(
     Cost: a pass of the whole model for each position of a text and each batch of texts, a step for ``progress``.
 
     Why: a fit to more text holds better on unseen text, and the model's own is nearly as good for that as real text; on
-    text unlike the given text it is better (docs/effort.md). Williams et al. 2024, arXiv 2410.17170, calibrate pruning
+    text unlike the given text it is better (docs/prune.md). Williams et al. 2024, arXiv 2410.17170, calibrate pruning
     on such text alone.
 
     Raises UnsupportedModelError where the model does not fit or transformers cannot generate text with it.
