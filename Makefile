@@ -56,7 +56,7 @@ llama-cpp: .llama-cpp/.done
 	npm install --prefix .llama-cpp --ignore-scripts --omit=optional --no-audit --no-fund --silent $(LLAMA_CPP) @node-llama-cpp/linux-x64@3.22.1
 	touch $@
 
-# A few minutes of what tests/campaign does for as long as one likes: docs/reliability.md.
+# A few minutes of what tests/campaign does for as long as one likes: docs/large-models.md.
 campaign: setup
 	$(BIN)/python tests/campaign --cases 4
 	NIWAKI_FULL_TESTS=1 $(PYTEST) tests/packed/test_sanitizers.py

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/benchmarks.md from the records in benchmarks/results.
+"""Draws the figures of docs/results-quality.md and -speed.md from the records in benchmarks/results.
 
     python benchmarks/figures.py
 

@@ -71,7 +71,7 @@ def small(made: Any, measured: Any, others: Any) -> Lines:
         "for each token that there was); "
         f"{measured['machine']}. "
         "`python benchmarks/compress.py recipes`, `programs` and `speeds` measure it again ([beside other recipes of "
-        "these sizes](docs/compress.md#beside-other-recipes)).",
+        "these sizes](docs/results-quality.md#beside-other-recipes)).",
     ]
 
 

@@ -10,17 +10,12 @@ HELD = "demo-held"
 Cell = dict[str, Any]
 Lines = list[str]
 
-#: The rows of README.md's table.
-#: The rows of the table of efforts, with what each says of itself.
+#: The rows of the table of efforts.
 EFFORTS = {
-    "wanda": ("none: `--solver wanda`", "a mask from one score, weights unchanged"),
-    "continuation": ("`fast`", "each matrix alone, as methods were published"),
-    "continuation@balanced": (
-        "`balanced`",
-        "shares zeros out by what they cost the loss, adds a quarter of own text, fits each block on 0.3 of it all, "
-        "or 0.6 (n:m)",
-    ),
-    "continuation@best": ("`best`", "fits on all of the text, and on text that the dense model writes; then heals"),
+    "wanda": "none: `--solver wanda`",
+    "continuation": "`fast`",
+    "continuation@balanced": "`balanced`",
+    "continuation@best": "`best`",
 }
 STRUCTURES = ("blocks", "neurons", "heads and neurons", "zeros anywhere")
 
@@ -93,14 +88,14 @@ def _perplexities(values: dict[tuple[str, str], float], seconds: dict[str, float
 
 
 def efforts(protocol: Any, timed: Any) -> Lines:
-    """What an effort does, its time, and how much of the gap to the dense model it leaves: docs/effort.md."""
+    """The time of each effort, and how much of the gap to the dense model it leaves: docs/prune.md."""
     values, seconds = _values(protocol, HELD), _seconds(timed)
     dense, patterns, fast = values["dense", ""], ("60 %", "80 %", "2:4"), "continuation"
     rows = []
-    for method, (effort, does) in EFFORTS.items():
+    for method, effort in EFFORTS.items():
         gaps = [(values[method, pattern] - dense) / (values[fast, pattern] - dense) for pattern in patterns]
-        rows.append([effort, does, f"{seconds[method] / seconds[fast]:.1f}", *(f"{gap:.2f}" for gap in gaps)])
-    header = ["effort", "what it does", "time", *(f"gap at {pattern}" for pattern in patterns)]
+        rows.append([effort, f"{seconds[method] / seconds[fast]:.1f}", *(f"{gap:.2f}" for gap in gaps)])
+    header = ["effort", "time", *(f"gap at {pattern}" for pattern in patterns)]
     return [*markdown(header, rows), "", "Time, and gap to the dense perplexity, relative to `fast`."]
 
 

@@ -3,7 +3,7 @@
     python scripts/model_types.py RECORD                      # all types, minutes; add --effort balanced
     python scripts/model_types.py RECORD --kinds llama bert   # only these; the others stay as they are in the record
 
-docs/model-types.md has a table of benchmarks/results/model_types.json.
+docs/models.md has a table of benchmarks/results/model_types.json.
 
 What comes out is checked with transformers and safetensors alone: what changed has the zeros that were asked for, and
 the losses are those of the whole model before and after, of an encoder with a decoder on its targets.

@@ -20,7 +20,8 @@ from niwaki.records.record import CalibrationRecord, HealingRecord, StructureRec
 from support.command import Command
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LOG = ROOT / "benchmarks" / "LOG.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", LOG, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def code(page: Path) -> list[ast.Module]:
@@ -76,6 +77,23 @@ def test_pictures_are_found_on_the_site(page: str, address: str) -> None:
     made = hooks.on_page_markdown(said, SimpleNamespace(file=file), SimpleNamespace(repo_url=""), None)
     up = "" if page == "index.md" else "../"
     assert made == f'<source srcset="{up}figures/zeros-dark.svg"> ![scaling](figures/zeros-dark.svg)'
+
+
+def _anchors(page: Path) -> set[str]:
+    """What its headings are called in links."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_from_and_to_the_log_lead_somewhere() -> None:
+    """The log is no page of the site, where mkdocs checks them."""
+    for page in (*PAGES, ROOT / "CHANGELOG.md"):
+        links = re.findall(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8"))
+        for target, anchor in links:
+            to = (page.parent / target).resolve() if target else page
+            if LOG in (page, to):
+                assert to.exists(), (page.name, target)
+                assert not anchor or anchor in _anchors(to), (page.name, target, anchor)
 
 
 # The table of names

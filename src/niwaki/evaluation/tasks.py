@@ -230,7 +230,7 @@ def _build(tasks: Sequence[str]) -> dict[str, Any]:
             built.update(manager.load([name])["tasks"])
         except Exception as error:  # of the hub, httpx, datasets, the OS, or the task's own code
             what = f"the questions of {name} are not available ({first_line(error)})"
-            instead = "without a network, give a file of questions (docs/tasks.md) or which-follows"
+            instead = "without a network, give a file of questions (docs/measuring.md) or which-follows"
             raise TaskError(f"{what}; {instead}") from error
     for task in built.values():
         if task.get_config("num_fewshot") is None:

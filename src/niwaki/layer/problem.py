@@ -107,7 +107,7 @@ class Gram:
         h is the diagonal of H and g the geometric mean of its nonzero entries. H comes from the calibration text, and
         in another text inputs have other powers. A ridge in proportion to each input's own power protects the weights
         of weak inputs too little, and an equal ridge does so with those of strong ones; this one, in between, gives the
-        lowest errors on texts of another kind (docs/log.md).
+        lowest errors on texts of another kind (benchmarks/LOG.md).
         """
 
         def make() -> Gram:

@@ -1,7 +1,7 @@
 """Products with packed matrices on a GPU, for a few vectors at a time: a Triton kernel. Imports Triton.
 
 The floor is bytes over bandwidth. What keeps the kernel from it is decoding, because all positions are looked at, also
-those of zeros, and waiting for memory (docs/log.md). So it saves instructions, and has many loads in flight:
+those of zeros, and waiting for memory (benchmarks/LOG.md). So it saves instructions, and has many loads in flight:
 
 * A word of the mask is 32 columns. A column's value is found by counting the ones before it: in the words before by
   one scan over the words of a step, in the word by a population count of the bits below.

@@ -115,7 +115,7 @@ def _packed_ends(streamed: StreamedModel, checkpoint: PackedCheckpoint) -> dict[
 
 
 def in_large_pages(W: PackedMatrix) -> PackedMatrix:
-    """``W`` on the CPU with mask and values in large pages: at the end of small ones reading ahead stops (docs/log.md).
+    """``W`` on the CPU with mask and values in large pages: reading ahead stops at a page's end (benchmarks/LOG.md).
 
     Small tensors stay where they are, and so does everything on systems other than Linux.
     """

@@ -237,7 +237,7 @@ _DENSITIES = (2.2, 1.5, 1.0, 0.65, 0.35)
 #: About how many rows of a matrix are pruned for that.
 _ROWS = 256
 #: What prunes them. Only the shape of the curves counts, not their height: those of solvers that take many times as
-#: long give no better models (docs/log.md).
+#: long give no better models (benchmarks/LOG.md).
 _SOLVER = Wanda()
 #: An outlier, for OWL: a score this many times the mean. Yin et al. 2024, arXiv 2310.05175, table 6.
 _OUTLIER = 5.0

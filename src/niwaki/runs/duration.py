@@ -1,7 +1,7 @@
 """About how long a run takes, before it begins: what is computed, at the speed of this machine's products.
 
 How much longer each part takes than its products was measured on SmolLM2-135M and on blocks of LLaMA-2-7B
-(docs/performance.md). Other models and machines may take half or twice that.
+(docs/results-speed.md). Other models and machines may take half or twice that.
 """
 
 import time

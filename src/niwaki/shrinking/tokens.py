@@ -23,7 +23,7 @@ from niwaki.texts.rows import ChatTemplate, TemplateError, rendered
 # Which tokens stay: those that are common, in the text that was counted and in the text the tokenizer is from.
 
 #: How much of a token's score is how common it was in the tokenizer's own text, and not in what was counted. On SmolLM2
-#: with books counted: docs/results-shrinking.md.
+#: with books counted: docs/results-quality.md.
 PRIOR = 0.3
 #: Sizes that are not asked for as such are multiples of it.
 _MULTIPLE = 64

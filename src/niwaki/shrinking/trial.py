@@ -159,7 +159,7 @@ def bridge(
 
     where u are the inputs of the matrix, y the block's outputs and r what they lack: ReplaceMe (Shopkhoev et al. 2025,
     arXiv 2505.02819) with all inputs of the matrix instead of its outputs, which fits better
-    (docs/results-shrinking.md), and with tokens that count alike.
+    (docs/results-quality.md), and with tokens that count alike.
 
     Returns:
         What was put into ``block``, in the layout of the checkpoint; the squared errors before and after, relative to

@@ -13,7 +13,7 @@ from niwaki.layer.patterns import Fixed, Pattern, Unstructured, make_pattern
 from niwaki.layer.patterns.rows import ALL
 from niwaki.layer.problem import Gram, LayerProblem, Monitor, Solution
 
-#: What is added to the damping for each input of a token, and the most that is: see docs/log.md, "Damping".
+#: What is added to the damping for each input of a token, and the most that is: see benchmarks/LOG.md, "Damping".
 _SAMPLING, _MOST_SAMPLING = 13.0, 0.28
 #: Weights up to 2 to this power, or down to its inverse, have squares and sums of them that float32 holds.
 _LARGEST = 50

@@ -20,7 +20,8 @@ class ConjugateGradients(Solver):
 
         R = M * ((W0 - Z) (H + lambda I)),   P = R + beta P,   Z = Z + alpha P
 
-    ``stats["residual"]`` is the norm of R at the end relative to the start. 20 steps are as good as 200 (docs/log.md).
+    ``stats["residual"]`` is the norm of R at the end relative to the start. 20 steps are as good
+    as 200 (benchmarks/LOG.md).
 
     Differences from the paper:
 

@@ -54,7 +54,7 @@ class Continuation(Solver):
 
     Differences from the paper: the method is not published elsewhere; ALPS (arXiv 2406.07831) is the nearest. Boza 2024
     (section 3.4) warns that ADMM with the L0 constraint and one fixed penalty may cycle. To avoid that, with figures in
-    docs/log.md:
+    benchmarks/LOG.md:
 
     1. The penalty grows, so that everything settles: that of the choice in every step, at no cost, that of the weights
        once.

@@ -31,7 +31,7 @@ class Descent(Solver):
     unit. ``stats["residual"]``, the norm of G at the end relative to the start, is above 1 if the descent has diverged,
     as SGD does from eta = 2 (1 + beta) on if no weight is pruned.
 
-    Differences from the paper, with figures in docs/log.md:
+    Differences from the paper, with figures in benchmarks/LOG.md:
 
     1. Full gradients from the Gram matrix instead of those of batches of tokens: no noise, and no pass over the tokens.
     2. Coordinates of unit diagonal, in which SGD needs half as many steps, and a relative eta.

@@ -26,7 +26,7 @@ class DSnoT(Solver):
 
     so that both lessen e_r. It begins with Wanda's mask or a given one (``sparsegpt+dsnot``) and needs ``Gram.mean``.
 
-    Differences from the paper, with figures in docs/log.md:
+    Differences from the paper, with figures in benchmarks/LOG.md:
 
     1. A row stops before an exchange that would not reduce |e_r|; otherwise weights would move to and fro around 0. The
        published code continues, but takes no weight twice.

@@ -36,7 +36,7 @@ class Exact(Solver):
     the residuals of the equations above, with the damping that was used, relative to that of their right-hand sides.
 
     Differences from a paper: none known; this is least squares. It solves for the change because that has smaller
-    numbers to round than the weights. Iterative refinement gains nothing (docs/log.md).
+    numbers to round than the weights. Iterative refinement gains nothing (benchmarks/LOG.md).
 
     Cost: sum over rows of k^3 / 3 for support k, one product 2 out in^2, and up to as much for the residual; memory for
     two copies of W, one of H, and a batch: at most ``memory`` GiB, or one row.

@@ -28,7 +28,7 @@ class OBC(Solver):
     mask prunes, until none of these are left. The result is, for
 
         n:m, per row     the paper's greedy choice: in each row the cheapest weight whose group, or row, is not full
-        unstructured     near the global greedy choice over all rows (docs/log.md); the same where removals
+        unstructured     near the global greedy choice over all rows (benchmarks/LOG.md); the same where removals
                          make the other weights of a row no cheaper
         a given mask     the exact refit on it, as Exact
 

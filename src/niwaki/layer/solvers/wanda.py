@@ -17,7 +17,7 @@ class Wanda(Solver):
 
     Differences from the paper:
 
-    1. Counts are exact. Public code rounds the zeros of each row down; docs/log.md says what that is worth.
+    1. Counts are exact. Public code rounds the zeros of each row down; benchmarks/LOG.md says what that is worth.
 
     Cost: one selection; memory for one matrix.
     Reference: Sun et al. 2023, arXiv 2306.11695, eq. 1.
