@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -15,13 +16,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # transformers reads tiny files in a pool of threads, which takes a third of the time of loading a model.
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+# Forks of a process that has used tokenizers in parallel would say that they do not.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # What is kept for a command that is repeated is not that of earlier tests.
 if "HF_ASSETS_CACHE" not in os.environ:
     os.environ["HF_ASSETS_CACHE"] = tempfile.mkdtemp(prefix="niwaki-assets-")
     atexit.register(shutil.rmtree, os.environ["HF_ASSETS_CACHE"], ignore_errors=True)
+# In memory where there is enough: a disk is waited for where a file replaces another. --basetemp keeps what is there.
+if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30:
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="niwaki-tests-", dir="/dev/shm")
+    atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
+    tempfile.tempdir = None  # it is looked for again
+
+# What tests.support.made makes is that of this run.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["NIWAKI_MADE"] = tempfile.mkdtemp(prefix="niwaki-made-")
+    atexit.register(shutil.rmtree, os.environ["NIWAKI_MADE"], ignore_errors=True)
 
 import pytest
 from hypothesis import settings
+
+# transformers makes the same thousand regular expressions for each model that it reads or writes; Python keeps 512.
+vars(re)["_MAXCACHE"] = 1 << 16
 
 pytest.register_assert_rewrite("support")
 pytest_plugins = ["support.command"]  # fixtures

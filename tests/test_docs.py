@@ -18,6 +18,7 @@ import niwaki
 from niwaki.cli.app import app
 from niwaki.records.record import CalibrationRecord, HealingRecord, StructureRecord
 from support.command import Command
+from support.models import save_some_of_the_embedded
 
 ROOT = Path(__file__).parent.parent
 LOG = ROOT / "benchmarks" / "LOG.md"
@@ -176,8 +177,9 @@ def _shown(page: str) -> list[str]:
 
 @pytest.mark.slow
 def test_commands_for_the_embedded_model_run(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they stand, one after the other, on less text, and each once."""
+    """As they stand, one after the other, on less text and with fewer blocks, and each once."""
     monkeypatch.chdir(tmp_path)
+    save_some_of_the_embedded(tmp_path / "demo")
     assert len(_shown("README.md")) > 1
     for line in dict.fromkeys([*_shown("docs/quick-start.md"), *_shown("README.md")]):
         text = line.replace("--samples 64 --length 256", "--samples 4 --length 64 --text-samples 2")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from support.models import save_some_of_the_embedded
 from support.scripts import run_script
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
@@ -24,8 +25,9 @@ def test_example(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    model = save_some_of_the_embedded(tmp_path / "demo")
     assert run_script(path) is None
     printed = capsys.readouterr().out
     for part in SAYS[path.stem]:
         assert part in printed
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [model]

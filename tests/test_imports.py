@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 
 import niwaki
 from niwaki.layer import patterns
+from support.forks import Ended, forked
 
 ROOT = Path(niwaki.__file__).parent
 
@@ -66,58 +70,32 @@ def test_faces_do_not_load_torch() -> None:
     assert not modules_after("\n".join(f"import niwaki.{part}" for part in parts)) & {"torch", "transformers"}
 
 
-WRONG = (
-    "prune demo out --sparsity 60",
-    "prune demo out --solver wanda+nosuch --sparsity 0.5",
-    "prune demo out --sparsity 0.5 --effort best:epoch=3",
-    "prune demo out --sparsity 0.5 --quantize int9",
-    "quantize demo out int4:0",
-    "quantize demo out int8 --embeddings 8",
-    "shrink demo out --neurons 25",
-    "shrink demo out --parameters 3",
-    "heal demo out --teacher demo --max-time 5",
-    "heal demo out --teacher demo --tokens many",
-    "heal demo out --teacher demo --own-text 1",
-)
-
-
-def test_wrong_options_are_refused_before_torch_is_loaded() -> None:
-    code = f"""
-import contextlib, sys
-from niwaki.cli.main import main
-for words in {WRONG!r}:
-    sys.argv = ["niwaki", *words.split()]
-    try:
-        main()
-    except SystemExit as end:
-        assert end.code == 2, (words, end.code)
-    else:
-        raise AssertionError(words)
-"""
-    assert not modules_after(code) & {"torch", "transformers"}
-
-
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="has no forks")
 def test_public_names_are_not_modules_of_the_same_name() -> None:
-    """In any order, and also after all modules were imported."""
-    code = """
-import importlib, pkgutil, types
-import niwaki
+    """In any order, and also after all modules were imported: of a niwaki that is imported anew."""
+    fresh: ModuleType = niwaki
 
-def look():
-    for name in [*niwaki.__all__, *reversed(niwaki.__all__)]:
-        value = getattr(niwaki, name)
-        assert not isinstance(value, types.ModuleType), f"niwaki.{name} is a module"
-        if isinstance(value, type | types.FunctionType):  # and no table, or type of a callable
-            assert value.__name__ == name
+    def look() -> None:
+        for name in [*fresh.__all__, *reversed(fresh.__all__)]:
+            value = getattr(fresh, name)
+            assert not isinstance(value, ModuleType), f"niwaki.{name} is a module"
+            if isinstance(value, type | FunctionType):  # and no table, or type of a callable
+                assert value.__name__ == name
 
-look()
-for module in pkgutil.walk_packages(niwaki.__path__, "niwaki."):
-    if module.name not in ("niwaki.__main__", "niwaki._kernels"):  # the native library is no module
-        importlib.import_module(module.name)
-look()
-"""
-    modules_after(code)
+    def work() -> None:
+        nonlocal fresh
+        for name in [name for name in sys.modules if name.partition(".")[0] == "niwaki"]:
+            del sys.modules[name]
+        fresh = importlib.import_module("niwaki")
+        assert fresh is not niwaki
+        look()
+        for module in pkgutil.walk_packages(fresh.__path__, "niwaki."):
+            if module.name not in ("niwaki.__main__", "niwaki._kernels"):  # the native library is no module
+                importlib.import_module(module.name)
+        look()
+
+    assert forked(work) == Ended(0, "", "")
 
 
 def test_names_of_files_and_formats_are_of_one_thing_each() -> None:

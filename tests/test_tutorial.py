@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import tutorial
 from niwaki.evaluation import bench as measuring
 from support.command import Command
 from support.llama_cpp import LLAMA_CPP
-from support.models import EMBEDDED
+from support.models import save_some_of_the_embedded
 from support.scripts import run_script
 
 PAGE = tutorial.PAGE.read_text(encoding="utf-8")
@@ -46,7 +45,7 @@ def test_there_is_less_of_all_that_takes_long() -> None:
 def test_the_commands_run(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(measuring, "measured", measuring.measure)  # in this process, which has all loaded
-    shutil.copytree(EMBEDDED, "smollm2")
+    save_some_of_the_embedded(Path("smollm2"))
     Path("smollm2", "chat_template.jinja").write_text(CHAT)
     for name, program in tutorial.files(PAGE).items():
         Path(name).write_text(_less(program))

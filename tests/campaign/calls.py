@@ -93,10 +93,7 @@ def _functions(place: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
         "Shrink": (niwaki.Shrink, vars(niwaki.Shrink(blocks=1))),
         "Grid": (Grid, vars(Grid(4))),
         "prune": (niwaki.prune, {"model": model, "out": out, "pattern": 0.5, **pruning, **texts, **common}),
-        "quantize": (
-            niwaki.quantize,
-            {"model": model, "out": out, "grid": "int8", "effort": None, **texts, **common},
-        ),
+        "quantize": (niwaki.quantize, {"model": model, "out": out, "grid": "int8", "effort": None, **texts, **common}),
         "shrink": (
             niwaki.shrink,
             {"model": model, "out": out, "blocks": 1, "neurons": 0.25, "heads": 0.0, **texts, **common},

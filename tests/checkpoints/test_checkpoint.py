@@ -585,8 +585,7 @@ def test_the_whole_and_then_a_part(stacked: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [torch.zeros(4, 3, 5, dtype=torch.bfloat16), torch.zeros(5, 3, dtype=torch.bfloat16), torch.zeros(3, 5)],
+    "value", [torch.zeros(4, 3, 5, dtype=torch.bfloat16), torch.zeros(5, 3, dtype=torch.bfloat16), torch.zeros(3, 5)]
 )
 def test_parts_that_do_not_fit(stacked: Path, out: Path, value: Tensor) -> None:
     def write() -> None:
@@ -658,11 +657,7 @@ def small_files() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize("at", ["pruned tensor", "copied tensor"])
 def test_a_write_that_fails_midway(
-    single: Path,
-    out: Path,
-    at: str,
-    monkeypatch: pytest.MonkeyPatch,
-    small_files: Callable[[int], None],
+    single: Path, out: Path, at: str, monkeypatch: pytest.MonkeyPatch, small_files: Callable[[int], None]
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: None, raising=False)  # a file system that promises too much
     checkpoint = Checkpoint(single)
@@ -739,12 +734,7 @@ def test_a_directory_that_cannot_be_written(single: Path, tmp_path: Path) -> Non
 def test_what_is_carried_over(shards: Path, out: Path) -> None:
     (shards / "notes").mkdir()
     (shards / "notes" / "deep").mkdir()
-    files = {
-        "tokenizer.json": b"{}",
-        "LICENSE": b"free",
-        "notes/deep/a.txt": b"\x00\xff",
-        ".gitattributes": b"* text",
-    }
+    files = {"tokenizer.json": b"{}", "LICENSE": b"free", "notes/deep/a.txt": b"\x00\xff", ".gitattributes": b"* text"}
     left = {
         "pytorch_model.bin": b"1",
         "onnx/model.onnx": b"2",
@@ -809,8 +799,7 @@ def test_a_sound_result_passes(directory: Path, out: Path, sparse: Tensor) -> No
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
-    [(0.0, "513 zeros on disk instead of 512"), (float("nan"), "NaN"), (float("-inf"), "NaN or inf")],
+    ("value", "said"), [(0.0, "513 zeros on disk instead of 512"), (float("nan"), "NaN"), (float("-inf"), "NaN or inf")]
 )
 def test_a_bad_value(directory: Path, out: Path, sparse: Tensor, value: float, said: str) -> None:
     sparse[31, 31] = value

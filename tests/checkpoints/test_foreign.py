@@ -14,12 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError, UsageError
 from niwaki.evaluation.inspect import inspect
-from support.models import edit_json, message, save_model
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "model")
+from support.models import edit_json, message
 
 
 def said(model: Path, kind: type[NiwakiError] = CheckpointError) -> str:

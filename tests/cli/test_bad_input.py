@@ -26,28 +26,13 @@ def model(tmp_path: Path) -> Path:
     return save_model_with_tokenizer(tmp_path / "model")
 
 
+#: What needs the model, or the solvers; all else is in test_refused_at_once.py.
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--sparsity 1", "from 0 to below 1; got 1"),
-        ("--sparsity 50", "got 50; did you mean 0.5 (50 %)?"),
-        ("--pattern per-row:50", "got 50; did you mean 0.5 (50 %)?"),
-        ("--sparsity=-0.5", "got -0.5"),
-        ("--sparsity nan", "got nan"),
-        ("--pattern 4:2", "4:2"),
         ("--pattern 2:5", "model.layers.0.self_attn.q_proj.weight: the pattern 2:5 needs"),
-        ("--pattern half", "try 2:4, unstructured:0.6, per-row:0.6"),
-        ("--sparsity 0.5 --pattern 2:4", "not both"),
-        ("", "say how sparse: a sparsity such as 0.6, or a pattern such as 2:4"),
-        ("--sparsity 0.5 --solver sparsgpt", "no solver is called 'sparsgpt'; did you mean sparsegpt?"),
-        ("--sparsity 0.5 --solver admm", "did you mean admm1"),
-        ("--sparsity 0.5 --solver xyzzy", "known: magnitude, wanda, ria"),
-        (
-            "--sparsity 0.5 --solver admm1:roh=1",
-            "no parameter of admm1 is called 'roh'; did you mean rho?",
-        ),
+        ("--sparsity 0.5 --solver admm1:roh=1", "no parameter of admm1 is called 'roh'; did you mean rho?"),
         ("--sparsity 0.5 --solver continuation:sweep=1", "did you mean sweeps"),
-        ("--sparsity 0.5 --solver admm1:rho", "parameters are written admm1:NAME=VALUE"),
         ("--sparsity 0.5 --solver admm1:rho=big", "rho='big': admm1 wants float here"),
         ("--sparsity 0.5 --solver admm1:iterations=1.5", "admm1 wants int here"),
         ("--sparsity 0.5 --solver admm1:rho=-1", "rho must be above 0; got -1"),
@@ -55,31 +40,7 @@ def model(tmp_path: Path) -> Path:
         ("--sparsity 0.5 --solver admm1:damping=inf", "damping must be"),
         ("--sparsity 0.5 --solver admm-grad:schedule=cubik", "constant, cubic or printed"),
         ("--sparsity 0.5 --solver wanda:rho=1", "wanda has no parameters"),
-        ("--sparsity 0.5 --mask-from wandaa", "did you mean wanda"),
-        ("--sparsity 0.5 --mask-from ./nowhere", "./nowhere"),
         ("--sparsity 0.5 --length 129", "129 is more than the model's 128 positions"),
-        ("--sparsity 0.5 --length 1", "the length of windows must be 2 or more; got 1"),
-        ("--sparsity 0.5 --samples 0", "samples must be 1 or more; got 0"),
-        ("--sparsity 0.5 --samples=-3", "got -3"),
-        ("--sparsity 0.5 --text-samples=-1", "got -1"),
-        ("--sparsity 0.5 --device quantum", "the device 'quantum' cannot be used"),
-        ("--sparsity 0.5 --device meta", "the device 'meta' cannot be used"),
-        ("--sparsity 0.5 --device cpu:3", "the device 'cpu:3' cannot be used; it is cpu, cuda, cuda:1 ... or auto"),
-        ("--sparsity 0.5 --solver=", "no solver is called ''"),
-        ("--sparsity 0.5 --effort=", "no effort is called ''"),
-        ("--sparsity 0.5 --calibration=", "the name of a text is empty"),
-        ("--sparsity 0.5 --calibration wikitex2", "no text is called 'wikitex2'; did you mean wikitext2"),
-        ("--sparsity 0.5 --seed 9223372036854775808", "seed must be less than 2^63"),
-        ("--sparsity 0.5 --dtype float8", "got float8"),
-        ("--sparsity 0.5 --max-memory much", "invalid size 'much'; try 8GiB or 500MB"),
-        ("--sparsity 0.5 --max-memory 8", "8 bytes; did you mean 8GiB?"),
-        ("--sparsity 0.5 --max-memory 0", "invalid size '0'"),
-        ("--sparsity 0.5 --max-memory=-1G", "invalid size '-1G'"),
-        ("--sparsity 0.5 --blocks 1", "invalid range '1'; give FROM:TO, such as 0:2 for the first two"),
-        ("--sparsity 0.5 --blocks=-1:1", "invalid range '-1:1'"),
-        ("--sparsity 0.5 --blocks :2", "invalid range ':2'"),
-        ("--sparsity 0.5 --blocks 0:1:2", "invalid range '0:1:2'"),
-        ("--sparsity 0.5 --blocks a:b", "invalid range 'a:b'"),
         ("--sparsity 0.5 --blocks 0:3", "invalid range of blocks 0:3; the model's are 0:2"),
         ("--sparsity 0.5 --blocks 1:1", "invalid range of blocks 1:1"),
     ],
@@ -94,66 +55,6 @@ def test_usage_errors(model: Path, tmp_path: Path, niwaki_: Command, options: st
     assert ran.err.startswith("error: ")
     assert said in ran.err
     assert listing(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("prune demo out --sparsity 0.5 --length 4k", "'4k' is not a whole number; did you mean 4000 or 4096?"),
-        ("eval demo --samples 1,000", "'1,000' is not a whole number; did you mean 1000?"),
-        ("eval demo --samples 2.5", "'2.5' is not a whole number (see"),
-        ("demo --samples few", "'few' is not a whole number (see"),
-        ("generate demo hello --temperature 70%", "'70%' is not a number (see"),
-        ("prune demo out --order middle", "'--order': 'middle' is not one of 'first', 'random'"),
-        ("prnue", "Did you mean 'prune'?"),
-        ("help prnue", "Did you mean 'prune'?"),
-        ("shrink demo out --neurons 25", "got 25; did you mean 0.25 (25 %)?"),
-        ("heal demo out --teacher demo --own-text 25", "got 25; did you mean 0.25 (25 %)?"),
-        ("heal demo out --teacher demo --max-time 5", "invalid time '5'; did you mean 5m or 5h?"),
-        ("compare demo -o out --max-time 5", "invalid time '5'; did you mean 5m or 5h?"),
-    ],
-)
-def test_what_was_meant(
-    tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    ran = niwaki_(*arguments.split())
-    assert (ran.code, ran.out) == (2, "")
-    assert said in ran.err
-    assert len(ran.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "prune",
-        "prune demo",
-        "prune demo out --sparsity 0.5 --samples half",
-        "prune demo out --sparsty 0.5",
-        "prune demo out --sparsity 0.5 --order middle",
-        "prune demo out --sparsity 0.5 --tf32 sometimes",
-        "prune demo out extra --sparsity 0.5",
-        "eval",
-        "inspect",
-        "purge",
-        "demo --samples few",
-        "compare demo",
-        "compare demo -o out --keep yes",
-    ],
-)
-@pytest.mark.slow
-def test_arguments_that_do_not_parse(
-    tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch, arguments: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    ran = niwaki_(*arguments.split())
-    assert ran.code == 2
-    assert ran.out == ""
-    assert "Traceback" not in ran.err
-    assert len(ran.err.splitlines()) == 1
-    assert ran.err.startswith("error: ")
-    assert ran.err.endswith(" --help)\n")
-    assert listing(tmp_path) == []
 
 
 def _remove_shard(model: Path) -> None:
@@ -193,20 +94,14 @@ def _edit(**changes: object) -> Callable[[Path], None]:
         (_remove_shard, "lacks the shard model-00002-of"),
         (_truncate, "model.safetensors is truncated"),
         (lambda model: (model / "model.safetensors").write_bytes(b"junk junk junk"), "not a safetensors file"),
-        (
-            _spoil("model.layers.1.mlp.gate_proj", float("nan")),
-            "'model.layers.1.mlp.gate_proj.weight' has NaN",
-        ),
+        (_spoil("model.layers.1.mlp.gate_proj", float("nan")), "'model.layers.1.mlp.gate_proj.weight' has NaN"),
         (_spoil("model.layers.0.self_attn.q_proj", float("inf")), "has NaN or infinite values"),
         (_spoil("model.embed_tokens", float("nan")), "'model.embed_tokens.weight' has NaN"),
         (_enlarge, "block 1: the inputs of mlp.down_proj are NaN or infinite"),
         (lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"), "pickled weights"),
         (lambda model: (model / "model.safetensors").unlink(), "has neither model.safetensors nor"),
         (_edit(model_type="gpt2", architectures=["GPT2LMHeadModel"]), "lacks 'transformer."),
-        (
-            _edit(model_type="t5", architectures=["T5Model"], is_encoder_decoder=True),
-            "lacks 'shared.weight'",
-        ),
+        (_edit(model_type="t5", architectures=["T5Model"], is_encoder_decoder=True), "lacks 'shared.weight'"),
         (_edit(quantization_config={"quant_method": "gptq"}), "is quantized"),
         (_edit(num_hidden_layers=4), "lacks 'model.layers.2."),
         (_edit(intermediate_size=64), "has shape (48, 32)"),
@@ -382,10 +277,7 @@ def test_the_hub_cannot_be_reached(tmp_path: Path, niwaki_: Command, monkeypatch
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    for command in (
-        ["prune", "some/model", tmp_path / "out", "--sparsity", "0.5"],
-        ["inspect", "some/model"],
-    ):
+    for command in (["prune", "some/model", tmp_path / "out", "--sparsity", "0.5"], ["inspect", "some/model"]):
         ran = niwaki_(*command)
         assert ran.code == 2  # as of a directory that is not there
         assert len(ran.err.splitlines()) == 1
@@ -503,22 +395,13 @@ def written(model: Path, tmp_path: Path) -> dict[str, list[object]]:
     grid, packed = tmp_path / "grid", tmp_path / "packed"
     run(model, grid, sparsity=0.5, quantize="int4:16", measure="none")
     pack(grid, packed)
-    return {
-        "pack": [grid],
-        "unpack": [packed],
-        "export": [grid],
-        "export gguf": [model, "--format", "gguf-f16"],
-    }
+    return {"pack": [grid], "unpack": [packed], "export": [grid], "export gguf": [model, "--format", "gguf-f16"]}
 
 
 @pytest.mark.parametrize("command", ["pack", "unpack", "export", "export gguf"])
 @pytest.mark.slow
 def test_an_interruption_of_what_is_all_or_nothing(
-    written: dict[str, list[object]],
-    tmp_path: Path,
-    niwaki_: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
+    written: dict[str, list[object]], tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """It says that nothing is kept, at the beginning and at the end of the work, unless it is."""
     before, (model, *options) = listing(tmp_path), written[command]

@@ -183,9 +183,6 @@ def test_a_grid_and_an_export(model: Path, tmp_path: Path, niwaki_: Command) -> 
     ran = niwaki_("inspect", packed)
     assert ran.code == 1
     assert "was exported for other programs" in ran.err
-    ran = niwaki_("export", model, tmp_path / "other.gguf")
-    assert (ran.code, ran.out) == (2, "")
-    assert "other.gguf would be a file for llama.cpp; its format is gguf-f16, gguf-q8_0 or gguf-q4_0" in ran.err
     ran = niwaki_("export", model, tmp_path / "other")
     assert (ran.code, ran.out) == (2, "")
     assert "has no weights on a grid, which compressed-tensors needs: quantize it first" in ran.err
@@ -287,19 +284,6 @@ def test_version_and_help(niwaki_: Command) -> None:
     for command in ("prune", "eval", "inspect", "compare", "demo"):
         assert re.search(rf"\b{command}\b", helped.out)
     options = niwaki_("prune", "--help-all").out
-    for option in (
-        "--solver",
-        "--sparsity",
-        "--pattern",
-        "--mask-from",
-        "--revive",
-        "--calibration",
-        "--record",
-        "--blocks",
-        "--max-memory",
-        "--restart",
-    ):
-        assert option in options
     for solver in SOLVERS:
         assert solver in options
 

@@ -62,10 +62,7 @@ def record(**changes: object) -> Record:
 
 def console(terminal: bool, width: int = 100) -> Console:
     return Console(
-        file=io.StringIO(),
-        force_terminal=terminal,
-        width=width,
-        color_system="standard" if terminal else None,
+        file=io.StringIO(), force_terminal=terminal, width=width, color_system="standard" if terminal else None
     )
 
 

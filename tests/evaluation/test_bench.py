@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +21,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.speed import Speed
 from support.covering import FULL
 from support.models import EMBEDDED, message, random_tokens, save_model
+from support.scripts import run_script
 
 
 class Clock:
@@ -81,25 +80,11 @@ def test_times_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(measuring, "_now", clock.wait)
     monkeypatch.setattr(measuring, "peak_memory", lambda _: {"resident": 123})
-    for name, size in (
-        ("a.safetensors", 10),
-        ("b.safetensors", 20),
-        ("packed.json", 5),
-        ("tokenizer.json", 7),
-    ):
+    for name, size in (("a.safetensors", 10), ("b.safetensors", 20), ("packed.json", 5), ("tokenizer.json", 7)):
         (tmp_path / name).write_bytes(bytes(size))
     found = measuring.measure(tmp_path, 8, 4, 3, Compute("cpu"))
     assert found == Speed(
-        "packed",
-        "bfloat16",
-        30,
-        47,
-        123,
-        load=3,
-        first_token=7,
-        tokens_per_second=2,
-        slowest=0.125,
-        fastest=4,
+        "packed", "bfloat16", 30, 47, 123, load=3, first_token=7, tokens_per_second=2, slowest=0.125, fastest=4
     )
     assert model.lengths == [8] * 4
     said = message(lambda: measuring.measure(tmp_path, 9, 4, 3, Compute("cpu")))
@@ -198,13 +183,14 @@ def test_how_threads_wait_that_are_measured(before: str | None, within: str, mon
 
 
 @pytest.mark.slow
-def test_a_script_is_not_run_again(tmp_path: Path) -> None:
+def test_a_script_is_not_run_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As multiprocessing would run one again that does not ask whether it is the main one."""
     script = tmp_path / "script.py"
     model = save_model(tmp_path / "model")
     script.write_text(f"import niwaki\nprint(niwaki.bench({str(model)!r}, prompt_tokens=8, tokens=3).repeats)")
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert (ran.stdout, ran.returncode) == ("3\n", 0), ran.stderr
+    capfd.readouterr()
+    assert run_script(script) is None
+    assert capfd.readouterr() == ("3\n", "")
 
 
 @pytest.mark.slow

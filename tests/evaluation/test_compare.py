@@ -126,10 +126,7 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
                 model, out, **arguments(solver=solver, effort=effort, measure="none", **asked, **options)
             )
             expected[name, pattern] = record, out
-    assert keys(found) == [
-        ("dense", ""),
-        *((name, pattern) for pattern in ("60 %", "2:4") for name in methods),
-    ]
+    assert keys(found) == [("dense", ""), *((name, pattern) for pattern in ("60 %", "2:4") for name in methods)]
     ids = AutoTokenizer.from_pretrained(model)(_excerpt("demo"))["input_ids"]
     for key, (made, out) in expected.items():
         cell = found.done()[key]
@@ -400,12 +397,7 @@ def test_budget(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) ->
     out, asked = tmp_path / "out", (["magnitude", "wanda"], [0.5, 0.6, 0.7])
     found = run(model, out, *asked, max_time=2150.0, progress=Told())
     # magnitude 100, wanda 1100, magnitude 1200; wanda would end at 2200; magnitude 1300; and again.
-    assert keys(found)[1:] == [
-        ("magnitude", "50 %"),
-        ("wanda", "50 %"),
-        ("magnitude", "60 %"),
-        ("magnitude", "70 %"),
-    ]
+    assert keys(found)[1:] == [("magnitude", "50 %"), ("wanda", "50 %"), ("magnitude", "60 %"), ("magnitude", "70 %")]
     assert Told.left_out == found.missing == [("wanda", "60 %"), ("wanda", "70 %")]
     assert Told.expected == [[], [0.0] * 6, [100.0] * 5, [100.0, 1000.0, 100.0, 1000.0], [100.0, 1000.0]]
     assert Comparison.load(out).missing == found.missing
@@ -434,11 +426,7 @@ def test_no_times(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("solver", "sparsities", "key"),
-    [
-        ("wanda", "2:4", ("wanda", "2:4")),
-        ("wanda", 0.5, ("wanda", "50 %")),
-        (Flipped(), 0, ("flipped", "0 %")),
-    ],
+    [("wanda", "2:4", ("wanda", "2:4")), ("wanda", 0.5, ("wanda", "50 %")), (Flipped(), 0, ("flipped", "0 %"))],
     ids=str,
 )
 @pytest.mark.slow

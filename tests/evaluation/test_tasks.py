@@ -46,28 +46,15 @@ SEVEN: dict[str, tuple[str, Question]] = {
     ),
     "winogrande": (
         "winogrande",
-        {
-            "sentence": "Ann thanked Mary because _ had helped.",
-            "option1": "Ann",
-            "option2": "Mary",
-            "answer": "2",
-        },
+        {"sentence": "Ann thanked Mary because _ had helped.", "option1": "Ann", "option2": "Mary", "answer": "2"},
     ),
     "arc_easy": (
         "arc",
-        {
-            "question": "What is wet?",
-            "choices": {"text": ["sand", "water"], "label": ["A", "B"]},
-            "answerKey": "B",
-        },
+        {"question": "What is wet?", "choices": {"text": ["sand", "water"], "label": ["A", "B"]}, "answerKey": "B"},
     ),
     "arc_challenge": (
         "arc",
-        {
-            "question": "What is hot?",
-            "choices": {"text": ["fire", "ice"], "label": ["1", "2"]},
-            "answerKey": "1",
-        },
+        {"question": "What is hot?", "choices": {"text": ["fire", "ice"], "label": ["1", "2"]}, "answerKey": "1"},
     ),
     "openbookqa": (
         "openbookqa",
@@ -209,9 +196,7 @@ def test_tasks_of_the_harness(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """The harness's own definitions of the paper's seven, with questions that need no network."""
     home = Path(lm_eval.tasks.__file__).parent
     few = functools.partial(
-        lm_eval.tasks.TaskManager,
-        include_defaults=False,
-        include_path=[home / where for where, _ in SEVEN.values()],
+        lm_eval.tasks.TaskManager, include_defaults=False, include_path=[home / where for where, _ in SEVEN.values()]
     )
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", few)
     named = {"ARC-Easy": "arc_easy", "ARC-Challenge": "arc_challenge"}
@@ -308,11 +293,7 @@ def test_the_embedded_model_is_better_than_chance() -> None:
         ("a.jsonl", '{"context": "x", "choices": ["y"], "answer": 0}', "2 or more texts; got ['y']"),
         ("a.jsonl", '{"context": "x", "choices": "yz", "answer": 0}', "2 or more texts; got 'yz'"),
         ("a.jsonl", '{"context": "x", "choices": ["y", ""], "answer": 0}', "2 or more texts; got"),
-        (
-            "a.jsonl",
-            '{"context": "x", "choices": ["y", " "], "answer": 0}',
-            "line 1: 'choices' must be 2 or more",
-        ),
+        ("a.jsonl", '{"context": "x", "choices": ["y", " "], "answer": 0}', "line 1: 'choices' must be 2 or more"),
         ("a.jsonl", '{"context": "x", "choices": ["y", "z"], "answer": 2}', "0 to 1; got 2"),
         ("a.jsonl", '{"context": "x", "choices": ["y", "z"], "answer": true}', "0 to 1; got True"),
         ("a.jsonl", '{"context": "x", "choices": ["y", "z"]}', "0 to 1; got None"),

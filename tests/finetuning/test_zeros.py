@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
 import sys
+import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import niwaki
 from niwaki.errors import CheckpointError, OutputError, UsageError
+from support.forks import Running
 from support.models import message, random_model
 
 OPTIMIZERS: dict[str, Any] = {
@@ -245,60 +251,50 @@ def test_compiled() -> None:
     assert all(torch.equal(value, before[name]) for name, value in zeros(model).items())
 
 
-_PROCESSES = """
-import sys
-import torch
-from torch import nn
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-import niwaki
-
-def train(how):
+def train(shards: bool) -> str:
+    """In one of several processes: what came of it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 5))
+    first = model[0]
+    assert isinstance(first, nn.Linear)
     with torch.no_grad():
-        model[0].weight.mul_(torch.rand(9, 12) > 0.6)
-        model[0].weight[:5] = 0  # all of what one process has
-    before = {name: (value.detach() == 0).clone() for name, value in model.named_parameters()}
-    if how == "ddp":
-        trained = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    else:
-        trained = fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+        first.weight.mul_(torch.rand(9, 12) > 0.6)
+        first.weight[:5] = 0  # all of what one process has
+    before = first.weight.detach() == 0
+    trained: Any = (
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        if shards
+        else nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    )
     kept = niwaki.keep_zeros(trained)
-    assert kept.zeros == int(before["0.weight"].sum()), kept.zeros
+    assert kept.zeros == int(before.sum())
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1, weight_decay=0.1)
     for step in range(3):
         drawing = torch.Generator().manual_seed(10 * step + dist.get_rank())
         trained(torch.randn(4, 12, generator=drawing)).square().sum().backward()
-        norm = nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        norm: Any = nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     kept.check()
-    value = model[0].weight
-    value = value.full_tensor() if isinstance(value, DTensor) else value.detach()
-    assert torch.equal(value == 0, before["0.weight"])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if dist.get_rank() == 0:
-        print(f"norm {float(norm):.5f} sum {float(value.sum()):.5f}", flush=True)
-
-def both(rank):
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2)
-    train("ddp")
-    train("fsdp")
-    dist.destroy_process_group()
-
-torch.multiprocessing.start_processes(both, nprocs=2, start_method="fork")  # which have all loaded
-"""
+    value: Any = first.weight.detach()
+    value, norm = (each.full_tensor() if isinstance(each, DTensor) else each for each in (value, norm))
+    assert torch.equal(value == 0, before)
+    return f"norm {float(norm):.5f} sum {float(value.sum()):.5f}\n"
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="has no forks")
 def test_processes(tmp_path: Path) -> None:
     """With DDP and FSDP 2 the same, in two processes."""
-    script = tmp_path / "train.py"
-    script.write_text(_PROCESSES)
-    run = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
-    said = [line for line in run.stdout.splitlines() if line.startswith("norm")]
-    assert len(said) == 2
-    assert said[0] == said[1]
+
+    def work(rank: int) -> None:
+        warnings.simplefilter("ignore")
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        sys.stdout.write(train(shards=False) + train(shards=True))
+        dist.destroy_process_group()
+
+    for running in [Running(partial(work, rank)) for rank in range(2)]:
+        ended = running.ended()
+        assert ended.code == 0, ended.err
+        one, other = ended.out.splitlines()
+        assert one == other

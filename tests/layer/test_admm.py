@@ -11,20 +11,10 @@ from torch import Tensor
 
 from niwaki.layer.patterns import NM, Pattern, Unstructured
 from niwaki.layer.problem import LayerProblem
-from niwaki.layer.solvers import (
-    ADMM,
-    make_solver,
-)
+from niwaki.layer.solvers import ADMM, make_solver
 from niwaki.layer.solvers.admm import Schedule
 from support.contract import COLUMNS, ROWS
-from support.problems import (
-    gram,
-    inputs,
-    lowest_go,
-    lowest_go_in_matrix,
-    make_problem,
-    normal,
-)
+from support.problems import gram, inputs, lowest_go, lowest_go_in_matrix, make_problem, normal
 
 
 def paper_schedule(schedule: Schedule, t: int, k_s: int) -> float:
@@ -83,11 +73,7 @@ class TestADMM:
     @pytest.mark.parametrize("schedule", ["constant", "cubic", "printed"])
     @pytest.mark.parametrize(
         ("pattern", "lowest"),
-        [
-            (Unstructured(0.5), paper_unstructured),
-            (Unstructured(0.8), paper_unstructured),
-            (NM(2, 4), paper_2_4),
-        ],
+        [(Unstructured(0.5), paper_unstructured), (Unstructured(0.8), paper_unstructured), (NM(2, 4), paper_2_4)],
         ids=["0.5", "0.8", "2:4"],
     )
     def test_is_algorithm_1(

@@ -142,10 +142,7 @@ def test_what_each_part_of_it_is_worth(pattern: Pattern) -> None:
 
 def scaled_inputs(case: str) -> tuple[Tensor, Tensor]:
     """(W, X) whose columns of one part are of another scale than those of another."""
-    W, X = (
-        normal(128, 192, seed=1),
-        normal(1024, 192, seed=2) + normal(1024, 8, seed=3) @ normal(8, 192, seed=4),
-    )
+    W, X = (normal(128, 192, seed=1), normal(1024, 192, seed=2) + normal(1024, 8, seed=3) @ normal(8, 192, seed=4))
     if case == "every fourth input":
         X[:, ::4] *= 10
     elif case == "every fourth input is dead":

@@ -13,19 +13,10 @@ from torch import Tensor
 from niwaki.errors import PatternError
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
-from niwaki.layer.solvers import (
-    Magnitude,
-    Solver,
-)
+from niwaki.layer.solvers import Magnitude, Solver
 from support.contract import COLUMNS, CONTRACT, OF_ONE_MATRIX, PATTERNS, ROWS, Promises, same_bytes, same_solution
 from support.covering import covering
-from support.problems import (
-    DEAD,
-    KINDS,
-    make_problem,
-    normal,
-    relative_error,
-)
+from support.problems import DEAD, KINDS, make_problem, normal, relative_error
 
 #: Of no zeros at all.
 ALL_KEPT: list[Pattern] = [
@@ -39,9 +30,7 @@ ALL_KEPT: list[Pattern] = [
 WITHIN_ROWS = 24
 
 
-WITHIN: list[Pattern] = [
-    Fixed(normal(WITHIN_ROWS, COLUMNS, seed=78).abs() < 0.6, within=PerRow(0.55)),
-]
+WITHIN: list[Pattern] = [Fixed(normal(WITHIN_ROWS, COLUMNS, seed=78).abs() < 0.6, within=PerRow(0.55))]
 
 
 each_solver = pytest.mark.parametrize(("solver", "promises"), CONTRACT, ids=[repr(s) for s, _ in CONTRACT])

@@ -31,8 +31,7 @@ each_half = pytest.mark.parametrize("dtype", HALF, ids=str)
 
 
 @pytest.mark.parametrize(
-    ("text", "grid"),
-    [("int4:128", Grid(4, 128)), ("int8", Grid(8)), (" int2:1 ", Grid(2, 1)), ("int4", Grid(4))],
+    ("text", "grid"), [("int4:128", Grid(4, 128)), ("int8", Grid(8)), (" int2:1 ", Grid(2, 1)), ("int4", Grid(4))]
 )
 def test_grids_by_name(text: str, grid: Grid) -> None:
     assert parse_grid(text) == grid

@@ -89,10 +89,7 @@ class TestOBS:
             expected = lowest_go_in_matrix(losses, round(sparsity * W.numel()))
             assert torch.equal(solution.mask, expected)
             assert torch.equal(solution.W, W * expected + 0.0)
-            assert solution.stats == {
-                "damping": pytest.approx(damping, rel=1e-9, abs=1e-12),
-                "damping_asked": damping,
-            }
+            assert solution.stats == {"damping": pytest.approx(damping, rel=1e-9, abs=1e-12), "damping_asked": damping}
 
     def test_scores_are_magnitudes(self) -> None:
         """sqrt(L), because a pattern keeps the greatest sum of the squares of its scores."""

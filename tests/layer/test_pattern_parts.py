@@ -9,14 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from niwaki.errors import PatternError
-from niwaki.layer.patterns import (
-    NM,
-    Fixed,
-    Pattern,
-    PerRow,
-    Unstructured,
-    parse_pattern,
-)
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured, parse_pattern
 from support.scores import PATTERNS, Scores, random_scores, tied_scores, zeros_of
 
 ROWS = 13
@@ -133,37 +126,15 @@ class TestParse:
         for pattern in (Unstructured(sparsity), PerRow(sparsity)):
             assert parse_pattern(str(pattern)) == pattern
 
-    @pytest.mark.parametrize(
-        ("pattern", "text"),
-        [
-            (Unstructured(0.5), "unstructured:0.5"),
-            (PerRow(0.0), "per-row:0"),
-        ],
-    )
+    @pytest.mark.parametrize(("pattern", "text"), [(Unstructured(0.5), "unstructured:0.5"), (PerRow(0.0), "per-row:0")])
     def test_writes(self, pattern: Pattern, text: str) -> None:
         assert str(pattern) == text
 
     @pytest.mark.parametrize(
         "text",
         [
-            *[
-                "",
-                "0.5",
-                "2:",
-                ":4",
-                "2:4:8",
-                "-2:4",
-                "unstructured",
-                "unstructured:",
-                "per-row:x",
-                "magic:0.5",
-            ],
-            *[
-                "transposable-2",
-                "transposable-0.5",
-                "transposable-2:4",
-                "block-4x4:0.5",
-            ],
+            *["", "0.5", "2:", ":4", "2:4:8", "-2:4", "unstructured", "unstructured:", "per-row:x", "magic:0.5"],
+            *["transposable-2", "transposable-0.5", "transposable-2:4", "block-4x4:0.5"],
             *["2:4+", "+per-row:0.6", "2:4+2:4", "2:4+per-row:0.6", "mixed-2:4", "\u00b2:4"],
         ],
     )

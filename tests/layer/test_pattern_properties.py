@@ -9,13 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from niwaki.layer.patterns import (
-    NM,
-    Fixed,
-    Pattern,
-    PerRow,
-    Unstructured,
-)
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.patterns.selection import middle_of_each
 from support.scores import random_scores, tied_scores, zeros_of
 from support.supports import SMALL, allowed, supports

@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import PatternError
-from niwaki.layer.patterns import (
-    NM,
-    Fixed,
-    Pattern,
-    PerRow,
-    Unstructured,
-)
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from support.problems import lowest_go, lowest_go_in_matrix
 from support.scores import PATTERNS, Scores, random_scores, tied_scores, zeros_of
 

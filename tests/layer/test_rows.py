@@ -180,12 +180,7 @@ def test_all_rows_are_here() -> None:
 
 APART: list[Solver] = [
     *(solver for solver in SOLVERS.values() if solver.separable_rows),
-    *(
-        ADMM(schedule="cubic"),
-        ADMM(schedule="printed"),
-        SparseGPT(block_size=8),
-        Continuation(parts=3, sweeps=5),
-    ),
+    *(ADMM(schedule="cubic"), ADMM(schedule="printed"), SparseGPT(block_size=8), Continuation(parts=3, sweeps=5)),
     *(MaskThenUpdate(SOLVERS["wanda"], SOLVERS["continuation"]), MaskThenUpdate(SparseGPT(), ADMM())),
 ]
 

@@ -372,12 +372,7 @@ class TestMakeSolver:
             ("admm-grad", "iterations", "0", "iterations must be 1 or more; got 0"),
             ("admm-grad", "schedule", "cube", "schedule must be constant, cubic or printed; got 'cube'"),
             ("sparsegpt", "damping", "-0.1", "damping must be 0 or more; got -0.1"),
-            (
-                "continuation",
-                "penalty_end",
-                "0.1",
-                r"penalty_end must be at least penalty_start \(0.3\); got 0.1",
-            ),
+            ("continuation", "penalty_end", "0.1", r"penalty_end must be at least penalty_start \(0.3\); got 0.1"),
         ],
     )
     def test_bad_values(self, name: str, setting: str, value: str, message: str) -> None:
@@ -547,11 +542,7 @@ def test_parameters_in_the_name() -> None:
     made = make_solver("wanda+adam:iterations=50:learning_rate=0.3")
     assert made == MaskThenUpdate(SOLVERS["wanda"], Descent(iterations=50, learning_rate=0.3))
     assert make_solver("admm-grad:schedule=cubic+exact").mask == ADMM(schedule="cubic")  # type: ignore[attr-defined]
-    for text, said in (
-        ("adam:iterations", "adam:NAME=VALUE"),
-        ("adam:steps=3", "'steps'"),
-        ("adm:rho=1", "'adm'"),
-    ):
+    for text, said in (("adam:iterations", "adam:NAME=VALUE"), ("adam:steps=3", "'steps'"), ("adm:rho=1", "'adm'")):
         with pytest.raises(UsageError, match=said):
             make_solver(text)
 

@@ -308,10 +308,7 @@ def test_an_encoder_without_a_head(tmp_path: Path, kind: str) -> None:
     assert record.healing.of_states
 
 
-@pytest.mark.parametrize(
-    ("kind", "auto", "others", "said"),
-    [],
-)
+@pytest.mark.parametrize(("kind", "auto", "others", "said"), [])
 @pytest.mark.slow
 def test_models_that_are_not_supported(
     tmp_path: Path, kind: str, auto: type, others: dict[str, object], said: str

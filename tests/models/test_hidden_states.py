@@ -73,8 +73,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "GiB", "0", "0.0G", "-1G", "8 apples", "8i", "8iB", "1e9", "1,5G", "8G 1", ".5G", "nan", "8GG"],
+    "text", ["", "GiB", "0", "0.0G", "-1G", "8 apples", "8i", "8iB", "1e9", "1,5G", "8G 1", ".5G", "nan", "8GG"]
 )
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(UsageError) as caught:

@@ -58,12 +58,7 @@ def test_what_all_processes_do_together() -> None:
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
 def test_processes_that_nobody_introduced(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     """Some schedulers set the number of processes for purposes of their own."""
-    for name, value in {
-        "WORLD_SIZE": "2",
-        "RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }.items():
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(missing)
     with pytest.raises(UsageError) as caught, world("cpu"):

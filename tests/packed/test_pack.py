@@ -441,13 +441,7 @@ class TestTheCard:
 
     @pytest.mark.parametrize(
         "base",
-        [
-            None,
-            b"\xff no text",
-            b"---\n[\n---\n",
-            b"---\ntags: 5\n---\n",
-            b"---\na: " + 3_000 * b"[" + b"\n---\n",
-        ],
+        [None, b"\xff no text", b"---\n[\n---\n", b"---\ntags: 5\n---\n", b"---\na: " + 3_000 * b"[" + b"\n---\n"],
         ids=["none", "no text", "no YAML", "odd tags", "deep"],
     )
     @pytest.mark.slow
@@ -548,10 +542,7 @@ def test_stopped_while_its_journal_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [
-        (errno.ENOSPC, "no space left on disk for"),
-        (errno.EROFS, "cannot write .*: Read-only file system"),
-    ],
+    [(errno.ENOSPC, "no space left on disk for"), (errno.EROFS, "cannot write .*: Read-only file system")],
 )
 def test_what_cannot_be_written(error: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is left of it."""

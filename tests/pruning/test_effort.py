@@ -213,11 +213,7 @@ def test_experts_without_tokens(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_half_precision(tmp_path: Path, dtype: str, computing: str) -> None:
     model = save_model(tmp_path / "model", "mixtral", dtype=getattr(torch, dtype))
-    record = run(
-        model,
-        tmp_path / "out",
-        dtype=dtype if computing == "half" else computing,
-    )
+    record = run(model, tmp_path / "out", dtype=dtype if computing == "half" else computing)
     assert record.sparsity == 0.5
     assert all(fit.after < fit.before for fit in record.fits)
     for key, value in tensors(tmp_path / "out").items():

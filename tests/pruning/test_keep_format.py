@@ -103,10 +103,7 @@ def test_what_is_written(tmp_path: Path, case: str, effort: str) -> None:
 
 @pytest.mark.parametrize(
     ("make", "settings"),
-    [
-        (fp8, FineGrainedFP8Config(dequantize=True, weight_block_size=EVEN)),
-        (in_mxfp4, Mxfp4Config(dequantize=True)),
-    ],
+    [(fp8, FineGrainedFP8Config(dequantize=True, weight_block_size=EVEN)), (in_mxfp4, Mxfp4Config(dequantize=True))],
 )
 @pytest.mark.parametrize("effort", ["fast", BEST])
 @pytest.mark.slow

@@ -257,15 +257,7 @@ def test_a_plan_on_disk(tmp_path: Path) -> None:
 def test_importance_is_a_power_of_the_sensitivity(tmp_path: Path) -> None:
     streamed = StreamedModel(Checkpoint(save_model(tmp_path / "model")), "cpu")
     usual = parse_pattern("unstructured:0.5")
-    found = plan(
-        streamed,
-        Planning(importance=0.5, pilot=0.25),
-        lambda _: usual,
-        TOKENS,
-        "auto",
-        World(),
-        Progress(),
-    )
+    found = plan(streamed, Planning(importance=0.5, pilot=0.25), lambda _: usual, TOKENS, "auto", World(), Progress())
     assert not found.zeros
     raw = sensitivities(streamed, TOKENS[::4])
     assert len(found.importance) == 14

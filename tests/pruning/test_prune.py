@@ -36,16 +36,6 @@ from support.runs import Diary, Untouched, listing, raw, run_magnitude as run, t
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "model")
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
 # What is written
 
 
@@ -161,10 +151,7 @@ def test_negative_zeros_of_the_source_are_gone(tmp_path: Path, out: Path) -> Non
     for number, solver in enumerate([*OF_ONE_MATRIX, Untouched()]):
         run(source, out / str(number), solver=solver, sparsity=0.5 if isinstance(solver, str) else 0.0)
         for key, value in tensors(out / str(number)).items():
-            assert not (is_pruned("llama", key) and ((value == 0) & value.float().signbit()).any()), (
-                solver,
-                key,
-            )
+            assert not (is_pruned("llama", key) and ((value == 0) & value.float().signbit()).any()), (solver, key)
 
 
 def test_other_files_come_along(tmp_path: Path, out: Path) -> None:

@@ -29,31 +29,13 @@ from niwaki.errors import (
 from niwaki.layer.patterns import NM, Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
-from support.models import (
-    edit_json,
-    message,
-    random_tokens,
-    reference,
-    save_model,
-    save_model_with_tokenizer,
-    weight,
-)
+from support.models import edit_json, message, random_tokens, reference, save_model_with_tokenizer, weight
 from support.runs import Diary, listing, run_magnitude as run
 
 
 def finished(directory: Path) -> list[str]:
     """What is there but for the blocks that a run has done before it failed."""
     return [name for name in listing(directory) if not name.startswith(".out.partial")]
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "model")
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
 
 
 @pytest.mark.parametrize("at", ["begin", "stage", "step", "solved", "solving"])
@@ -106,8 +88,7 @@ def test_perplexities_that_are_not_finite(tmp_path: Path, model: Path) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    "path",
-    ["model.layers.1.mlp.gate_proj", "model.layers.0.input_layernorm", "model.embed_tokens", "model.norm"],
+    "path", ["model.layers.1.mlp.gate_proj", "model.layers.0.input_layernorm", "model.embed_tokens", "model.norm"]
 )
 @pytest.mark.slow
 def test_weights_that_are_not_finite(tmp_path: Path, model: Path, path: str, bad: float) -> None:

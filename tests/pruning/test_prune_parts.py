@@ -13,33 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from niwaki.errors import (
-    PatternError,
-)
+from niwaki.errors import PatternError
 from niwaki.evaluation.inspect import inspect
 from niwaki.layer.patterns import PerRow
 from niwaki.layer.solvers import DSnoT, Swaps
 from niwaki.records.record import MatrixRecord, Record
-from support.models import (
-    is_pruned,
-    linear_inputs,
-    message,
-    random_tokens,
-    reference,
-    save_model,
-    weight,
-)
+from support.models import is_pruned, linear_inputs, message, random_tokens, reference, save_model, weight
 from support.runs import Diary, listing, raw, run_magnitude as run, tensors, zeros
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "model")
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
 
 
 def kept(directory: Path) -> dict[str, Tensor]:
@@ -106,11 +86,7 @@ def test_the_mask_of_a_pruned_model(tmp_path: Path, model: Path, out: Path, monk
 
 
 @pytest.mark.parametrize("solver", ["swaps", "dsnot"])
-@pytest.mark.parametrize(
-    "options",
-    [{"pattern": "2:4"}, {"pattern": PerRow(0.6)}, {"sparsity": 0.5}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"pattern": "2:4"}, {"pattern": PerRow(0.6)}, {"sparsity": 0.5}], ids=str)
 @pytest.mark.slow
 def test_the_mask_of_a_pruned_model_is_refined_within_a_pattern(
     model: Path, out: Path, solver: str, options: dict[str, Any]

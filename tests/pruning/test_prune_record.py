@@ -17,11 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import niwaki
-from niwaki.errors import (
-    CalibrationError,
-    NiwakiError,
-    OutputError,
-)
+from niwaki.errors import CalibrationError, NiwakiError, OutputError
 from niwaki.files import replace_file
 from niwaki.layer.solvers import MaskThenUpdate
 from niwaki.recipes import prune
@@ -48,16 +44,6 @@ def strict_json(text: str) -> Any:
         raise AssertionError(f"{constant} is no JSON")
 
     return json.loads(text, parse_constant=refuse)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "model")
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
 
 
 CARD = """---
@@ -107,10 +93,7 @@ def test_the_card(model: Path, out: Path) -> None:
         assert f"| perplexity {name} | {value:.2f} ± " in written
     assert "context 24" in written
     # The hub refuses a card that says "other" and no more.
-    assert (data.get("license_name"), data.get("license_link")) == (
-        "tiny-community",
-        "https://example.com/LICENSE",
-    )
+    assert (data.get("license_name"), data.get("license_link")) == ("tiny-community", "https://example.com/LICENSE")
 
 
 @pytest.mark.parametrize(
@@ -289,10 +272,7 @@ def test_texts(tmp_path: Path, out: Path) -> None:
     silent = run(source, out / "5", calibration=str(text), samples=2)
     assert silent.calibration["sequence_length"] == 128
     assert any("128 tokens, because no length was given" in note for note in silent.notes)
-    said = message(
-        lambda: run(source, out / "6", calibration=str(text), samples=10**4, length=32),
-        CalibrationError,
-    )
+    said = message(lambda: run(source, out / "6", calibration=str(text), samples=10**4, length=32), CalibrationError)
     assert f"{10**4 * 32 - len(ids)} are missing" in said
     assert sorted(path.name for path in out.iterdir()) == ["1", "2", "3", "4", "5"]
 

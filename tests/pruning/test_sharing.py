@@ -23,15 +23,7 @@ from niwaki.models import streamed
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
 from support.covering import FULL
-from support.models import (
-    is_pruned,
-    linear_inputs,
-    message,
-    random_model,
-    random_tokens,
-    reference,
-    save_model,
-)
+from support.models import is_pruned, linear_inputs, message, random_model, random_tokens, reference, save_model
 from support.runs import Diary, StopAt, files, raw, run, stopped, tensors, zeros
 
 CASES = ("zamba", "zamba2")

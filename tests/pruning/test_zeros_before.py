@@ -117,10 +117,7 @@ def test_half_over_less(tmp_path: Path, effort: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("allocation", "pattern"),
-    [("owl", "unstructured:0.5"), ("owl", "per-row:0.5")],
-)
+@pytest.mark.parametrize(("allocation", "pattern"), [("owl", "unstructured:0.5"), ("owl", "per-row:0.5")])
 @pytest.mark.slow
 def test_other_allocations(model: Path, tmp_path: Path, allocation: str, pattern: str) -> None:
     options: dict[str, Any] = {"sparsity": None, "pattern": pattern, "effort": f"fast:allocation={allocation}"}
@@ -299,10 +296,7 @@ def test_masks_over_a_model_with_zeros(model: Path, tmp_path: Path, revive: bool
         save_model(tmp_path / "dense", seed=4), lender, solver="magnitude", sparsity=None, pattern="2:4", measure="none"
     )
     options: dict[str, Any] = {"mask_from": str(lender), "measure": "none", "revive": revive, "sparsity": None}
-    for name, solver, pattern in (
-        ("kept", Exact(), None),
-        ("refined", MaskThenUpdate(Swaps(), Exact()), "2:4"),
-    ):
+    for name, solver, pattern in (("kept", Exact(), None), ("refined", MaskThenUpdate(Swaps(), Exact()), "2:4")):
         record = run(model, tmp_path / name, solver=solver, pattern=pattern, **options)
         before, after, masks = (pruned(each) for each in (model, tmp_path / name, lender))
         back = sum(int(after[key][before[key] == 0].count_nonzero()) for key in after)

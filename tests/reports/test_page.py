@@ -300,10 +300,7 @@ def test_errors_and_zeros_of_matrices(tmp_path: Path) -> None:
     assert errors.table is not None
     assert allocation.table is not None
     assert errors.table.head == ["block", "q_proj", "up_proj", "down_proj"]
-    for table, what, form in (
-        (errors.table, "error", "{:#.2g}"),
-        (allocation.table, "sparsity", "{:.1%}"),
-    ):
+    for table, what, form in ((errors.table, "error", "{:#.2g}"), (allocation.table, "sparsity", "{:.1%}")):
         for block, row in enumerate(table.rows):
             values = [getattr(matrix, what) for matrix in done.matrices if matrix.block == block]
             wanted = [values[0], (values[1] + values[2]) / 2, values[3]]
@@ -347,10 +344,7 @@ def test_time(tmp_path: Path) -> None:
     assert section is not None
     stages, solving = (exhibit.table for exhibit in section.exhibits)
     assert stages is not None
-    assert [[cell.text for cell in row[:2]] for row in stages.rows] == [
-        ["capture", "2.50"],
-        ["solve", "1.25"],
-    ]
+    assert [[cell.text for cell in row[:2]] for row in stages.rows] == [["capture", "2.50"], ["solve", "1.25"]]
     assert solving is not None
     seconds = {row[0].text: row[2].text for row in solving.rows}
     places = [4 * block + index for block in range(BLOCKS) for index in (1, 2)]

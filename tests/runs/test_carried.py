@@ -27,11 +27,6 @@ from support.runs import check_claims, listing, run, stopped
 from support.small_tokenizers import TEXT, save_with_tokenizer
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "model")
-
-
 def _deep(path: Path) -> None:
     below = path.joinpath(*["d"] * 120)
     below.mkdir(parents=True)

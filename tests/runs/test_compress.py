@@ -649,12 +649,19 @@ def test_models_with_few_learned_positions(tmp_path: Path, kind: str) -> None:
     assert 0 < plan.way.nats < 0.5
 
 
+@pytest.fixture(scope="module")
+def shrunk(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows are no multiple of 64 any more."""
+    out = tmp_path_factory.mktemp("shrunk") / "out"
+    niwaki.shrink(model, out, neurons=0.375, **GIVEN)
+    return out
+
+
 @pytest.mark.parametrize("size", [0.6, 0.3, 0.2])
-def test_after_shrinking(model: Path, size: float, tmp_path: Path) -> None:
-    """Where rows are no multiple of 64 any more, each has one scale."""
-    niwaki.shrink(model, tmp_path / "small", neurons=0.375, **GIVEN)
-    record = niwaki.compress(tmp_path / "small", tmp_path / "out", size, **GIVEN)
-    assert weights(tmp_path / "out") <= size * weights(tmp_path / "small")
+def test_after_shrinking(shrunk: Path, size: float, tmp_path: Path) -> None:
+    """Each of these rows has one scale."""
+    record = niwaki.compress(shrunk, tmp_path / "out", size, **GIVEN)
+    assert weights(tmp_path / "out") <= size * weights(shrunk)
     assert record.quantization
     assert ":" not in record.quantization
     assert measure(tmp_path / "out", 4, 4, 1, CPU).tokens_per_second > 0

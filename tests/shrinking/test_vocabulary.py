@@ -122,12 +122,7 @@ def _pairs(model: Path, out: Path) -> dict[int, int]:
 
 @pytest.mark.parametrize(
     ("kind", "case", "changes"),
-    [
-        ("bytes", "llama tied", {}),
-        ("fallback", "llama", {}),
-        ("unigram", "llama", {}),
-        ("whole words", "phi", {}),
-    ],
+    [("bytes", "llama tied", {}), ("fallback", "llama", {}), ("unigram", "llama", {}), ("whole words", "phi", {})],
     ids=["bytes, tied", "fallback", "unigram", "whole words, a head with biases"],
 )
 def test_the_same_logits(tmp_path: Path, kind: str, case: str, changes: dict[str, Any]) -> None:
@@ -223,8 +218,7 @@ def test_bits_per_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "size"),
-    [(300, 300), ("300", 300), (0.2, 320), ("20 %", 320), ("used", 320), ("used:0.3", 320)],
+    ("given", "size"), [(300, 300), ("300", 300), (0.2, 320), ("20 %", 320), ("used", 320), ("used:0.3", 320)]
 )
 def test_sizes(tmp_path: Path, given: Any, size: int) -> None:
     """Shares are of what is removed, and sizes that nobody named are multiples of 64."""

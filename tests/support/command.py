@@ -1,4 +1,4 @@
-"""The command line: the real command, and its function in this process."""
+"""Fixtures: the command line, by its function in this process; a model and a place for what is made of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,19 @@ def without_sign_of_life(err: str) -> str:
         "",
         err,
     )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A tiny LLaMA without a tokenizer, unless a module of tests has one of its own."""
+    from support.models import save_model  # not in the process that only starts the others
+
+    return save_model(tmp_path / "model")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
 
 
 @pytest.fixture

@@ -27,9 +27,7 @@ from niwaki.layer.solvers import (
     Swaps,
     Wanda,
 )
-from support.problems import (
-    normal,
-)
+from support.problems import normal
 
 
 @dataclass(frozen=True)
@@ -80,10 +78,7 @@ CONTRACT: list[tuple[Solver, Promises]] = [
     (ConjugateGradients(), Promises(steps=10, rounding=1e-8)),
     (Exact(), Promises(steps=10)),
     (MaskThenUpdate(Wanda(), ADMM()), Promises(steps=20)),
-    (
-        MaskThenUpdate(MaskThenUpdate(Wanda(), Swaps()), Exact()),
-        Promises(steps=10, refines=True),
-    ),
+    (MaskThenUpdate(MaskThenUpdate(Wanda(), Swaps()), Exact()), Promises(steps=10, refines=True)),
 ]
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from niwaki.cli import main as cli
 from niwaki.cli.common import quiet_libraries
@@ -47,49 +48,72 @@ def warm_up() -> None:
     gc.freeze()
 
 
-def forked(work: Callable[[], None], patience: float = PATIENCE) -> Ended:
-    """What becomes of ``work``: 0 where it returns, 1 where it raises, and the exit code of a SystemExit."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = os.fork()
-        if not process:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            signal.alarm(0)
-            for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_DFL)  # whatever this process ignores or does
-            code = 1
-            try:
-                work()
-                code = 0
-            except SystemExit as ended:
-                code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                with contextlib.suppress(Exception):
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                os._exit(code)
+class Running:
+    """A fork that does ``work``: it ends with 0 where that returns, 1 where it raises, and as a SystemExit says.
+
+    Args:
+        out: The file that gets what it prints, in place of one that :meth:`ended` reads.
+    """
+
+    def __init__(self, work: Callable[[], None], out: int | None = None) -> None:
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = os.fork()
+        if not self.process:
+            os.dup2(self._out.fileno() if out is None else out, 1)
+            os.dup2(self._err.fileno(), 2)
+            finish(work)
+
+    def ended(self, patience: float = PATIENCE) -> Ended:
+        """What became of it, when it has come to its end."""
         deadline = time.monotonic() + patience
-        while not (waited := os.waitpid(process, os.WNOHANG))[0]:
+        while not (waited := os.waitpid(self.process, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
-                os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
+                os.kill(self.process, signal.SIGKILL)
+                os.waitpid(self.process, 0)
                 raise AssertionError(f"it did not end within {patience:.0f} s")
             time.sleep(0.002)
         texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode())
+        for file in (self._out, self._err):
+            with file:
+                file.seek(0)
+                texts.append(file.read().decode())
         return Ended(os.waitstatus_to_exitcode(waited[1]), *texts)
 
 
-def command(
+def finish(work: Callable[[], None]) -> NoReturn:
+    """Does ``work`` in a fork that prints to 1 and 2, heeds signals, and ends with it as a program would."""
+    # Those of pytest write to files of its own.
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    signal.alarm(0)
+    for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # whatever this process ignores or does
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def forked(work: Callable[[], None], patience: float = PATIENCE) -> Ended:
+    """What becomes of ``work`` in a fork."""
+    return Running(work).ended(patience)
+
+
+def begun(
     arguments: Sequence[object],
     directory: Path | None = None,
     before: Callable[[], None] = lambda: None,
-    patience: float = PATIENCE,
-) -> Ended:
+    out: int | None = None,
+) -> Running:
     """``niwaki ARGUMENTS`` in ``directory``, which is also the home; ``before`` is called in the fork first."""
 
     def work() -> None:
@@ -100,7 +124,17 @@ def command(
         before()
         cli.main()
 
-    return forked(work, patience)
+    return Running(work, out)
+
+
+def command(
+    arguments: Sequence[object],
+    directory: Path | None = None,
+    before: Callable[[], None] = lambda: None,
+    patience: float = PATIENCE,
+) -> Ended:
+    """What becomes of ``begun(...)``."""
+    return begun(arguments, directory, before).ended(patience)
 
 
 def refused(ended: Ended) -> str:

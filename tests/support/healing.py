@@ -11,6 +11,7 @@ from torch import Tensor
 import niwaki
 from niwaki.options import Compute
 from niwaki.records.record import Record
+from support.made import made_once
 from support.models import random_tokens, reference, save_model
 from support.runs import tensors
 
@@ -30,10 +31,14 @@ def undrawn(tokens: Tensor) -> Tensor:
 
 def pruned_model(tmp_path: Path, case: str, dtype: torch.dtype = torch.float32) -> tuple[Path, Path]:
     """(a dense model, the same with every other weight of its matrices zero)."""
-    dense = save_model(tmp_path / "dense", case, dtype=dtype)
-    pruned = tmp_path / "pruned"
-    niwaki.prune(dense, pruned, 0.5, solver="magnitude", calibration=TOKENS[:4], measurement=None, compute="cpu")
-    return dense, pruned
+
+    def make(place: Path) -> None:
+        dense = save_model(place / "dense", case, dtype=dtype)
+        given: dict[str, Any] = {"calibration": TOKENS[:4], "measurement": None, "compute": "cpu"}
+        niwaki.prune(dense, place / "pruned", 0.5, solver="magnitude", **given)
+
+    made_once(tmp_path, f"pruned {case} {dtype}", make)
+    return tmp_path / "dense", tmp_path / "pruned"
 
 
 def heal(pruned: Path, out: Path, teacher: Path, **changes: Any) -> Record:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -28,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from niwaki.errors import NiwakiError, UsageError
 from support.covering import FULL
+from support.made import made_once
 
 #: The model that ships with niwaki, and its tokenizer's size.
 EMBEDDED = Path(str(files("niwaki"))) / "data" / "model"
@@ -191,12 +190,7 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "falcon": lambda: _case("falcon", multi_query=True, new_decoder_architecture=False, bias=False),
     "falcon new": lambda: _case("falcon", new_decoder_architecture=True, num_kv_heads=2, bias=False),
     "falcon alibi": lambda: _case(
-        "falcon",
-        multi_query=False,
-        alibi=True,
-        new_decoder_architecture=False,
-        parallel_attn=False,
-        bias=True,
+        "falcon", multi_query=False, alibi=True, new_decoder_architecture=False, parallel_attn=False, bias=True
     ),
     "cohere2": lambda: _case("cohere2", sliding_window=6, **_LAST_SEES_ALL),
     "olmo2": lambda: _case("olmo2"),
@@ -247,13 +241,7 @@ FOR_LLAMA_CPP: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3_text pattern": lambda: _case("gemma3_text", 5, query_pre_attn_scalar=16, **_GEMMA_HEADS, **_WINDOWS),
     "gemma3 pictures": lambda: _pictures(
         "gemma3",
-        {
-            "vocab_size": FEW_TOKENS,
-            "sliding_window": 6,
-            "query_pre_attn_scalar": 16,
-            **_GEMMA_HEADS,
-            **_LAST_SEES_ALL,
-        },
+        {"vocab_size": FEW_TOKENS, "sliding_window": 6, "query_pre_attn_scalar": 16, **_GEMMA_HEADS, **_LAST_SEES_ALL},
         mm_tokens_per_image=4,
         image_token_index=FEW_TOKENS - 1,
     ),
@@ -279,12 +267,7 @@ FOR_LLAMA_CPP: dict[str, Callable[[], PreTrainedConfig]] = {
         "ministral3",
         head_dim=8,
         pad_token_id=2,
-        rope_parameters={
-            **_YARN,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
     ),
     "starcoder2": lambda: _case("starcoder2", pad_token_id=2),
     "cohere2": lambda: _case("cohere2", 5, pad_token_id=2, **_WINDOWS),
@@ -397,15 +380,17 @@ def random_model(case: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
 
 
 def save_model(
-    path: Path,
-    case: str = "llama",
-    *,
-    dtype: torch.dtype = torch.float32,
-    shards: bool = False,
-    seed: int = 0,
+    path: Path, case: str = "llama", *, dtype: torch.dtype = torch.float32, shards: bool = False, seed: int = 0
 ) -> Path:
     """Writes ``random_model(...)`` to the directory ``path``, without a tokenizer."""
-    return _write(path, _saved(case, dtype, shards, seed), seed)
+
+    def make(place: Path) -> None:
+        random_model(case, dtype=dtype, seed=seed).save_pretrained(place, max_shard_size="20KB" if shards else "1GB")
+        assert (place / "model.safetensors.index.json").exists() == shards
+
+    made_once(path, f"{case} {dtype} {shards} {seed}", make)
+    torch.manual_seed(seed)  # the same state whether the files were made now or before
+    return path
 
 
 def sparse_model(path: Path, case: str = "llama", sparsity: float = 0.7, **options: Any) -> Path:
@@ -421,43 +406,38 @@ def sparse_model(path: Path, case: str = "llama", sparsity: float = 0.7, **optio
     return path
 
 
-@functools.cache
-def _saved(case: str, dtype: torch.dtype, shards: bool, seed: int) -> dict[str, bytes]:
-    files = _files(random_model(case, dtype=dtype, seed=seed), "20KB" if shards else "1GB")
-    assert ("model.safetensors.index.json" in files) == shards
-    return files
-
-
-def _files(model: PreTrainedModel, largest: str = "1GB") -> dict[str, bytes]:
-    """What ``save_pretrained`` writes."""
-    with tempfile.TemporaryDirectory() as directory:
-        model.save_pretrained(directory, max_shard_size=largest)
-        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
-
-
-def _write(path: Path, files: dict[str, bytes], seed: int) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (path / name).write_bytes(content)
-    torch.manual_seed(seed)  # the same state whether the files were made now or before
-    return path
-
-
 def save_model_with_tokenizer(path: Path, *, blocks: int = 2, seed: int = 0) -> Path:
     """A tiny LLaMA with the embedded model's tokenizer, so that it can be given text."""
-    return add_tokenizer(_write(path, _saved_with_vocabulary(blocks, seed, EMBEDDED_VOCABULARY), seed))
+    return add_tokenizer(_save_with_vocabulary(path, blocks, seed, EMBEDDED_VOCABULARY))
 
 
 def save_model_with_few_tokens(path: Path, *, blocks: int = 2, seed: int = 0) -> Path:
     """The same with an eighth of the tokens, for what is written by it: each token of it is drawn from all."""
-    return add_small_tokenizer(_write(path, _saved_with_vocabulary(blocks, seed, FEW_TOKENS), seed))
+    return add_small_tokenizer(_save_with_vocabulary(path, blocks, seed, FEW_TOKENS))
 
 
-@functools.cache
-def _saved_with_vocabulary(blocks: int, seed: int, vocabulary: int) -> dict[str, bytes]:
+def _save_with_vocabulary(path: Path, blocks: int, seed: int, vocabulary: int) -> Path:
+    def make(place: Path) -> None:
+        torch.manual_seed(seed)
+        config = _case("llama", blocks, 4, vocab_size=vocabulary, tie_word_embeddings=True)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(place)
+
+    made_once(path, f"{vocabulary} tokens {blocks} {seed}", make)
     torch.manual_seed(seed)
-    config = _case("llama", blocks, 4, vocab_size=vocabulary, tie_word_embeddings=True)
-    return _files(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    return path
+
+
+def save_some_of_the_embedded(path: Path, blocks: int = 2) -> Path:
+    """The first blocks of the embedded model, for what hangs on no words: in a directory ``demo`` it is used."""
+    shutil.copytree(EMBEDDED, path)
+    kept = {
+        key: value
+        for key, value in load_file(path / "model.safetensors").items()
+        if not (number := re.search(r"layers\.(\d+)\.", key)) or int(number[1]) < blocks
+    }
+    save_file(kept, path / "model.safetensors", {"format": "pt"})
+    edit_json(path / "config.json", num_hidden_layers=blocks)
+    return path
 
 
 def format_of(kind: str) -> Any:

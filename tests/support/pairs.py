@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from niwaki.models.pairs import SOURCES, rows_of
+from support.made import made_once
 from support.models import EMBEDDED, EMBEDDED_VOCABULARY
 
 _WIDTH: dict[str, Any] = {"d_model": 32, "pad_token_id": 0, "decoder_start_token_id": 1, "eos_token_id": 2}
@@ -63,18 +64,23 @@ def class_of(kind: str) -> Any:
 
 def save_pair_model(path: Path, kind: str, with_words: bool = False) -> Path:
     """A model of this type with 64 tokens, or ``with_words``, the tokenizer of the embedded model."""
-    torch.manual_seed(0)
-    model: PreTrainedModel = class_of(kind).from_config(_config(kind, EMBEDDED_VOCABULARY if with_words else 64))
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if value.ndim > 1 and "embed_positions" not in name:
-                value.mul_(3 if kind in ("bart", "marian", "whisper") else 1)
-    model.save_pretrained(path)
-    if with_words:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(EMBEDDED / name, path)
-    if kind == "whisper":
-        WhisperFeatureExtractor(feature_size=8, chunk_length=1, hop_length=HOP).save_pretrained(path)
+
+    def make(place: Path) -> None:
+        torch.manual_seed(0)
+        model: PreTrainedModel = class_of(kind).from_config(_config(kind, EMBEDDED_VOCABULARY if with_words else 64))
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                if value.ndim > 1 and "embed_positions" not in name:
+                    value.mul_(3 if kind in ("bart", "marian", "whisper") else 1)
+        model.save_pretrained(place)
+        if with_words:
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(EMBEDDED / name, place)
+        if kind == "whisper":
+            WhisperFeatureExtractor(feature_size=8, chunk_length=1, hop_length=HOP).save_pretrained(place)
+
+    made_once(path, f"pair {kind} {with_words}", make)
+    torch.manual_seed(0)  # the same state whether the files were made now or before
     return path
 
 

@@ -132,18 +132,7 @@ def run_magnitude(model: Path, out: Path, **changes: Any) -> Record:
 
 
 #: Options of a run of a moment.
-SMALL = (
-    "--calibration",
-    "demo",
-    "--samples",
-    "4",
-    "--length",
-    "32",
-    "--text-samples",
-    "2",
-    "--device",
-    "cpu",
-)
+SMALL = ("--calibration", "demo", "--samples", "4", "--length", "32", "--text-samples", "2", "--device", "cpu")
 
 
 def run(model: Path, out: Path, **changes: Any) -> Record:

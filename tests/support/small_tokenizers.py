@@ -134,14 +134,8 @@ SPACES: dict[str, tuple[Any, Any]] = {
         },
         None,
     ),
-    "before the first": (
-        None,
-        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False},
-    ),
-    "never before": (
-        None,
-        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False},
-    ),
+    "before the first": (None, {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}),
+    "never before": (None, {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}),
 }
 
 

@@ -61,13 +61,7 @@ def beginnings(count: int, known: int) -> Tensor:
 
 
 def run(model: Path, out: Path, effort: str = EFFORT, **changes: Any) -> Any:
-    options = {
-        "sparsity": 0.5,
-        "calibration": TOKENS,
-        "measure": "none",
-        "device": "cpu",
-        "solver": "sparsegpt",
-    }
+    options = {"sparsity": 0.5, "calibration": TOKENS, "measure": "none", "device": "cpu", "solver": "sparsegpt"}
     return prune(model, out, **arguments(effort=effort, **{**options, **changes}))
 
 

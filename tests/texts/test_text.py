@@ -82,12 +82,7 @@ def test_first_windows_are_the_start_of_the_text(path: Path, text: str, tokenize
 @pytest.mark.parametrize("count", [1, 2, 40, 150])
 @pytest.mark.slow
 def test_the_same_when_the_text_is_read_in_rounds(
-    path: Path,
-    text: str,
-    tokenizer: PreTrainedTokenizerBase,
-    monkeypatch: pytest.MonkeyPatch,
-    guess: int,
-    count: int,
+    path: Path, text: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, guess: int, count: int
 ) -> None:
     encoded = []
     real = tokens.encode
@@ -200,13 +195,7 @@ def as_jsonl(texts: Iterable[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "pack"),
-    [
-        ("", bytes),
-        (".gz", gzip.compress),
-        (".xz", lzma.compress),
-        (".bz2", bz2.compress),
-    ],
+    ("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)]
 )
 @pytest.mark.parametrize("kind", [".txt", ".jsonl", "", ".md"])
 def test_files(
