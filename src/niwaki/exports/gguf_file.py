@@ -63,7 +63,7 @@ class TensorOnGrid:
 
     @cached_property
     def bits(self) -> int:
-        """Of its whole numbers."""
+        """The bits that its whole numbers have."""
         return self.find_bits()
 
     def fits(self, kind: Kind, columns: int) -> bool:
@@ -72,7 +72,7 @@ class TensorOnGrid:
 
 
 def tensors_on_grids(model: StreamedModel) -> dict[tuple[str, int | None], TensorOnGrid]:
-    """By key and index, those that ``model`` has on a grid: matrices of its blocks, and embeddings and head.
+    """The tensors that ``model`` has on a grid, by key and index: matrices of its blocks, embeddings and head.
 
     CheckpointError where config.json names no grid that there is.
     """
@@ -177,7 +177,8 @@ class Gguf(Form):
         if how := self._positions.stretch:
             self._numbers["add_rope_scaling_type"] = self._gguf.RopeScalingType(how)
         self._streamed = StreamedModel(checkpoint, "cpu", "float32")  # of which only names are asked for
-        self._tensors = find_tensors(self._streamed, stored, architecture)
+        names = self._gguf.get_tensor_name_map(self._gguf.MODEL_ARCH[architecture.name], config.num_hidden_layers)
+        self._tensors = find_tensors(self._streamed, stored, architecture, names.get_name)
         self._tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
         self._notes = [
             context_length(config, architecture)[1],
@@ -190,7 +191,7 @@ class Gguf(Form):
         self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
 
     def _keep_more_bits(self) -> None:
-        """Of matrices of mixed bits, those that have more stay so in a file of fewer; and so do those of 5 bits.
+        """Gives matrices on more bits than a file of few bits has a type with theirs: those of mixed bits, and of 5.
 
         A format of 5 bits cannot be asked for. One of 8 can, so that fewer are meant where they are asked for.
         """
@@ -210,7 +211,7 @@ class Gguf(Form):
 
     @property
     def file_name(self) -> str:
-        """That of the file, where a directory is written."""
+        """The name of the file, where a directory is written."""
         return f"model-{self._kind}.gguf"
 
     @property
