@@ -39,8 +39,6 @@ _ORDER = [
 _KNOWN_AS = {"block_sparse_moe.router": "block_sparse_moe.gate", "attn.sinks": "attn.sinks.weight"}
 #: Those of experts, by their parameters' names: each of several has an equal part of the rows.
 _EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
-
-
 _RMS = {"add_layer_norm_rms_eps": "rms_norm_eps"}
 
 

@@ -12,7 +12,7 @@ import math
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -210,15 +210,13 @@ def _of_bytes(file: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=splitting.whole))
     splitting.into(backend)
     backend.decoder = decoders.ByteLevel()
-    for wanted, add in ((CONTROL, backend.add_special_tokens), (USER, backend.add_tokens)):
-        named: Callable[..., int] = add
-        named(
-            [
-                AddedToken(token, normalized=False, special=wanted == CONTROL)
-                for token, one in zip(tokens, kinds, strict=True)
-                if one == wanted
-            ]
-        )
+    added = [
+        AddedToken(token, normalized=False, special=kind == CONTROL)
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind in (CONTROL, USER)
+    ]
+    backend.add_special_tokens([token for token in added if token.special])
+    backend.add_tokens([token for token in added if not token.special])
     return _finished(file, fields, backend, fields.get("tokenizer.ggml.add_bos_token", splitting.begins))
 
 
