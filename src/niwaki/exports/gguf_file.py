@@ -16,7 +16,7 @@ from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
-from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, raised_as
 from niwaki.exports.gguf_architectures import (
     ARCHITECTURES,
     ExportedTensor,
@@ -177,7 +177,9 @@ class Gguf(Form):
         if how := self._positions.stretch:
             self._numbers["add_rope_scaling_type"] = self._gguf.RopeScalingType(how)
         self._streamed = StreamedModel(checkpoint, "cpu", "float32")  # of which only names are asked for
-        names = self._gguf.get_tensor_name_map(self._gguf.MODEL_ARCH[architecture.name], config.num_hidden_layers)
+        with raised_as(OutputError, "this version of gguf does not know", KeyError, "; pip install --upgrade gguf"):
+            kind_of_model = self._gguf.MODEL_ARCH[architecture.name]
+        names = self._gguf.get_tensor_name_map(kind_of_model, config.num_hidden_layers)
         self._tensors = find_tensors(self._streamed, stored, architecture, names.get_name)
         self._tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
         self._notes = [
