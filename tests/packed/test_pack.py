@@ -466,7 +466,7 @@ class TestTheCard:
         """Its README.md is the dense model's."""
         model = sparse_model(tmp_path / "model")
         (model / "README.md").write_text("---\nlibrary_name: transformers\n---\n# A model\n")
-        monkeypatch.setattr("niwaki.packed.pack.write", lambda *_: None)
+        monkeypatch.setattr("niwaki.packed.pack.write_card_of_form", lambda *_: None)
         assert "# A model" in self.packed(model)
 
     @pytest.mark.parametrize("name", [".", "../model"])

@@ -49,7 +49,7 @@ class Encoded(ABC):
     @property
     @abstractmethod
     def format(self) -> TiledFloats:
-        """Of the tensor, or of each element."""
+        """The format of the tensor, or of each element."""
 
     def is_certain(self, scales: Tensor) -> bool:
         """Whether all codes that are numbers stand for finite ones with these scales."""
@@ -132,7 +132,7 @@ class MXFP4(Encoded):
 
 
 def find_encoded(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Encoded]:
-    """By the names that their tensors have in the model, those of ``entries`` that ``quantization_config`` is about.
+    """The tensors in ``entries`` that ``quantization_config`` is about, by the names that they have in the model.
 
     Empty where that is none, or another format. CheckpointError where codes and scales do not fit each other.
     """

@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,61 +18,44 @@ _FOR_TRANSFORMERS = "use its version for transformers, with config.json and mode
 _ORIGINAL = "prune the original model, and quantize the result"
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What a directory is that has a file or folder like ``shows``, globs, and no weights of a model of its own."""
-
-    shows: str  # with spaces between several
-    what: str
-    hint: str  # with {inside} for the models in it
-
-
-_DIRECTORIES = (
-    _Kind(
-        "adapter_config.json",
+#: By globs of a file or folder, separated by spaces: what a directory is that has such and no weights of a model of its
+#: own, and what to do. ``{base}`` is the model that an adapter is of, ``{inside}`` are the models in the directory.
+_DIRECTORIES = {
+    "adapter_config.json": (
         "an adapter{base} and not a model",
         "merge it into its base model (in peft: merge_and_unload, then save_pretrained), and give that",
     ),
-    _Kind("model_index.json", "a pipeline of Diffusers", "niwaki prunes language models{inside}"),
-    _Kind("*_Transformer", "a pipeline of sentence-transformers", "its transformer is what can be pruned{inside}"),
-    _Kind(
-        "zero_to_fp32.py",
+    "model_index.json": ("a pipeline of Diffusers", "niwaki prunes language models{inside}"),
+    "*_Transformer": ("a pipeline of sentence-transformers", "its transformer is what can be pruned{inside}"),
+    "zero_to_fp32.py": (
         "a checkpoint of DeepSpeed",
         "convert it with this script and --safe_serialization, and add config.json and the tokenizer",
     ),
-    _Kind(
-        "*.distcp */*.distcp",
+    "*.distcp */*.distcp": (
         "a checkpoint of a sharded training run",
         "merge it into a model (accelerate merge-weights)",
     ),
-    _Kind("*.nemo", "a model of NeMo", _FOR_TRANSFORMERS),
-    _Kind("consolidated.*", "a model in its maker's own format", _FOR_TRANSFORMERS),
-    _Kind(
-        "model*.fp16.safetensors model*.bf16.safetensors model.safetensors.index.*.json",
+    "*.nemo": ("a model of NeMo", _FOR_TRANSFORMERS),
+    "consolidated.*": ("a model in its maker's own format", _FOR_TRANSFORMERS),
+    "model*.fp16.safetensors model*.bf16.safetensors model.safetensors.index.*.json": (
         "without weights, except in a variant",
         "save the model without variant=...",
     ),
-    _Kind("model-*-of-*.safetensors", "without the index of its shards", "is the download complete?"),
-    _Kind("*.h5", "a model of TensorFlow", "load it in transformers 4 with from_tf=True, and save_pretrained"),
-    _Kind("*.msgpack", "a model of Flax", "load it in transformers 4 with from_flax=True, and save_pretrained"),
-    _Kind("*.ot", "a model of rust-bert", _FOR_TRANSFORMERS),
-    _Kind("*.onnx */*.onnx", "a model in ONNX", _FOR_TRANSFORMERS),
-    _Kind("openvino_model.*", "a model of OpenVINO", _FOR_TRANSFORMERS),
-    _Kind("*.ml[mp]*", "a model of Core ML", _FOR_TRANSFORMERS),
-    _Kind("weights*.npz", "a model of MLX", _FOR_TRANSFORMERS),
-)
-#: By ends of tensors' names, the formats of quantized weights that have such.
-_QUANTIZED = {
-    ".qweight": "GPTQ or AWQ",
-    ".qzeros": "GPTQ or AWQ",
-    ".absmax": "bitsandbytes",
-    ".SCB": "bitsandbytes",
-    ".weight_packed": "compressed-tensors",
-    ".q_weight": "EXL2",
-    ".W_q": "HQQ",
-    "._packed_params": "torch's quantization",
-    ".weight._data": "quanto",
+    "model-*-of-*.safetensors": ("without the index of its shards", "is the download complete?"),
+    "*.h5": ("a model of TensorFlow", "load it in transformers 4 with from_tf=True, and save_pretrained"),
+    "*.msgpack": ("a model of Flax", "load it in transformers 4 with from_flax=True, and save_pretrained"),
+    "*.ot": ("a model of rust-bert", _FOR_TRANSFORMERS),
+    "*.onnx */*.onnx": ("a model in ONNX", _FOR_TRANSFORMERS),
+    "openvino_model.*": ("a model of OpenVINO", _FOR_TRANSFORMERS),
+    "*.ml[mp]*": ("a model of Core ML", _FOR_TRANSFORMERS),
+    "weights*.npz": ("a model of MLX", _FOR_TRANSFORMERS),
 }
+#: How the names of tensors end that quantized weights have in GPTQ and AWQ, bitsandbytes, compressed-tensors, EXL2,
+#: HQQ, torch and quanto.
+_QUANTIZED = (
+    *(".qweight", ".qzeros", ".absmax", ".SCB", ".weight_packed", ".q_weight", ".W_q"),
+    *("._packed_params", ".weight._data"),
+)
 #: By parts of tensors' names, what has wrapped the model when it was saved, and what to save instead.
 _WRAPPED = {
     "_orig_mod": ("torch.compile", "save the model inside: model._orig_mod.save_pretrained(...)"),
@@ -91,11 +73,9 @@ _WRAPPED = {
 
 def recognized(directory: Path, has_weights: bool) -> str:
     """What ``directory``, which is no whole model, is instead, and what to do; "" where that is not known."""
-    for each in () if has_weights else _DIRECTORIES:
-        if found := [
-            name for shows in each.shows.split() for name in sorted(path.name for path in directory.glob(shows))
-        ]:
-            what, hint = each.what.format(base=_base(directory)), each.hint.format(inside=_inside(directory, ": give "))
+    for shows, (what, hint) in {} if has_weights else _DIRECTORIES.items():
+        if found := [name for glob in shows.split() for name in sorted(path.name for path in directory.glob(glob))]:
+            what, hint = what.format(base=_base(directory)), hint.format(inside=_inside(directory, ": give "))
             return f"{directory} is {what} ({found[0]}); {hint}"
     if not has_weights and (pickled := _pickled(directory)):
         return (
@@ -129,10 +109,8 @@ def quantized(config: Mapping[str, Any], keys: Iterable[str]) -> str:
         return f"quantized{f' ({method})' if isinstance(method, str) else ''}; {_ORIGINAL}"
     if isinstance(mlx := config.get("quantization"), dict) and "bits" in mlx:
         return f"quantized (MLX, {mlx['bits']} bits); {_ORIGINAL}"
-    for key in keys:
-        if name := next((name for end, name in _QUANTIZED.items() if key.endswith(end)), ""):
-            return f"quantized ({name}, as {key!r} shows); {_ORIGINAL}"
-    return ""
+    shows = next((key for key in keys if key.endswith(_QUANTIZED)), "")
+    return f"quantized (as {shows!r} shows); {_ORIGINAL}" if shows else ""
 
 
 def wrapped(keys: Iterable[str]) -> str:
@@ -159,7 +137,7 @@ def _inside(directory: Path, before: str) -> str:
     found = [path.parent for depth in ("*", "*/*") for path in directory.glob(f"{depth}/config.json")]
     models = [folder for folder in found if any(folder.glob("*.safetensors")) or _pickled(folder)]
     names = [str(path) for path in sorted(set(models), key=_natural)]
-    return before + "one of " * (len(names) > 1) + several(names, 3) if names else ""
+    return f"{before}{'one of ' if len(names) > 1 else ''}{several(names, 3)}" if names else ""
 
 
 def _natural(path: Path) -> list[tuple[str, int]]:

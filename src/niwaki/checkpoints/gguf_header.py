@@ -44,7 +44,7 @@ class GgufTensor:
 
     @property
     def count(self) -> int:
-        """Its elements."""
+        """How many elements it has."""
         return math.prod(self.shape)
 
 

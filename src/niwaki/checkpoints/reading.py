@@ -43,7 +43,7 @@ _LOOKED_THROUGH = 1 << 35
 
 
 def shards_of(index: dict[str, Any]) -> dict[str, str]:
-    """By key, the file of each tensor in an index's values; ValueError, without the index's name, for any other."""
+    """The file of each tensor in an index's values, by key; ValueError, without the index's name, for any other."""
     shards = index.get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ValueError("has no weight_map; is the download complete?")
@@ -307,7 +307,7 @@ _MODULES = "modules.json"
 
 
 def pipeline(directory: Path) -> list[tuple[str, str]]:
-    """Of each layer of the pipeline in ``directory`` its type, and its folder there; "" for the transformer itself.
+    """The type and the folder of each layer of the pipeline in ``directory``; the transformer's own folder is "".
 
     Nothing where there is no pipeline, or its file is nobody's.
     """

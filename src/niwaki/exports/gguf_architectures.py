@@ -7,6 +7,7 @@ others that transformers knows must have their default there, so that what nobod
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,125 +15,31 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.errors import CheckpointError, UnsupportedModelError, shown
-from niwaki.models.gguf import SHARES
+from niwaki.errors import UnsupportedModelError, shown
+from niwaki.models.gguf import frequencies, head_width, rope_of, score_divisor
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import refusals
 
-#: By a parameter's name in the model (after its block's), its name in the file, and its shape in the names of
-#: :func:`sizes`. A parameter of all experts can have several names, each of an equal part of its rows.
-Rows = dict[str, tuple[str, tuple[str, ...]]]
-
 _HEAD = "lm_head.weight"
-_ENDS: Rows = {
-    "embed_tokens.weight": ("token_embd.weight", ("vocabulary", "width")),
-    _HEAD: ("output.weight", ("vocabulary", "width")),
-}
-_WHOLE: Rows = {**_ENDS, "norm.weight": ("output_norm.weight", ("width",))}
-#: Of models that llama.cpp gives no head of its own.
-_HEADLESS = {key: row for key, row in _WHOLE.items() if key != _HEAD}
-_QKV: Rows = {
-    "self_attn.q_proj.weight": ("attn_q.weight", ("queries", "width")),
-    "self_attn.k_proj.weight": ("attn_k.weight", ("keys", "width")),
-    "self_attn.v_proj.weight": ("attn_v.weight", ("keys", "width")),
-}
-_PROJECTIONS: Rows = {**_QKV, "self_attn.o_proj.weight": ("attn_output.weight", ("width", "queries"))}
-_NORM: Rows = {"input_layernorm.weight": ("attn_norm.weight", ("width",))}
-_NORMS: Rows = {**_NORM, "post_attention_layernorm.weight": ("ffn_norm.weight", ("width",))}
-_ATTENTION: Rows = _NORMS | _PROJECTIONS
-_BIASES: Rows = {
-    "self_attn.q_proj.bias": ("attn_q.bias", ("queries",)),
-    "self_attn.k_proj.bias": ("attn_k.bias", ("keys",)),
-    "self_attn.v_proj.bias": ("attn_v.bias", ("keys",)),
-}
-_LAST_BIAS: Rows = {"self_attn.o_proj.bias": ("attn_output.bias", ("width",))}
-_HEAD_NORMS: Rows = {
-    "self_attn.q_norm.weight": ("attn_q_norm.weight", ("head",)),
-    "self_attn.k_norm.weight": ("attn_k_norm.weight", ("head",)),
-}
-#: Norms of what attention and MLP give, as Gemma and OLMo have them.
-_AFTER: Rows = {
-    "post_attention_layernorm.weight": ("post_attention_norm.weight", ("width",)),
-    "post_feedforward_layernorm.weight": ("post_ffw_norm.weight", ("width",)),
-}
-_AROUND: Rows = {**_NORM, **_AFTER, "pre_feedforward_layernorm.weight": ("ffn_norm.weight", ("width",))}
-_MLP: Rows = {
-    "mlp.gate_proj.weight": ("ffn_gate.weight", ("neurons", "width")),
-    "mlp.up_proj.weight": ("ffn_up.weight", ("neurons", "width")),
-    "mlp.down_proj.weight": ("ffn_down.weight", ("width", "neurons")),
-}
-_MLP_BIASES: Rows = {
-    "mlp.gate_proj.bias": ("ffn_gate.bias", ("neurons",)),
-    "mlp.up_proj.bias": ("ffn_up.bias", ("neurons",)),
-    "mlp.down_proj.bias": ("ffn_down.bias", ("width",)),
-}
-#: Where gate and up are one matrix, there too.
-_JOINED_MLP: Rows = {
-    "mlp.gate_up_proj.weight": ("ffn_up.weight", ("both", "width")),
-    "mlp.down_proj.weight": ("ffn_down.weight", ("width", "neurons")),
-}
-
-
-def _experts(place: str, router: str) -> Rows:
-    return {
-        f"{place}.{router}.weight": ("ffn_gate_inp.weight", ("experts", "width")),
-        f"{place}.experts.gate_up_proj": ("ffn_gate_exps.weight ffn_up_exps.weight", ("expert", "width")),
-        f"{place}.experts.down_proj": ("ffn_down_exps.weight", ("width", "expert")),
-    }
-
-
-_EXPERTS = _experts("mlp", "gate")
-_SHARED_EXPERT: Rows = {
-    "mlp.shared_expert.gate_proj.weight": ("ffn_gate_shexp.weight", ("shared", "width")),
-    "mlp.shared_expert.up_proj.weight": ("ffn_up_shexp.weight", ("shared", "width")),
-    "mlp.shared_expert.down_proj.weight": ("ffn_down_shexp.weight", ("width", "shared")),
-    "mlp.shared_expert_gate.weight": ("ffn_gate_inp_shexp.weight", ("one", "width")),
-}
-_GPT_OSS: Rows = {
-    **_NORM,
-    "post_attention_layernorm.weight": ("post_attention_norm.weight", ("width",)),
-    **_PROJECTIONS,
-    **_BIASES,
-    **_LAST_BIAS,
-    "self_attn.sinks": ("attn_sinks.weight", ("heads",)),
-    **_experts("mlp", "router"),
-    "mlp.router.bias": ("ffn_gate_inp.bias", ("experts",)),
-    "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias ffn_up_exps.bias", ("expert",)),
-    "mlp.experts.down_proj_bias": ("ffn_down_exps.bias", ("width",)),
-}
-_LFM2: Rows = {
-    "operator_norm.weight": ("attn_norm.weight", ("width",)),
-    "ffn_norm.weight": ("ffn_norm.weight", ("width",)),
-    "feed_forward.w1.weight": ("ffn_gate.weight", ("neurons", "width")),
-    "feed_forward.w3.weight": ("ffn_up.weight", ("neurons", "width")),
-    "feed_forward.w2.weight": ("ffn_down.weight", ("width", "neurons")),
-}
-_LFM2_ATTENTION: Rows = {
-    **_QKV,
-    "self_attn.out_proj.weight": ("attn_output.weight", ("width", "queries")),
-    "self_attn.q_layernorm.weight": ("attn_q_norm.weight", ("head",)),
-    "self_attn.k_layernorm.weight": ("attn_k_norm.weight", ("head",)),
-}
-_LFM2_CONVOLUTION: Rows = {
-    "conv.conv.weight": ("shortconv.conv.weight", ("width", "cache")),
-    "conv.in_proj.weight": ("shortconv.in_proj.weight", ("triple", "width")),
-    "conv.out_proj.weight": ("shortconv.out_proj.weight", ("width", "width")),
-}
-_STARCODER2: Rows = {
-    **_ATTENTION,
-    **_BIASES,
-    **_LAST_BIAS,
-    "input_layernorm.bias": ("attn_norm.bias", ("width",)),
-    "post_attention_layernorm.bias": ("ffn_norm.bias", ("width",)),
-    "mlp.c_fc.weight": ("ffn_up.weight", ("neurons", "width")),
-    "mlp.c_fc.bias": ("ffn_up.bias", ("neurons",)),
-    "mlp.c_proj.weight": ("ffn_down.weight", ("width", "neurons")),
-    "mlp.c_proj.bias": ("ffn_down.bias", ("width",)),
-}
+#: The tensors that files can have, in their order: outside of blocks, and in each block; without ".weight".
+_ORDER = [
+    *("token_embd", "output", "output_norm", "output_norm.bias", "token_embd_norm"),
+    *("attn_norm", "post_attention_norm", "post_ffw_norm", "ffn_norm"),
+    *("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"),
+    *("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias", "attn_sinks", "attn_q_norm", "attn_k_norm"),
+    *("attn_norm.bias", "ffn_norm.bias", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+    *("ffn_gate_inp.bias", "ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias"),
+    *("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "ffn_gate_inp_shexp"),
+    *("ffn_gate", "ffn_up", "ffn_up.bias", "ffn_down", "ffn_down.bias"),
+]
+#: What the package gguf knows by other names of transformers.
+_KNOWN_AS = {"block_sparse_moe.router": "block_sparse_moe.gate", "attn.sinks": "attn.sinks.weight"}
+#: Those of experts, by their parameters' names: each of several has an equal part of the rows.
+_EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
+_RMS = {"add_layer_norm_rms_eps": "rms_norm_eps"}
 
 
 @dataclass(frozen=True)
@@ -140,17 +47,16 @@ class Architecture:
     """What llama.cpp takes for a ``model_type``."""
 
     name: str  # in gguf.MODEL_ARCH
-    block: Rows
-    #: More tensors of a block, by the key of config.json that says whether it has them.
-    optional: dict[str, Rows] = field(default_factory=dict)
+    #: Keys of config.json that can have any value, beside those of all.
+    free: tuple[str, ...] = ()
     #: Values of keys of config.json, of which one is what llama.cpp computes.
     fixed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    #: More tensors of a block, by its kind in ``layer_types``, where kinds differ in that. Without attention there are
-    #: no keys.
-    kinds: dict[str, Rows] = field(default_factory=dict)
-    whole: Rows = field(default_factory=_WHOLE.copy)
+    #: What its blocks can be in ``layer_types``. Only those with "attention" have keys.
+    kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
+    #: The last tensors of a block, where these are others than in ``_ORDER``.
+    last: tuple[str, ...] = ()
     #: By the method of a ``GGUFWriter`` that takes it, the key of config.json of a number.
-    numbers: dict[str, str] = field(default_factory=lambda: {"add_layer_norm_rms_eps": "rms_norm_eps"})
+    numbers: dict[str, str] = field(default_factory=_RMS.copy)
     #: Kinds of stretched rotary positions that it has.
     stretches: tuple[str, ...] = ("linear", "yarn")
     #: Whether rotary positions turn neighbours there, where transformers turns halves of a head.
@@ -168,24 +74,17 @@ class Architecture:
     no_positions: int = 0
     #: What norms add to their weights, which are stored without it.
     added: float = 0.0
+    #: Whether its blocks have experts.
+    is_mixture: bool = False
     #: Whether the parts of experts' parameters are in turns, row by row.
     in_turns: bool = False
     #: Whether all heads together have to be as wide as the hidden states.
     square: bool = False
 
-    @property
-    def is_mixture(self) -> bool:
-        """Whether its blocks have experts."""
-        return any(".experts." in key for key in self.block)
 
-
-#: SiLU, by both of its names.
-_SILU = {"hidden_act": ("silu", "swish")}
-_NO_BIAS = {**_SILU, "attention_bias": (False,)}
 _UNTIED = {"tie_word_embeddings": (False,)}
-_FACTORS = ("linear", "yarn", "llama3")
-_GEMMA = {"use_bidirectional_attention": (None, False), "tie_word_embeddings": (True,)}
-_RMS = {"add_layer_norm_rms_eps": "rms_norm_eps"}
+_TIED = {"tie_word_embeddings": (True,)}
+_ONE_WAY = {"use_bidirectional_attention": (None, False)}
 _GRANITE = {
     **_RMS,
     "add_attention_scale": "attention_multiplier",
@@ -194,55 +93,34 @@ _GRANITE = {
     "add_logit_scale": "logits_scaling",
 }
 _FINAL_CAP = {"add_final_logit_softcapping": "final_logit_softcapping"}
+_MISTRAL = Architecture("LLAMA", stretches=("linear", "yarn", "llama3"), neighbours=True)
+_LLAMA = dataclasses.replace(
+    _MISTRAL,
+    free=("attention_bias", "mlp_bias"),
+    last=(
+        *("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias"),
+        *("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
+    ),
+)
+_OLMO2 = Architecture("OLMO2", fixed=_UNTIED, square=True)
 ARCHITECTURES = {
-    "llama": Architecture(
-        "LLAMA",
-        _ATTENTION | _MLP,
-        {"attention_bias": _BIASES | _LAST_BIAS, "mlp_bias": _MLP_BIASES},
-        _SILU,
-        stretches=_FACTORS,
-        neighbours=True,
-    ),
-    "mistral": Architecture("LLAMA", _ATTENTION | _MLP, fixed=_SILU, stretches=_FACTORS, neighbours=True),
-    "ministral3": Architecture("MISTRAL3", _ATTENTION | _MLP, fixed=_SILU, stretches=("yarn",), neighbours=True),
-    "mixtral": Architecture("LLAMA", _ATTENTION | _EXPERTS, fixed=_SILU, stretches=_FACTORS, neighbours=True),
-    "smollm3": Architecture("SMOLLM3", _ATTENTION | _MLP, fixed=_SILU, neighbours=True, no_positions=4),
-    "granite": Architecture(
-        "GRANITE",
-        _ATTENTION | _MLP,
-        {"attention_bias": _BIASES | _LAST_BIAS, "mlp_bias": _MLP_BIASES},
-        _SILU,
-        numbers=_GRANITE,
-        stretches=_FACTORS,
-        neighbours=True,
-    ),
-    "granitemoe": Architecture(
-        "GRANITE_MOE",
-        _ATTENTION | _experts("block_sparse_moe", "router"),
-        fixed=_SILU,
-        numbers=_GRANITE,
-        stretches=_FACTORS,
-        neighbours=True,
-    ),
-    "qwen2": Architecture("QWEN2", _ATTENTION | _BIASES | _MLP, fixed=_SILU, square=True),
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "ministral3": Architecture("MISTRAL3", stretches=("yarn",), neighbours=True),
+    "mixtral": dataclasses.replace(_MISTRAL, is_mixture=True),
+    "smollm3": Architecture("SMOLLM3", neighbours=True, no_positions=4),
+    "granite": dataclasses.replace(_LLAMA, name="GRANITE", numbers=_GRANITE),
+    "granitemoe": dataclasses.replace(_MISTRAL, name="GRANITE_MOE", numbers=_GRANITE, is_mixture=True),
+    "qwen2": Architecture("QWEN2", square=True),
     "qwen2_moe": Architecture(
-        "QWEN2MOE",
-        _ATTENTION | _BIASES | _EXPERTS | _SHARED_EXPERT,
-        fixed={**_SILU, **_UNTIED, "mlp_only_layers": ([], None)},
-        square=True,
+        "QWEN2MOE", fixed={**_UNTIED, "mlp_only_layers": ([], None)}, is_mixture=True, square=True
     ),
-    "qwen3": Architecture("QWEN3", _ATTENTION | _HEAD_NORMS | _MLP, fixed=_NO_BIAS),
-    "qwen3_moe": Architecture(
-        "QWEN3MOE",
-        _ATTENTION | _HEAD_NORMS | _EXPERTS,
-        fixed={**_NO_BIAS, "norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
-    ),
-    "gemma": Architecture("GEMMA", _ATTENTION | _MLP, fixed=_GEMMA, whole=_HEADLESS, added=1),
+    "qwen3": Architecture("QWEN3"),
+    "qwen3_moe": Architecture("QWEN3MOE", fixed={"norm_topk_prob": (True,), "mlp_only_layers": ([],)}, is_mixture=True),
+    "gemma": Architecture("GEMMA", fixed=_ONE_WAY | _TIED, added=1),
     "gemma2": Architecture(
         "GEMMA2",
-        _AROUND | _PROJECTIONS | _MLP,
-        fixed=_GEMMA,
-        whole=_HEADLESS,
+        fixed=_ONE_WAY | _TIED,
         numbers={**_RMS, **_FINAL_CAP, "add_attn_logit_softcapping": "attn_logit_softcapping"},
         stretches=("linear",),
         period=2,
@@ -250,80 +128,46 @@ ARCHITECTURES = {
     ),
     "gemma3_text": Architecture(
         "GEMMA3",
-        _AROUND | _PROJECTIONS | _HEAD_NORMS | _MLP,
-        fixed={"use_bidirectional_attention": (None, False)},
+        fixed=_ONE_WAY,
         numbers=_RMS | _FINAL_CAP,
         stretches=("linear",),
         period=6,
         two_bases=True,
         added=1,
     ),
-    "phi3": Architecture(
-        "PHI3",
-        {
-            **_NORMS,
-            "self_attn.qkv_proj.weight": ("attn_qkv.weight", ("joined", "width")),
-            "self_attn.o_proj.weight": ("attn_output.weight", ("width", "queries")),
-            **_JOINED_MLP,
-        },
-        fixed=_SILU,
-        stretches=("longrope",),
-        says_window=True,
-        partial=True,
-        square=True,
-    ),
-    "olmo2": Architecture(
-        "OLMO2",
-        {
-            **_AFTER,
-            **_PROJECTIONS,
-            "self_attn.q_norm.weight": ("attn_q_norm.weight", ("queries",)),
-            "self_attn.k_norm.weight": ("attn_k_norm.weight", ("keys",)),
-            **_MLP,
-        },
-        fixed=_NO_BIAS | _UNTIED,
-        square=True,
-    ),
+    "phi3": Architecture("PHI3", stretches=("longrope",), says_window=True, partial=True, square=True),
+    "olmo2": _OLMO2,
     "glm4": Architecture(
         "GLM4",
-        {
-            **_ATTENTION,
-            "post_self_attn_layernorm.weight": ("post_attention_norm.weight", ("width",)),
-            "post_mlp_layernorm.weight": ("post_ffw_norm.weight", ("width",)),
-            **_JOINED_MLP,
-        },
-        {"attention_bias": _BIASES},
-        _SILU,
+        free=("attention_bias",),
+        last=(
+            *("post_attention_norm", "post_ffw_norm", "ffn_up", "ffn_down"),
+            *("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+        ),
         partial=True,
     ),
-    "gpt_oss": Architecture("GPT_OSS", _GPT_OSS, fixed=_SILU | _UNTIED, period=2, in_turns=True),
+    "gpt_oss": Architecture("GPT_OSS", fixed=_UNTIED, period=2, is_mixture=True, in_turns=True),
     "lfm2": Architecture(
         "LFM2",
-        _LFM2,
-        kinds={"conv": _LFM2_CONVOLUTION, "full_attention": _LFM2_ATTENTION},
-        whole={**_ENDS, "embedding_norm.weight": ("token_embd_norm.weight", ("width",))},
+        kinds=("conv", "full_attention"),
+        last=(
+            *("shortconv.conv", "shortconv.in_proj", "shortconv.out_proj"),
+            *("attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm"),
+        ),
         numbers={"add_layer_norm_rms_eps": "norm_eps", "add_shortconv_l_cache": "conv_L_cache"},
         square=True,
     ),
-    "starcoder2": Architecture(
-        "STARCODER2",
-        _STARCODER2,
-        whole={**_WHOLE, "norm.bias": ("output_norm.bias", ("width",))},
-        numbers={"add_layer_norm_eps": "norm_epsilon"},
-        square=True,
-    ),
+    "starcoder2": Architecture("STARCODER2", numbers={"add_layer_norm_eps": "norm_epsilon"}, square=True),
     "cohere2": Architecture(
         "COHERE2",
-        _NORM | _PROJECTIONS | _MLP,
-        fixed={**_NO_BIAS, "tie_word_embeddings": (True,)},
-        whole=_HEADLESS,
+        fixed=_TIED,
         numbers={"add_layer_norm_eps": "layer_norm_eps", "add_logit_scale": "logit_scale"},
         stretches=(),
         period=4,
         square=True,
     ),
+    "olmo3": dataclasses.replace(_OLMO2, period=4),
 }
-ARCHITECTURES["olmo3"] = dataclasses.replace(ARCHITECTURES["olmo2"], period=4)
 
 #: Keys that this module reads or writes, or the tokenizer's does.
 _READ = {
@@ -344,6 +188,8 @@ _HARMLESS = {
 }
 #: What transformers asks every configuration for, whether its class has it or not.
 _ASKED = {"is_causal": True, "attention_chunk_size": None, "kv_sharing_modes": None}
+#: By both of its names.
+_SILU = ("silu", "swish")
 _MOST = 512  # layers, and experts, that llama.cpp has room for
 #: The turns within the original context below and above which yarn changes frequencies, which llama.cpp does not read.
 _YARN = (32, 1)
@@ -382,7 +228,7 @@ class ExportedTensor:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """That of the tensor in the file."""
+        """The shape of the tensor in the file."""
         return (len(self.sources), *self.shape) if "_exps." in self.name else self.shape
 
 
@@ -392,36 +238,34 @@ def check_configuration(config: PreTrainedConfig, architecture: Architecture, pa
         layers = config.to_dict().get("per_layer_config")
         raise _unsupported(path, f"per_layer_config is {shown(layers)}", "llama.cpp computes all layers alike")
     usual = type(config)()
-    taken = _READ | _HARMLESS | architecture.optional.keys() | {*architecture.numbers.values()}
+    taken = _READ | _HARMLESS | {*architecture.free, *architecture.numbers.values()}
     for key, default in {**{one.name: getattr(usual, one.name) for one in dataclasses.fields(usual)}, **_ASKED}.items():
         value = getattr(config, key, default)
-        known = architecture.fixed.get(key, (default,))
+        known = architecture.fixed.get(key, _SILU if default == _SILU[0] else (default,))
         if (key in architecture.fixed or key not in taken) and value not in known:
             raise _unsupported(path, f"{key} is {value!r}", f"llama.cpp computes it as with {known[0]!r}")
     _check_numbers(config, architecture, path)
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     if heads < 1 or keys < 1 or heads % keys:
         raise _unsupported(path, f"it has {heads} heads, {keys} of keys", "each of keys has to serve as many")
-    size = sizes(config, architecture)
-    if size["head"] < 2 or size["head"] % 2:
-        raise _unsupported(path, f"it has heads of {size['head']}", "positions turn pairs")
-    if architecture.square and size["queries"] != config.hidden_size:
-        what = f"{heads} heads of {size['head']} are not as wide as the model ({config.hidden_size})"
+    head = head_width(config)
+    if head < 2 or head % 2:
+        raise _unsupported(path, f"it has heads of {head}", "positions turn pairs")
+    if architecture.square and heads * head != config.hidden_size:
+        what = f"{heads} heads of {head} are not as wide as the model ({config.hidden_size})"
         raise _unsupported(path, what, f"llama.cpp takes no other {config.model_type}; keep all heads")
-    if layers := SHARES.get(config.model_type):
-        share = config.hidden_size // heads if config.num_hidden_layers == layers else size["head"]
-        if config.query_pre_attn_scalar != share:
-            what = f"query_pre_attn_scalar is {config.query_pre_attn_scalar}"
-            raise _unsupported(path, what, f"llama.cpp computes {config.num_hidden_layers} layers as with {share}")
+    if (divisor := score_divisor(config)) is not None and config.query_pre_attn_scalar != divisor:
+        what = f"query_pre_attn_scalar is {config.query_pre_attn_scalar}"
+        raise _unsupported(path, what, f"llama.cpp computes {config.num_hidden_layers} layers as with {divisor}")
     _check_layers(config, architecture, path)
 
 
 def _check_layers(config: PreTrainedConfig, architecture: Architecture, path: Path) -> None:
     """UnsupportedModelError for kinds of blocks that llama.cpp does not have, or not there."""
     types = getattr(config, "layer_types", None) or []
-    known = architecture.kinds.keys() or {"full_attention", "sliding_attention"}
-    if {*types} - known or ("sliding_attention" in types and getattr(config, "sliding_window", None) is None):
-        raise _unsupported(path, f"layer_types are {sorted({*types})}", f"llama.cpp has {' and '.join(sorted(known))}")
+    known = architecture.kinds
+    if {*types} - {*known} or ("sliding_attention" in types and getattr(config, "sliding_window", None) is None):
+        raise _unsupported(path, f"layer_types are {sorted({*types})}", f"llama.cpp has {' and '.join(known)}")
     if every := architecture.no_positions:
         wanted = [int((i + 1) % every != 0) for i in range(config.num_hidden_layers)]
         if config.no_rope_layers != wanted:
@@ -431,13 +275,13 @@ def _check_layers(config: PreTrainedConfig, architecture: Architecture, path: Pa
 
 def _check_numbers(config: PreTrainedConfig, architecture: Architecture, path: Path) -> None:
     """UnsupportedModelError for numbers that transformers has not looked at, or that llama.cpp has no room for."""
-    experts = ["num_experts"] if architecture.is_mixture else []
-    for key in ("head_dim", "sliding_window", *experts):
-        value = _expert_count(config) if key == "num_experts" else getattr(config, key, None)
+    widths = {key: getattr(config, key, None) for key in ("head_dim", "sliding_window")}
+    experts = {"num_experts": _expert_count(config)} if architecture.is_mixture else {}
+    counts = {"num_hidden_layers": config.num_hidden_layers, **experts}
+    for key, value in (widths | experts).items():
         if type(value) is not int and (value is not None or key in experts):
             name = config.attribute_map.get(key, key)
             raise _unsupported(path, f"{name} is {shown(value)}", "it must be a whole number")
-    counts = {"num_hidden_layers": config.num_hidden_layers, **{key: _expert_count(config) for key in experts}}
     for key, count in counts.items():
         if count > _MOST:
             raise _unsupported(path, f"{key} is {count}", f"llama.cpp takes no more than {_MOST}")
@@ -452,108 +296,86 @@ def _expert_count(config: PreTrainedConfig) -> Any:
     return getattr(config, "num_experts" if "num_experts" in names else "num_local_experts")
 
 
-def sizes(config: PreTrainedConfig, architecture: Architecture) -> dict[str, int]:
-    """The sizes that shapes are made of."""
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    neurons, own = config.intermediate_size, {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
-    if getattr(config, "block_auto_adjust_ff_dim", False):
-        neurons = int(config.block_ffn_dim_multiplier * int(2 * neurons / 3))
-        neurons = config.block_multiple_of * math.ceil(neurons / config.block_multiple_of)
-    return {
-        "one": 1,
-        "vocabulary": config.vocab_size,
-        "width": config.hidden_size,
-        "triple": 3 * config.hidden_size,
-        "head": head,
-        "heads": heads,
-        "queries": heads * head,
-        "keys": keys * head,
-        "joined": (heads + 2 * keys) * head,
-        "neurons": neurons,
-        "both": 2 * neurons,
-        "experts": _expert_count(config) if architecture.is_mixture else 0,
-        "expert": own.get("moe_intermediate_size", neurons) if architecture.is_mixture else 0,
-        "shared": own.get("shared_expert_intermediate_size", 0),
-        "cache": own.get("conv_L_cache", 0),
-    }
+def _own(config: PreTrainedConfig, key: str, without: int) -> int:
+    """What config.json says of a ``key`` that the family's class has; ``without`` if it has none."""
+    value: int = getattr(config, key) if key in {one.name for one in dataclasses.fields(config)} else without
+    return value
 
 
-def find_tensors(model: StreamedModel, config: PreTrainedConfig, architecture: Architecture) -> list[ExportedTensor]:
-    """What the file has.
+def find_tensors(
+    model: StreamedModel,
+    config: PreTrainedConfig,
+    architecture: Architecture,
+    name_of: Callable[[str, tuple[str, ...]], str | None],
+) -> list[ExportedTensor]:
+    """What the file has; ``name_of`` is that of a map of names of the package gguf.
 
-    CheckpointError where a tensor is missing or has another shape than config.json says; UnsupportedModelError where
-    llama.cpp would not take it.
+    UnsupportedModelError where llama.cpp would not take a tensor.
     """
-    size, found, layout = sizes(config, architecture), list[ExportedTensor](), model.layout
+    layout, path, found = model.layout, model.checkpoint.path, dict[tuple[int, int], ExportedTensor]()
+    order = [*(stem for stem in _ORDER if stem not in architecture.last), *architecture.last]
     above = model.places[0].removesuffix("layers.0.")
     own_head = bool(layout.keys(_HEAD)) and _HEAD not in layout.ties
-    if own_head and _HEAD not in architecture.whole:
-        raise _unsupported(model.checkpoint.path, f"its files have {_HEAD!r}", "llama.cpp takes the embeddings for it")
-    for key, row in architecture.whole.items():
-        if key != _HEAD or own_head:
-            found += _tensors(model, key if key == _HEAD else above + key, row, architecture, size, {})
-    for layer, place in enumerate(model.places):
-        rows = dict(architecture.block)
-        for key, more in architecture.optional.items():
-            rows |= more if getattr(config, key) else {}
-        rows |= architecture.kinds[config.layer_types[layer]] if architecture.kinds else {}
-        experts = defaultdict[tuple[str, int | None], list[Matrix]](list)
-        for matrix in model.matrices(layer):
-            experts[place + matrix.parameter, matrix.expert].append(matrix)
-        for key, (names, shape) in rows.items():
-            row = " ".join(f"blk.{layer}.{name}" for name in names.split()), shape
-            found += _tensors(model, place + key, row, architecture, size, experts)
-    return found
-
-
-def _tensors(
-    model: StreamedModel,
-    name: str,
-    row: tuple[str, tuple[str, ...]],
-    architecture: Architecture,
-    size: dict[str, int],
-    experts: dict[tuple[str, int | None], list[Matrix]],
-) -> list[ExportedTensor]:
-    """Those of the file that the parameter ``name`` is, by its ``row``."""
-    names, shape = row[0].split(), tuple(size[one] for one in row[1])
-    keys, parts, found = model.layout.keys(name), len(names), list[ExportedTensor]()
-    if not keys:
-        raise CheckpointError(f"{model.checkpoint.path} lacks the tensor {name!r}; transformers would make one up")
-    for part, stored in enumerate(names):
-        rows = slice(part, None, parts) if architecture.in_turns else slice(part * shape[0], (part + 1) * shape[0])
-        if ".experts." not in name:
-            sources = [Source(key) for key in keys]
-        elif len(shape) == 1:
-            sources = [Source(keys[0], expert, rows=rows) for expert in range(size["experts"])]
+    experts = defaultdict[tuple[str, int | None], list[Matrix]](list)
+    for matrix in model.matrices():
+        experts[model.places[matrix.block] + matrix.parameter, matrix.expert].append(matrix)
+    for name, value in model.model.named_parameters(remove_duplicate=False):
+        if not (own_head if name == _HEAD else name.startswith(above)):
+            continue
+        keys, plain = layout.keys(name), name if name == _HEAD else f"model.{name.removeprefix(above)}"
+        block = int(plain.split(".")[2]) if ".layers." in plain else -1
+        if ".experts." in name:
+            sources = [sorted(experts[name, i], key=lambda matrix: matrix.start) for i in range(_expert_count(config))]
+            tensors = _of_experts(f"blk.{block}.", name.rpartition(".")[2], keys[0], sources, config, architecture)
         else:
-            sources = []
-            for expert in range(size["experts"]):
-                its = sorted(experts[name, expert], key=lambda matrix: matrix.start)
-                one, own = (its[part], slice(None)) if len(its) == parts else (its[0], rows)
-                sources.append(Source(one.key, one.index, one.is_stored_transposed, own))
-        for source in sources:
-            _check_shape(model.checkpoint, source, shape)
-        tensor = ExportedTensor(stored, sources, shape)
-        if architecture.neighbours and row[1][0] in ("queries", "keys") and ".attn_v." not in stored:
-            tensor.heads = shape[0] // size["head"]
-        if stored.endswith("norm.weight"):
-            tensor.added = architecture.added
-        found.append(tensor)
+            for ours, known in _KNOWN_AS.items():
+                plain = plain.replace(ours, known)
+            shape = tuple(value.squeeze(1).shape if value.dim() == 3 else value.shape)
+            tensors = [ExportedTensor(name_of(plain, (".weight", ".bias")) or "", [Source(keys[0])], shape)]
+        for tensor in tensors:
+            stem = tensor.name.removeprefix(f"blk.{block}.").removesuffix(".weight")
+            if stem not in order or not (len(keys) == 1 or ".experts." in name):
+                why = "llama.cpp takes the embeddings for it" if name == _HEAD else "llama.cpp has no such tensor"
+                raise _unsupported(path, f"its files have {keys[0]!r}", why)
+            if architecture.neighbours and stem.removesuffix(".bias") in ("attn_q", "attn_k"):
+                tensor.heads = tensor.shape[0] // head_width(config)
+            if stem.endswith("norm"):
+                tensor.added = architecture.added
+            found[block, order.index(stem)] = tensor
+    return [found[place] for place in sorted(found)]
+
+
+def _of_experts(
+    place: str,
+    parameter: str,
+    key: str,
+    experts: list[list[Matrix]],
+    config: PreTrainedConfig,
+    architecture: Architecture,
+) -> list[ExportedTensor]:
+    """The tensors of the file that a ``parameter`` of all ``experts`` is; a bias is one tensor, ``key``, in all."""
+    stems, is_bias = _EXPERTS[parameter.removesuffix("_bias")], parameter.endswith("_bias")
+    shape = (_own(config, "moe_intermediate_size", config.intermediate_size), config.hidden_size)
+    shape = shape[::-1] if len(stems) == 1 else shape
+    found = []
+    for part, stem in enumerate(stems):
+        rows = slice(part * shape[0], (part + 1) * shape[0])
+        rows = slice(part, None, len(stems)) if architecture.in_turns else rows
+        sources = []
+        for expert, its in enumerate(experts):
+            if is_bias:
+                sources.append(Source(key, expert, rows=rows))
+            elif len(its) == len(stems):
+                sources.append(Source(its[part].key, its[part].index, its[part].is_stored_transposed))
+            else:
+                sources.append(Source(its[0].key, its[0].index, its[0].is_stored_transposed, rows))
+        name = f"{place}{stem}.{'bias' if is_bias else 'weight'}"
+        found.append(ExportedTensor(name, sources, shape[:1] if is_bias else shape))
     return found
-
-
-def _check_shape(checkpoint: Checkpoint, source: Source, shape: tuple[int, ...]) -> None:
-    """CheckpointError where a tensor has not the ``shape`` that config.json says, but for dimensions of 1."""
-    there = checkpoint.entries[source.key].shape[0 if source.index is None else 1 :]
-    there = there[::-1] if source.transposed else there
-    rows = len(range(*source.rows.indices(there[0])))
-    if [n for n in (rows, *there[1:]) if n != 1] != [n for n in shape if n != 1]:
-        raise CheckpointError(f"{checkpoint.path}: {source.key!r} has the shape {there}, by config.json it is {shape}")
 
 
 def _is_sliding(config: PreTrainedConfig) -> list[bool]:
-    """Of each block, whether it sees a window only."""
+    """Whether each block sees a window only."""
     types = getattr(config, "layer_types", None)
     if types is None:
         return [getattr(config, "sliding_window", None) is not None] * config.num_hidden_layers
@@ -568,7 +390,7 @@ def context_length(config: PreTrainedConfig, architecture: Architecture) -> tupl
             f"the context in the file is {window:,} tokens, the model's sliding window, of {length:,}: with more "
             "llama.cpp would see all of them"
         )
-    rope = _rope(config)
+    rope = rope_of(config)
     short = rope.get("original_max_position_embeddings", length)
     if rope["rope_type"] == "longrope" and short < length:
         return short, (
@@ -583,26 +405,29 @@ def numbers(config: PreTrainedConfig, architecture: Architecture, path: Path) ->
 
     UnsupportedModelError for numbers that the format cannot hold.
     """
-    size, theta = sizes(config, architecture), _rope(config)["rope_theta"]
+    head, theta, neurons = head_width(config), rope_of(config)["rope_theta"], config.intermediate_size
+    if getattr(config, "block_auto_adjust_ff_dim", False):
+        neurons = int(config.block_ffn_dim_multiplier * int(2 * neurons / 3))
+        neurons = config.block_multiple_of * math.ceil(neurons / config.block_multiple_of)
     found = {
         "add_context_length": context_length(config, architecture)[0],
         "add_embedding_length": config.hidden_size,
         "add_block_count": config.num_hidden_layers,
-        "add_feed_forward_length": size["neurons"],
+        "add_feed_forward_length": neurons,
         "add_head_count": config.num_attention_heads,
         "add_head_count_kv": config.num_key_value_heads,
-        "add_key_length": size["head"],
-        "add_value_length": size["head"],
+        "add_key_length": head,
+        "add_value_length": head,
         "add_rope_dimension_count": _rotary(config, architecture),
         "add_vocab_size": config.vocab_size,
         "add_rope_freq_base": theta if type(theta) is not int else float(theta),
     }
     if architecture.is_mixture:
-        found["add_expert_count"] = size["experts"]
+        found["add_expert_count"] = _expert_count(config)
         found["add_expert_used_count"] = config.num_experts_per_tok
-        found["add_expert_feed_forward_length"] = size["expert"]
-    if size["shared"]:
-        found["add_expert_shared_feed_forward_length"] = size["shared"]
+        found["add_expert_feed_forward_length"] = _own(config, "moe_intermediate_size", config.intermediate_size)
+    if shared := _own(config, "shared_expert_intermediate_size", 0):
+        found["add_expert_shared_feed_forward_length"] = shared
     if local := config.rope_parameters.get("sliding_attention"):
         found["add_rope_freq_base_swa"] = local["rope_theta"]
     usual = type(config)()
@@ -617,9 +442,8 @@ def numbers(config: PreTrainedConfig, architecture: Architecture, path: Path) ->
             raise _unsupported(path, f"{key} is {number}", "the format holds numbers from 1 to 2,147,483,647")
         if not isinstance(number, float) or not 1e-30 < number < 1e30:
             raise _unsupported(path, f"{key} is {number}", "llama.cpp has it as a number of 32 bits")
-    if architecture.kinds:
-        has_keys = ("self_attn.k_proj.weight" in architecture.kinds[kind] for kind in config.layer_types)
-        found["add_head_count_kv"] = [config.num_key_value_heads * there for there in has_keys]
+    if "conv" in architecture.kinds:
+        found["add_head_count_kv"] = [config.num_key_value_heads * ("attention" in kind) for kind in config.layer_types]
     if every := architecture.period:
         sliding = _is_sliding(config)
         found["add_sliding_window"] = getattr(config, "sliding_window", None) or config.max_position_embeddings
@@ -644,8 +468,8 @@ class Positions:
 
 
 def stretched(config: PreTrainedConfig, architecture: Architecture, path: Path) -> Positions:
-    """Those of a model; UnsupportedModelError where llama.cpp has them otherwise."""
-    rope, local = _rope(config), config.rope_parameters.get("sliding_attention", {})
+    """What the file says of a model's positions; UnsupportedModelError where llama.cpp computes them otherwise."""
+    rope, local = rope_of(config), config.rope_parameters.get("sliding_attention", {})
     kind, found = rope.get("rope_type"), Positions()
     same = {"rope_type": "default"} | ({} if architecture.two_bases else {"rope_theta": rope["rope_theta"]})
     for key, value in same.items():
@@ -661,10 +485,9 @@ def stretched(config: PreTrainedConfig, architecture: Architecture, path: Path) 
     if kind not in architecture.stretches:
         raise unknown
     width, factor = _rotary(config, architecture), rope.get("factor")
-    scaled: torch.Tensor
     with refusals(path / "config.json"):
-        own = {"layer_type": "full_attention"} if "full_attention" in config.rope_parameters else {}
-        scaled, attention = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **own)
+        layers = "full_attention" if "full_attention" in config.rope_parameters else None
+        plain, scaled, attention = frequencies(config, layers)
         shares = {
             each: np.array(rope[f"{each}_factor"], np.float32) for each in ("long", "short") if kind == "longrope"
         }
@@ -672,8 +495,7 @@ def stretched(config: PreTrainedConfig, architecture: Architecture, path: Path) 
             found.numbers["add_rope_scaling_orig_ctx_len"] = int(rope["original_max_position_embeddings"])
     if any(2 * count != width for count in (len(scaled), *map(len, shares.values()))):
         raise unknown
-    plain = rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    ours = scaled.double()
+    ours = scaled
     found.tensors = {f"rope_factors_{each}.weight": values for each, values in shares.items()}
     if kind == "llama3":
         found.tensors["rope_freqs.weight"] = (plain / ours).float().numpy()
@@ -689,7 +511,7 @@ def stretched(config: PreTrainedConfig, architecture: Architecture, path: Path) 
         found.numbers["add_rope_scaling_attn_factors"] = attention
     if beta := rope.get("llama_4_scaling_beta"):
         found.numbers["add_attn_temperature_scale"] = beta
-    if not torch.allclose(ours, scaled.double(), rtol=1e-4):
+    if not torch.allclose(ours, scaled, rtol=1e-4):
         if rope.get("truncate", True):
             raise unknown
         found.note = (
@@ -710,16 +532,10 @@ def _yarn(plain: torch.Tensor, stretched: torch.Tensor, rope: dict[str, Any]) ->
     return stretched * share + plain * (1 - share)
 
 
-def _rope(config: PreTrainedConfig) -> dict[str, Any]:
-    """The rotary positions of blocks that see all, or of all blocks."""
-    rope: dict[str, Any] = config.rope_parameters.get("full_attention", config.rope_parameters)
-    return rope
-
-
 def _rotary(config: PreTrainedConfig, architecture: Architecture) -> int:
     """How many channels of a head positions turn."""
-    share = _rope(config).get("partial_rotary_factor", 1.0) if architecture.partial else 1
-    return int(sizes(config, architecture)["head"] * share)
+    share = rope_of(config).get("partial_rotary_factor", 1.0) if architecture.partial else 1
+    return int(head_width(config) * share)
 
 
 def _unsupported(path: Path, what: str, instead: str) -> UnsupportedModelError:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
-from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, raised_as
 from niwaki.exports.gguf_architectures import (
     ARCHITECTURES,
     ExportedTensor,
@@ -63,7 +63,7 @@ class TensorOnGrid:
 
     @cached_property
     def bits(self) -> int:
-        """Of its whole numbers."""
+        """The bits that its whole numbers have."""
         return self.find_bits()
 
     def fits(self, kind: Kind, columns: int) -> bool:
@@ -72,7 +72,7 @@ class TensorOnGrid:
 
 
 def tensors_on_grids(model: StreamedModel) -> dict[tuple[str, int | None], TensorOnGrid]:
-    """By key and index, those that ``model`` has on a grid: matrices of its blocks, and embeddings and head.
+    """The tensors that ``model`` has on a grid, by key and index: matrices of its blocks, embeddings and head.
 
     CheckpointError where config.json names no grid that there is.
     """
@@ -180,7 +180,10 @@ class Gguf(Form):
         if how := self._positions.stretch:
             self._numbers["add_rope_scaling_type"] = self._gguf.RopeScalingType(how)
         self._streamed = StreamedModel(checkpoint, "cpu", "float32")  # of which only names are asked for
-        self._tensors = find_tensors(self._streamed, stored, architecture)
+        with raised_as(OutputError, "this version of gguf does not know", KeyError, "; pip install --upgrade gguf"):
+            kind_of_model = self._gguf.MODEL_ARCH[architecture.name]
+        names = self._gguf.get_tensor_name_map(kind_of_model, config.num_hidden_layers)
+        self._tensors = find_tensors(self._streamed, stored, architecture, names.get_name)
         self._tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
         self._notes = [
             context_length(config, architecture)[1],
@@ -219,7 +222,7 @@ class Gguf(Form):
 
     @property
     def file_name(self) -> str:
-        """That of the file, where a directory is written."""
+        """The name of the file, where a directory is written."""
         return f"model-{self._kind}.gguf"
 
     @property

@@ -9,9 +9,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from niwaki.checkpoints.tensors import read_json
 from niwaki.errors import CheckpointError, UnsupportedModelError
-from niwaki.models.gguf import SPLITTINGS
+from niwaki.models.gguf import CONTROL, SPACE, SPLITTINGS, USER
 from niwaki.models.tokens import load_tokenizer
 from niwaki.records.wording import several
 
@@ -50,14 +52,13 @@ _TAKEN = _ENDS | {
 #: What stands beside a token in texts that are tried.
 _BESIDE = ("", " ", "\n", "a", "S", "1", "<", ">", "/", "|", "[", "]", "_", ".", "é", "東")
 #: Kinds of tokens.
-_NORMAL, _CONTROL, _USER, _UNUSED, _BYTE = 1, 3, 4, 5, 6
+_NORMAL, _UNUSED, _BYTE = 1, 5, 6
 #: Steps of tokenizers of SentencePiece's kind, and whether they put a space before a text: always, or where none is.
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _NO_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-_METASPACE = {"type": "Metaspace", "replacement": _SPACE, "split": False}
+_METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}
 _PREFIXES: list[tuple[list[dict[str, Any]], list[dict[str, Any]], bool, str]] = [
-    ([{"type": "Prepend", "prepend": _SPACE}, _SPACES], [], True, ""),
+    ([{"type": "Prepend", "prepend": SPACE}, _SPACES], [], True, ""),
     ([_SPACES], [], False, ""),
     ([_SPACES], [_NO_SPLIT], False, ""),  # after which there is no space to split at
     ([], [{**_METASPACE, "prepend_scheme": "never"}], False, ""),
@@ -75,7 +76,7 @@ _WHOLE = {each.expressions[0] for each in SPLITTINGS.values() if len(each.expres
 
 
 class Tokenizer:
-    """That of a model directory of ``size`` words, checked; ``notes`` is what llama.cpp does otherwise to few texts.
+    """The tokenizer of a model of ``size`` words, checked; ``notes`` is what llama.cpp does otherwise to few texts.
 
     UnsupportedModelError for what llama.cpp does otherwise or niwaki does not know; CheckpointError where it has other
     tokens than the model, or there is none.
@@ -183,8 +184,8 @@ class Tokenizer:
 
     def _check_alphabet(self) -> None:
         """Where a byte has no token, one program leaves it out before merging, the other after."""
-        byte_of = {_byte_token(byte): byte for byte in range(0x100)} if self._falls_back else _bytes_of_characters()
-        missing = {byte for character, byte in byte_of.items() if character not in self._model["vocab"]}
+        tokens = {byte: _byte_token(byte) for byte in range(0x100)} if self._falls_back else bytes_to_unicode()
+        missing = {byte for byte, token in tokens.items() if token not in self._model["vocab"]}
         if not self._falls_back:
             missing -= {0xC0, 0xC1, *range(0xF5, 0x100)}  # no text has them
         rare = {*range(32), 0x7F, *range(0xF1, 0xF5)} - set(b"\t\n\r")
@@ -209,7 +210,7 @@ class Tokenizer:
                     "llama.cpp looks for its text alone",
                 )
             changed = self._backend.normalizer.normalize_str(text) if self._changes else text
-            if each.get("normalized") and changed.replace(_SPACE, " ") != text.replace(_SPACE, " "):
+            if each.get("normalized") and changed.replace(SPACE, " ") != text.replace(SPACE, " "):
                 raise self._unsupported(
                     f"has the token {text!r}, normalized, which makes {changed!r} of it",
                     "llama.cpp looks for its text as it is",
@@ -245,7 +246,7 @@ class Tokenizer:
 
     def _is_made(self, name: str) -> bool:
         """Whether a text gives an ordinary token, alone or beside something."""
-        text = name.replace(_SPACE, " ")
+        text = name.replace(SPACE, " ")
         texts = [f"{before}{text}{behind}" for before in _BESIDE for behind in _BESIDE]
         number = self._model["vocab"][name]
         return any(number in made.ids for made in self._backend.encode_batch(texts, add_special_tokens=False))
@@ -329,7 +330,7 @@ class Tokenizer:
         )
 
     def _list_tokens(self) -> tuple[list[str], list[int]]:
-        """By number the tokens and their kinds; some numbers may have none."""
+        """Lists the tokens and their kinds by number, also of numbers that have no token."""
         added = {each["id"]: each for each in self._added}
         beyond = [each["content"] for number, each in added.items() if number >= self.size]
         if beyond:
@@ -366,17 +367,17 @@ class Tokenizer:
 
     def _text_of(self, each: dict[str, Any]) -> str:
         text = str(each["content"])
-        return text.replace(_SPACE, " ") if self._finds_spaces(each) else text
+        return text.replace(SPACE, " ") if self._finds_spaces(each) else text
 
     def _kind_of(self, each: dict[str, Any]) -> int:
         if _is_special(each):
-            return _CONTROL
+            return CONTROL
         # Such a one stands for spaces, which are merged, and is looked for only where a text has that very character.
-        is_merged = self._falls_back and _SPACE in each["content"] and not self._finds_spaces(each)
-        return _NORMAL if is_merged else _USER
+        is_merged = self._falls_back and SPACE in each["content"] and not self._finds_spaces(each)
+        return _NORMAL if is_merged else USER
 
     def _find_scores(self) -> list[float]:
-        """By number, so that llama.cpp, which makes the token with the highest score first, merges in the same order.
+        """Gives each token a score: llama.cpp makes the one with the highest first, and so merges in the same order.
 
         It also merges what no merge is named for. Tokenizers that were made from SentencePiece have all there can be.
         """
@@ -390,7 +391,7 @@ class Tokenizer:
         more = [
             token
             for token, kind in zip(self.tokens, self.kinds, strict=True)
-            if kind not in (_CONTROL, _USER)
+            if kind not in (CONTROL, USER)
             and any(
                 f"{token[:i]} {token[i:]}" not in merges
                 for i in range(1, len(token))
@@ -408,7 +409,7 @@ class Tokenizer:
 
     def _find_ends(self) -> tuple[int | None, int | None]:
         """The tokens that are put before a text and after it."""
-        alone, whole = (self._encode(special) for special in (False, True))
+        alone, whole = (list(self._tokenizer("a", add_special_tokens=each).input_ids) for each in (False, True))
         for start in range(len(whole) - len(alone) + 1):
             if whole[start : start + len(alone)] == alone:
                 before, after = whole[:start], whole[start + len(alone) :]
@@ -421,9 +422,6 @@ class Tokenizer:
         raise self._unsupported(
             f"adds tokens to a text ({whole} for {alone})", "llama.cpp adds one before it and one after it"
         )
-
-    def _encode(self, special: bool) -> list[int]:
-        return list(self._tokenizer("a", add_special_tokens=special).input_ids)
 
     def _find_stops(self, config_end: Any) -> list[int]:
         """Tokens at which llama.cpp has to end a text: first the one that it puts there, then the tokenizer's own."""
@@ -492,10 +490,3 @@ def _steps(value: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
 
 def _byte_token(byte: int) -> str:
     return f"<0x{byte:02X}>"
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """The characters that stand for bytes in the tokens of GPT-2's kind: printable ones for themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

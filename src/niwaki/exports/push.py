@@ -119,16 +119,17 @@ class Publication:
         After an error none of the files is there. The model itself may exist, empty, and the same call can be repeated.
         """
         api = HfApi()
-        try:
-            api.whoami()
-        except LocalTokenNotFoundError:
-            raise UsageError(
-                "there is no login to the hub; log in with 'hf auth login', or set HF_TOKEN to a token that may write"
-            ) from None
-        except HfHubHTTPError as error:
-            raise UsageError(f"the hub does not accept the login: {first_line(error)}; see 'hf auth login'") from error
-        except Exception as error:  # of httpx and of the system
-            raise OutputError(f"the hub is out of reach: {first_line(error)}") from error
+        with (
+            raised_as(OutputError, "the hub is out of reach"),  # also for errors of httpx and of the system
+            raised_as(UsageError, "the hub does not accept the login", HfHubHTTPError, "; see 'hf auth login'"),
+        ):
+            try:
+                api.whoami()
+            except LocalTokenNotFoundError:
+                raise UsageError(
+                    "there is no login to the hub; log in with 'hf auth login', or set HF_TOKEN to a token that may "
+                    "write"
+                ) from None
         with (
             raised_as(UsageError, f"the hub refuses the card {_CARD}", ValueError),
             raised_as(OutputError, "the hub is out of reach", HfHubHTTPError),
@@ -158,10 +159,8 @@ def _reason(error: Exception) -> str:
 
 def _check_name(name: str, what: str) -> None:
     """UsageError where ``name`` cannot be that of a model on the hub, with its owner."""
-    try:
+    with raised_as(UsageError, f"{what} cannot be called {name!r}", HFValidationError):
         validate_repo_id(name)
-    except HFValidationError as error:
-        raise UsageError(f"{what} cannot be called {name!r}: {first_line(error)}") from None
     if name.count("/") != 1:
         raise UsageError(f"{what} is given as OWNER/NAME; got {name!r}")
 
@@ -170,16 +169,16 @@ def _paths(directory: Path) -> list[str]:
     """All files of a directory, but hidden ones; CheckpointError for a link that leads out of it."""
     found, whole = [], directory.resolve()
     with input_errors(directory):
-        for folder, folders, names in os.walk(directory):
-            folders[:] = sorted(each for each in folders if not each.startswith("."))
-            links = [each for each in folders if Path(folder, each).is_symlink()]
-            found += [Path(folder, each) for each in (*names, *links) if not each.startswith(".")]
-        for path in found:
+        for path in sorted(directory.rglob("*")):
+            name = path.relative_to(directory)
+            if any(part.startswith(".") for part in name.parts) or (path.is_dir() and not path.is_symlink()):
+                continue
             if not Path(os.path.realpath(path)).is_relative_to(whole):  # which goes round no loop
                 raise CheckpointError(f"{path} is a link to something outside of {directory}; put a copy in its place")
             if not path.is_file():
                 raise CheckpointError(f"{path} is not a file, and cannot be uploaded; remove it")
-    return [path.relative_to(directory).as_posix() for path in found]
+            found.append(name.as_posix())
+    return found
 
 
 def _card(directory: Path, name: str, base_model: str | None) -> bytes:
@@ -207,7 +206,7 @@ def _card(directory: Path, name: str, base_model: str | None) -> bytes:
 
 
 def _recipes(directory: Path, base_model: str | None) -> dict[str, bytes]:
-    """By path, recipes in which the model that the card names has its name on the hub."""
+    """Recipes in which the model that the card names has its name on the hub, by path."""
     names = [*earlier_recipes(directory), *([RECIPE] if (directory / RECIPE).exists() else [])]
     recipes = {name: Recipe.read(directory / name) for name in names}
     if not recipes or base_model is None or base_model == NO_BASE:

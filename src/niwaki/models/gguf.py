@@ -12,7 +12,7 @@ import math
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -70,7 +70,7 @@ class _Splitting:
 
     @property
     def steps(self) -> dict[str, Any]:
-        """Its steps, as files of tokenizers have them."""
+        """The steps, as files of tokenizers have them."""
         backend = Tokenizer(models.BPE())
         self.into(backend)
         steps: dict[str, Any] = json.loads(backend.to_str())["pre_tokenizer"]
@@ -124,7 +124,7 @@ SPLITTINGS: Mapping[str, _Splitting] = {
     **dict.fromkeys(["deepseek-v3", "hunyuan-dense"], _Splitting(_DEEPSEEK3)),
 }
 #: Kinds of tokens.
-_CONTROL, _USER = 3, 4
+CONTROL, USER = 3, 4
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 #: By kinds of tokenizers one of the fields that it has to have; what are lists.
 _MADE_OF = {"gpt2": ("merges",), "llama": ("scores", "merges"), "t5": ("scores",)}
@@ -134,7 +134,7 @@ _LISTS: Mapping[str, tuple[type, str]] = {
     "scores": (float, "numbers"),
     "token_type": (int, "whole numbers"),
 }
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def read_tokenizer(file: Path, alone: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerFast:
@@ -150,12 +150,12 @@ def read_tokenizer(file: Path, alone: Path, fields: Mapping[str, Any]) -> PreTra
     backend: Tokenizer = read.backend_tokenizer
     if kind == "llama" and isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):  # not Gemma's or Phi 3's
         prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
-        first = [normalizers.Prepend(_SPACE)] if prefix else []  # also before a space, as SentencePiece does it
-        backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _SPACE)])
+        first = [normalizers.Prepend(SPACE)] if prefix else []  # also before a space, as SentencePiece does it
+        backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
         backend.pre_tokenizer = None
         last = [decoders.Strip(" ", 1, 0)] if prefix else []
         backend.decoder = decoders.Sequence(
-            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+            [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
         )
     begins = fields.get("tokenizer.ggml.add_bos_token", kind == "llama") and kind != "gemma4"  # as its own maker has it
     return _finished(file, fields, backend, begins)
@@ -210,15 +210,13 @@ def _of_bytes(file: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=splitting.whole))
     splitting.into(backend)
     backend.decoder = decoders.ByteLevel()
-    for wanted, add in ((_CONTROL, backend.add_special_tokens), (_USER, backend.add_tokens)):
-        named: Callable[..., int] = add
-        named(
-            [
-                AddedToken(token, normalized=False, special=wanted == _CONTROL)
-                for token, one in zip(tokens, kinds, strict=True)
-                if one == wanted
-            ]
-        )
+    added = [
+        AddedToken(token, normalized=False, special=kind == CONTROL)
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind in (CONTROL, USER)
+    ]
+    backend.add_special_tokens([token for token in added if token.special])
+    backend.add_tokens([token for token in added if not token.special])
     return _finished(file, fields, backend, fields.get("tokenizer.ggml.add_bos_token", splitting.begins))
 
 
@@ -313,7 +311,7 @@ _STRETCHES = {
 #: Model types all of whose layers look back through one window.
 _WINDOWED = {"phi3", "starcoder2"}
 #: Gemmas whose scores are divided by the square root of a head's share of the hidden size, by their number of blocks.
-SHARES = {"gemma2": 46, "gemma3_text": 62}
+_SHARES = {"gemma2": 46, "gemma3_text": 62}
 #: Stretched positions of which files have nothing but the factors: those of LLaMA 3.1 and 3.2.
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _STRETCHED = [{"rope_type": "llama3", "factor": factor, **_LLAMA3_SCALING} for factor in (8.0, 32.0)]
@@ -348,16 +346,17 @@ def follow_keys(config: PreTrainedConfig, file: Path, fields: Mapping[str, Any])
     """
     architecture, own = _own(fields)
     missing = [keys[0] for keys in _ALWAYS if not any(key in own for key in keys)]
-    missing += [] if "rope.freq_base" in own or _rope(config).get("rope_theta", _BASE) == _BASE else ["rope.freq_base"]
+    missing += (
+        [] if "rope.freq_base" in own or rope_of(config).get("rope_theta", _BASE) == _BASE else ["rope.freq_base"]
+    )
     if missing:
         raise CheckpointError(f"{file} lacks the field {architecture}{missing[0]}; {ANOTHER}")
     for key, names in _GIVEN.items():
         name = _name(config, names)
         if key in own and name and own[key] not in _NEUTRAL.get(key, ()) and not _is(getattr(config, name), own[key]):
             setattr(config, name, own[key])
-    if config.model_type in SHARES:
-        is_share = config.num_hidden_layers == SHARES[config.model_type]
-        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_share else config.head_dim
+    if (divisor := score_divisor(config)) is not None:
+        config.query_pre_attn_scalar = divisor
     for key, value in own.items():
         if key not in _FITTING | _STRETCHES and not _says(config, key, value, own):
             raise UnsupportedModelError(
@@ -376,8 +375,7 @@ def _says(config: PreTrainedConfig, key: str, value: Any, own: Mapping[str, Any]
     """Whether ``config`` says that ``key`` is ``value``, or can be made to, or it is so without being said."""
     if (name := _name(config, _SAME.get(key, _GIVEN.get(key, ())))) and _is(getattr(config, name), value):
         return True
-    head = _head(config)
-    full = _rope(config)
+    head, full = head_width(config), rope_of(config)
     if key == "attention.sliding_window" and value:
         if hasattr(config, "sliding_window") and config.model_type in _WINDOWED:
             config.sliding_window = value
@@ -386,29 +384,45 @@ def _says(config: PreTrainedConfig, key: str, value: Any, own: Mapping[str, Any]
         full["rope_theta"] = float(value)
         return True
     others: dict[str, Any] = {
-        "attention.key_length": head,
-        "attention.value_length": head,
+        "attention.key_length": head or None,
+        "attention.value_length": head or None,
         "attention.scale": (getattr(config, "query_pre_attn_scalar", None) or head or 1) ** -0.5,
         "rope.dimension_count": getattr(config, "rotary_dim", None)
-        or (head or 0) * (full.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1),
+        or head * (full.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1),
         "rope.dimension_sections": [*full.get("mrope_section", ()), 0, 0, 0, 0][:4],
-        "rope.freq_base_swa": _rope(config, "sliding_attention").get("rope_theta"),
+        "rope.freq_base_swa": rope_of(config, "sliding_attention").get("rope_theta"),
     }
     return _is(others.get(key), value) or any(_is(neutral, value) for neutral in _NEUTRAL.get(key, ()))
 
 
-def _rope(config: PreTrainedConfig, layers: str = "full_attention") -> dict[str, Any]:
+def rope_of(config: PreTrainedConfig, layers: str = "full_attention") -> dict[str, Any]:
     """The rotary positions of these layers, which some models have for all."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     own: dict[str, Any] = rope.get(layers, rope)
     return own
 
 
-def _head(config: PreTrainedConfig) -> int | None:
-    """Channels of a head."""
+def head_width(config: PreTrainedConfig) -> int:
+    """Channels of a head; 0 where the configuration does not say it."""
     heads = getattr(config, "num_attention_heads", None)
-    width = getattr(config, "head_dim", None)
-    return width or (config.hidden_size // heads if heads else None)
+    width: int = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    return width
+
+
+def score_divisor(config: PreTrainedConfig) -> int | None:
+    """The number by whose square root llama.cpp divides the scores of a Gemma; None of other models."""
+    if config.model_type not in _SHARES:
+        return None
+    is_share = config.num_hidden_layers == _SHARES[config.model_type]
+    return config.hidden_size // config.num_attention_heads if is_share else head_width(config)
+
+
+def frequencies(config: PreTrainedConfig, layers: str | None = None) -> tuple[Tensor, Tensor, float]:
+    """(plain rotary frequencies, those that ``config`` stretches them to, what scores are multiplied with)."""
+    rope, own = rope_of(config), {"layer_type": layers} if layers else {}
+    scaled, attention = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), **own)
+    width = 2 * len(scaled)
+    return rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width), scaled.double(), attention
 
 
 def _name(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
@@ -449,10 +463,8 @@ def stretch(config: PreTrainedConfig, file: Path, fields: Mapping[str, Any], ten
             break
         stretched = copy.deepcopy(config)
         stretched.rope_parameters = {**rope, **candidate}
-        scaled, _ = ROPE_INIT_FUNCTIONS[str(candidate["rope_type"])](stretched, torch.device("cpu"))
-        width = 2 * len(scaled)
-        plain = rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-        if torch.allclose((plain / scaled.double()).float(), factors, rtol=1e-4):
+        plain, scaled, _ = frequencies(stretched)
+        if torch.allclose((plain / scaled).float(), factors, rtol=1e-4):
             config.rope_parameters = stretched.rope_parameters
             return
     raise UnsupportedModelError(

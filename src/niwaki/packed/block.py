@@ -84,7 +84,7 @@ class Prepared:
         keys, values = (x.new_empty(1, native.pairs, 1, native.size) for _ in range(2))
         given = (x.data_ptr(), cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1])
         found = (queries.data_ptr(), keys.data_ptr(), values.data_ptr())
-        _library().niwaki_block_begin(ctypes.byref(native), *given, *found, torch.get_num_threads())
+        kernels.loaded().niwaki_block_begin(ctypes.byref(native), *given, *found, torch.get_num_threads())
         return queries, keys, values
 
     def end(self, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -105,7 +105,7 @@ class Prepared:
         attention = _Attention(*caches, None if mask is None else mask.data_ptr(), length)
         out = torch.empty_like(x)
         given = (x.data_ptr(), queries.data_ptr(), ctypes.byref(attention))
-        _library().niwaki_block_end(ctypes.byref(native), *given, out.data_ptr(), torch.get_num_threads())
+        kernels.loaded().niwaki_block_end(ctypes.byref(native), *given, out.data_ptr(), torch.get_num_threads())
         return out
 
 
@@ -180,19 +180,13 @@ def prepare(modules: dict[str, Any], pointers: list[int], tensors: list[Tensor])
     return Prepared(native, dtype, pointers, tensors)
 
 
-def _library() -> ctypes.CDLL:
-    native = kernels.library()
-    assert native is not None
-    return native
-
-
 def _has_tensors(module: nn.Module) -> bool:
     """Whether a module has any of its own."""
     return any(value is not None for values in (module._parameters, module._buffers) for value in values.values())
 
 
 def _epsilon(norm: nn.Module) -> float | None:
-    """That of an RMS norm; None for what is none."""
+    """The epsilon of an RMS norm; None for what is none."""
     if [name for name, _ in (*norm.named_parameters(), *norm.named_buffers())] != ["weight"]:
         return None
     values = (getattr(norm, name, None) for name in ("variance_epsilon", "eps"))

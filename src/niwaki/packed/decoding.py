@@ -81,9 +81,7 @@ class NativeHead:
             return nn.Linear.forward(self._layer, input)
         y = input.new_empty(*input.shape[:-1], rows)
         path, threads = kernels.best_path(), torch.get_num_threads()
-        library = kernels.library()
-        assert library is not None
-        library.niwaki_dense(path, W.data_ptr(), rows, columns, input.data_ptr(), y.data_ptr(), threads)
+        kernels.loaded().niwaki_dense(path, W.data_ptr(), rows, columns, input.data_ptr(), y.data_ptr(), threads)
         return y
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -37,6 +37,15 @@ FORMAT, VERSION = "niwaki-packed", 7
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
 
+class Part(NamedTuple):
+    """A packed matrix of so many rows and columns, with so many values, and scales for each row."""
+
+    rows: int
+    columns: int
+    values: int
+    groups: int
+
+
 @dataclass(frozen=True)
 class PackedTensor:
     """A tensor of the dense checkpoint, as the packed one has it."""
@@ -59,25 +68,25 @@ class PackedTensor:
         """(dtype, shape) of the tensors that it is stored as, by their keys in the file, in the order of its digest."""
         if not self.packed:
             return {key: (self.dtype, self.shape)}
-        *outer, columns = self.untransposed
-        rows = math.prod(outer)
-        if self.inner:
-            left = self._sparse(f"{key}.left", rows, self.inner, self.count, self.groups)
-            return left | self._sparse(f"{key}.right", self.inner, columns, self.count_right, self.groups_right)
-        return self._sparse(key, rows, columns, self.count, self.groups)
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, part in zip((f"{key}.left", f"{key}.right") if self.inner else (key,), self.parts, strict=True):
+            if not self.whole:
+                found[f"{name}.mask"] = "U8", (part.rows, stride(part.columns))
+            if self.bits:
+                found[f"{name}.scales"] = self.dtype, (part.rows, part.groups)
+            found[f"{name}.values"] = {0: self.dtype, 8: "I8"}.get(self.bits, "U8"), (part.values + PADDING,)
+        return found
 
-    def _sparse(
-        self, key: str, rows: int, columns: int, count: int, groups: int
-    ) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The same of one matrix with so many values, and scales for each row."""
-        mask = {} if self.whole else {f"{key}.mask": ("U8", (rows, stride(columns)))}
-        values = {0: self.dtype, 8: "I8"}.get(self.bits, "U8")
-        scales = {f"{key}.scales": (self.dtype, (rows, groups))} if self.bits else {}
-        return mask | scales | {f"{key}.values": (values, (count + PADDING,))}
+    @property
+    def parts(self) -> list[Part]:
+        """The matrix that it is stored as, if it is packed, or the left and the right factor."""
+        *outer, columns = self.untransposed
+        left = Part(math.prod(outer), self.inner or columns, self.count, self.groups)
+        return [left, Part(self.inner, columns, self.count_right, self.groups_right)] if self.inner else [left]
 
     @property
     def untransposed(self) -> tuple[int, ...]:
-        """Its shape with the packed columns last; all dimensions before are the packed rows."""
+        """The shape with the packed columns last; all dimensions before are the packed rows."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
     @property
@@ -99,17 +108,16 @@ class PackedTensor:
             raise ValueError(f"{self.dtype} {self.shape} cannot be packed")
         if self.inner and (len(self.shape) != 2 or self.bits not in (0, 8)):
             raise ValueError(f"{self.dtype} {self.shape} with {self.bits} bits is not a product of two factors here")
-        *outer, columns = self.untransposed
-        right = [(columns, self.groups_right)] if self.inner else []
+        rows, columns, *_ = self.parts[0]
         if self.whole and (self.inner or not self.bits):
             raise ValueError("only one matrix of whole numbers can have no mask")
-        if self.whole and self.count != size_of_whole(math.prod(outer), columns, self.bits):
+        if self.whole and self.count != size_of_whole(rows, columns, self.bits):
             raise ValueError(f"{self.count} is not the number of bytes of {self.shape} in {self.bits} bits")
-        for width, groups in [(self.inner or columns, self.groups), *right]:
-            if self.bits not in (WHOLE_BITS if self.whole else (0, 4, 8)) or (self.bits > 0) != (groups > 0):
-                raise ValueError(f"values of {self.bits} bits cannot have {groups} scales for a row")
-            if groups and not groups_fit(width, groups):
-                raise ValueError(f"rows of {width} columns cannot have {groups} scales")
+        for part in self.parts:
+            if self.bits not in (WHOLE_BITS if self.whole else (0, 4, 8)) or (self.bits > 0) != (part.groups > 0):
+                raise ValueError(f"values of {self.bits} bits cannot have {part.groups} scales for a row")
+            if part.groups and not groups_fit(part.columns, part.groups):
+                raise ValueError(f"rows of {part.columns} columns cannot have {part.groups} scales")
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,7 @@ class Index:
 
     @classmethod
     def read(cls, directory: Path) -> Index:
-        """That of a packed model; CheckpointError if not readable, not what was written, or of another version."""
+        """Reads that of a packed model; CheckpointError if unreadable, not what was written, or of another version."""
         path = directory / INDEX
         try:
             values = parse(path.read_bytes().decode())
@@ -254,13 +262,11 @@ class PackedCheckpoint(Checkpoint):
 
         CheckpointError if damaged.
         """
-        stored, tensors = self.index.tensors[key], self.components(key)
-        columns = stored.untransposed[-1]
-        if stored.inner:
-            middle = len(tensors) // 2
-            left = self._sparse(key, tensors[:middle], stored.inner)
-            return left, self._sparse(key, tensors[middle:], columns)
-        return (self._sparse(key, tensors, columns),)
+        tensors, parts = self.components(key), self.index.tensors[key].parts
+        each = len(tensors) // len(parts)
+        return tuple(
+            self._sparse(key, tensors[i * each : (i + 1) * each], part.columns) for i, part in enumerate(parts)
+        )
 
     def _sparse(self, key: str, tensors: list[Tensor], columns: int) -> PackedMatrix:
         """A matrix of so many ``columns`` from its ``tensors``."""

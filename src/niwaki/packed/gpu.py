@@ -95,7 +95,7 @@ def _read_values(bits, at, values):
 
 @triton.jit
 def _decode(bits, a, b, c, d):
-    """Of the four columns of each lane, whether they have a value, and which; any other one where they have none.
+    """Whether the four columns of each lane have a value, and which; any other one where they have none.
 
     ``bits`` (ROWS, WORDS) uint32, ``a`` to ``d`` as read.
     """

@@ -79,6 +79,13 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def loaded() -> ctypes.CDLL:
+    """The native library; RuntimeError where it was not built."""
+    if (native := library()) is None:
+        raise RuntimeError("niwaki's native kernels are not built")
+    return native
+
+
 def open_library(path: str) -> ctypes.CDLL:
     """The native library in the file ``path``; OSError or AttributeError where it cannot be loaded, or is another."""
     native = ctypes.CDLL(path)
@@ -155,10 +162,7 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path | None = None, rounded: bool
     is ``rounded`` to whole numbers, 64 at a time, or not; see :func:`rounds`. RuntimeError where there is no native
     library, or a tensor has another device, dtype or shape.
     """
-    native = library()
-    if native is None:
-        raise RuntimeError("niwaki's native kernels are not built")
-    matrix = native_matrix(W)
+    native, matrix = loaded(), native_matrix(W)
     rows, columns = W.shape
     if x.device.type != "cpu" or not x.is_floating_point() or x.shape[1:] != (columns,):
         raise RuntimeError(
@@ -255,9 +259,9 @@ def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:
 
 
 def _expanded(W: PackedMatrix, first: int, last: int) -> Tensor:
-    """As the native library does it, by operations that all devices have; without scales."""
+    """Unpacks rows as the native library does, by operations that all devices have; without scales."""
     if W.mask is None:
-        return all_numbers(W, first, last)
+        return all_numbers(W, slice(first, last))
     assert W.starts is not None
     shifts = torch.arange(8, dtype=torch.uint8, device=W.mask.device)
     bits = (W.mask[first:last].unsqueeze(2) >> shifts) & 1

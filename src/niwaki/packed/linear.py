@@ -10,7 +10,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from niwaki.errors import UsageError
 from niwaki.packed import kernels
-from niwaki.packed.matrix import COMPONENTS, PackedMatrix, numbers_of
+from niwaki.packed.matrix import COMPONENTS, PackedMatrix, all_numbers
 
 #: The most vectors for which a product reads the packed matrix as it is, by the kind of other devices than processors.
 #: With more, unpacking it once for all is cheaper (docs/results-speed.md).
@@ -60,9 +60,7 @@ class SparseLinear(nn.Module):
     @property
     def packed(self) -> PackedMatrix:
         """W, or its left factor."""
-        buffers = cast("dict[str, Any]", self._buffers)  # attributes of modules are slow to find
-        found = {name: buffers[name] for name in COMPONENTS}
-        return PackedMatrix(**found, columns=self._inner, dtype=self._dtype)
+        return self._matrix("", self._inner)
 
     @property
     def is_product(self) -> bool:
@@ -72,11 +70,12 @@ class SparseLinear(nn.Module):
     @property
     def right(self) -> PackedMatrix | None:
         """The right factor, if W is a product."""
-        buffers = cast("dict[str, Any]", self._buffers)
-        found = {name: buffers[f"right_{name}"] for name in COMPONENTS}
-        if found["values"] is None:
-            return None
-        return PackedMatrix(**found, columns=self.in_features, dtype=self._dtype)
+        return None if self._buffers["right_values"] is None else self._matrix("right_", self.in_features)
+
+    def _matrix(self, prefix: str, columns: int) -> PackedMatrix:
+        buffers = cast("dict[str, Any]", self._buffers)  # attributes of modules are slow to find
+        found = {name: buffers[f"{prefix}{name}"] for name in COMPONENTS}
+        return PackedMatrix(**found, columns=columns, dtype=self._dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -162,7 +161,7 @@ class SparseEmbedding(SparseLinear):
         assert W.scales is not None
         if rows.numel() and bool(rows.min() < 0):
             raise IndexError("there is no token with a number below 0")
-        numbers = numbers_of(W, rows).to(torch.float32).unflatten(1, (W.scales.shape[1], -1))
+        numbers = all_numbers(W, rows).to(torch.float32).unflatten(1, (W.scales.shape[1], -1))
         found: Tensor = (numbers * W.scales[rows].unsqueeze(2)).flatten(1).to(W.dtype)
         return found.to(self._dense_dtype).view(*tokens.shape, W.columns)
 

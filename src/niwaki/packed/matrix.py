@@ -60,12 +60,12 @@ class PackedMatrix:
 
     @property
     def count(self) -> int:
-        """Of values, or of their bytes, where two share one."""
+        """The number of values, or of their bytes where two share one."""
         return len(self.values) - PADDING
 
     @property
     def bits(self) -> int:
-        """Of each of its whole numbers; 0 where it has others."""
+        """The bits of each of its whole numbers; 0 where it has other values."""
         if self.scales is None:
             return 0
         if self.mask is not None:
@@ -191,13 +191,8 @@ def _checked_whole(W: PackedMatrix) -> PackedMatrix:
     return W
 
 
-def all_numbers(W: PackedMatrix, first: int = 0, last: int | None = None) -> Tensor:
-    """Those of rows ``first`` to ``last`` of a matrix without a mask, (last - first, columns) int8."""
-    return _numbers(_rows(W)[first:last], W.bits)[:, : W.columns]
-
-
-def numbers_of(W: PackedMatrix, rows: Tensor) -> Tensor:
-    """Those of some ``rows`` (n,) int64 of a matrix without a mask, (n, columns) int8."""
+def all_numbers(W: PackedMatrix, rows: slice | Tensor = slice(None)) -> Tensor:
+    """The numbers of some ``rows``, a slice or (n,) int64, of a matrix without a mask, (n, columns) int8."""
     return _numbers(_rows(W)[rows], W.bits)[:, : W.columns]
 
 
@@ -254,7 +249,7 @@ def stride(columns: int) -> int:
 
 
 def possible_bits(W: PackedMatrix) -> tuple[int, ...]:
-    """Those that the numbers of a matrix without a mask can have, by the dtype of its values."""
+    """The bits that numbers of a matrix without a mask can have, by the dtype of its values."""
     return (8,) if W.values.dtype == torch.int8 else WHOLE_BITS[:-1]
 
 

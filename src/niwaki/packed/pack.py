@@ -18,7 +18,7 @@ from niwaki.arguments import checked
 from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint, without_index
 from niwaki.checkpoints.tensors import DTYPES, Entry, header_bytes, raw_bytes, read_header, read_tensor
 from niwaki.checkpoints.writing import Shards, write_file
-from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, raised_as
 from niwaki.files import digest as file_digest, given_path, input_errors, output_errors, replace_file
 from niwaki.layer.grid import Grid
 from niwaki.models.formats import FACTORS_FILE as FACTORS, factor_keys, format_of, is_product
@@ -50,6 +50,25 @@ from niwaki.records.progress import Progress
 from niwaki.runs.card import DENSE_CARD, check_card, top, write_card_of_form
 from niwaki.runs.conversion import Form, convert
 
+#: The library_name of a packed model's card, which loads in niwaki only, and of no other card.
+_LIBRARY = "niwaki"
+_CARD = """
+# {name}, packed
+
+The weights of a model without its zeros, or as whole numbers of a few bits ({sizes}).
+Only niwaki reads this format: transformers
+says that there are no weights, and to delete `quantization_config`, which does not help.
+
+    niwaki generate DIR "The old man"
+    niwaki unpack DIR DENSE    # the dense model, which loads everywhere
+
+```python
+import niwaki
+
+model = niwaki.load("DIR")  # a model of transformers
+```
+"""
+
 
 @dataclass
 class Sizes:
@@ -71,17 +90,15 @@ class Sizes:
     @property
     def described(self) -> list[str]:
         """Sentences that describe the sizes."""
-        if not self.negative_zeros:
-            return [str(self)]
-        return [
-            str(self),
+        kept = (
             f"{self.negative_zeros:,} of the values that are kept are -0.0, as W * mask leaves them: the model would "
-            "be smaller with 0.0 (docs/packed.md)",
-        ]
+            "be smaller with 0.0 (docs/packed.md)"
+        )
+        return [str(self), kept] if self.negative_zeros else [str(self)]
 
     @classmethod
     def of(cls, checkpoint: PackedCheckpoint) -> Sizes:
-        """Those of a packed model, all of which is read and checked against its digests (CheckpointError)."""
+        """The sizes of a packed model, all of which is read and checked against its digests (CheckpointError)."""
         sizes = cls()
         for key, entry in checkpoint.entries.items():
             tensors, stored = checkpoint.components(key), checkpoint.index.tensors[key]
@@ -219,7 +236,8 @@ class Packed(Form):
         (directory / INDEX_NAME).unlink(missing_ok=True)
         replace_file(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
         self.sizes = sizes = Sizes.of(PackedCheckpoint(directory))
-        write_card(directory, name, str(sizes))
+        text, own = _CARD.format(name=name, sizes=sizes), "the dense model's card: what it is, how it was pruned"
+        write_card_of_form(directory, _LIBRARY, {"niwaki", "packed"}, text, own)
         return sizes.described
 
     def _write_shards(self, directory: Path) -> list[Shard]:
@@ -364,17 +382,11 @@ def _written(W: PackedMatrix) -> list[Tensor]:
 
 
 def _text(path: Path) -> str:
-    try:
-        with input_errors(path):
-            return path.read_bytes().decode() if path.exists() else ""
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not in UTF-8: {error}") from error
+    with raised_as(CheckpointError, f"{path} is not in UTF-8", UnicodeDecodeError), input_errors(path):
+        return path.read_bytes().decode()
 
 
 # ``niwaki unpack``: the dense model that a packed one was made from.
-
-#: Files of the dense model whose text is in the index.
-_TEXTS = ("config.json", INDEX_NAME)
 
 
 @checked
@@ -416,9 +428,14 @@ class Unpacked(Form):
     def write(self, directory: Path, name: str) -> list[str]:
         """Writes the weight files as they were, and the card and the texts that packing replaced."""
         checkpoint = self._packed
-        restore_card(directory)
+        readme, kept = directory / "README.md", directory / DENSE_CARD
         with output_errors(directory):
-            for file, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
+            # A card that packing did not write, as of a model packed without one, stays.
+            if kept.exists() or top(readme).get("library_name") == _LIBRARY:
+                readme.unlink(missing_ok=True)
+            if kept.exists():
+                kept.replace(readme)
+            for file, text in (("config.json", checkpoint.index.config), (INDEX_NAME, checkpoint.index.index)):
                 if text:
                     (directory / file).write_bytes(text.encode())
         _write_dense(checkpoint, directory, self.progress)
@@ -435,10 +452,9 @@ def _write_factors(checkpoint: PackedCheckpoint, directory: Path) -> None:
     places = {}
     for key, stored in checkpoint.index.tensors.items():
         if stored.inner:
-            rows, columns = stored.untransposed
-            shapes = [(rows, stored.inner), (stored.inner, columns)]
+            shapes = [(part.rows, part.columns) for part in stored.parts]
             if stored.bits:
-                shapes += [(rows, stored.groups), (stored.inner, stored.groups_right)]
+                shapes += [(part.rows, part.groups) for part in stored.parts]
             for part, (name, shape) in enumerate(zip(factor_keys(key, bool(stored.bits)), shapes, strict=True)):
                 places[name] = key, part, torch.empty(shape, dtype=DTYPES[stored.dtype], device="meta")
     if places:
@@ -450,15 +466,9 @@ def _write_factors(checkpoint: PackedCheckpoint, directory: Path) -> None:
         def read(name: str) -> Tensor:
             key, part, _ = places[name]
             factor = packed(key)[part % 2]
-            return expand(factor) if part < 2 else _scales(factor)
+            return expand(factor) if part < 2 else _written(factor)[1]
 
         write_file(directory / FACTORS, {name: like for name, (_, _, like) in places.items()}, read)
-
-
-def _scales(factor: PackedMatrix) -> Tensor:
-    """The scales of a factor on a grid, as they were read."""
-    assert factor.scales is not None
-    return factor.scales.to(factor.dtype)
 
 
 def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progress) -> None:
@@ -486,41 +496,3 @@ def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progre
             raise OutputError(
                 f"{shard.name} is not what it was before packing; was the disk full, or the packed model changed?"
             )
-
-
-# The model card of a packed model: it loads in niwaki only, and the dense model's card says otherwise.
-
-_LIBRARY = "niwaki"  # the library_name of a packed model's card, and of no other
-
-_TEXT = """
-# {name}, packed
-
-The weights of a model without its zeros, or as whole numbers of a few bits ({sizes}).
-Only niwaki reads this format: transformers
-says that there are no weights, and to delete `quantization_config`, which does not help.
-
-    niwaki generate DIR "The old man"
-    niwaki unpack DIR DENSE    # the dense model, which loads everywhere
-
-```python
-import niwaki
-
-model = niwaki.load("DIR")  # a model of transformers
-```
-"""
-
-
-def write_card(directory: Path, name: str, sizes: str) -> None:
-    """Replaces the dense model's card, which becomes ``README.dense.md``."""
-    text, dense = _TEXT.format(name=name, sizes=sizes), "the dense model's card: what it is, how it was pruned"
-    write_card_of_form(directory, _LIBRARY, {"niwaki", "packed"}, text, dense)
-
-
-def restore_card(directory: Path) -> None:
-    """The opposite. A README.md that :func:`write` did not write, as of a model packed without it, stays."""
-    readme, kept = directory / "README.md", directory / DENSE_CARD
-    with output_errors(directory):
-        if kept.exists() or top(readme).get("library_name") == _LIBRARY:
-            readme.unlink(missing_ok=True)
-        if kept.exists():
-            kept.replace(readme)

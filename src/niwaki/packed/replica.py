@@ -88,7 +88,7 @@ def agrees(block: nn.Module, dtype: torch.dtype, rotary: int, named: Mapping[str
 
 @functools.cache
 def _say(kind: str, reason: str) -> None:
-    """Once."""
+    """Logs, once for each kind of block and reason, that it is left to transformers."""
     _log.info("single tokens of %s are left to transformers: %s", kind, reason)
 
 
@@ -257,7 +257,7 @@ class _Kept:
         self.seen: list[tuple[Tensor, Tensor]] = []
 
     def update(self, keys: Tensor, values: Tensor, layer: object, kwargs: object = None) -> tuple[Tensor, Tensor]:
-        """As the library's caller does it: for the layer's own number. Caches leave transformers' ``kwargs`` unread."""
+        """Takes what the library's caller gives, for the layer's own number. Caches leave ``kwargs`` unread."""
         if layer is not self._layer:
             raise ValueError("a cache of another layer")
         self.seen.append((keys, values))
