@@ -159,7 +159,7 @@ class Perplexity:
         return Difference(nats, error, windows=len(differences))
 
     def lost_from(self, before: Perplexity) -> Difference:
-        """As :meth:`above`, in nats for each token of the model ``before`` also where this one has others."""
+        """The difference of :meth:`above`, in nats a token of the model ``before`` even if this one has others."""
         found = self.above(before)
         if found.unit == Difference(0.0, None).unit:
             return found
