@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 #: What moves a terminal's cursor, changes the direction of text, or is half of a character.
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
-#: Perplexities stay below e^700, which is a little more.
-_CUT = 1e304
 
 
 def printable(text: str) -> str:
@@ -149,17 +147,3 @@ def size(count: float) -> str:
 def two_digits(error: float) -> str:
     """A relative error with two significant digits: ``"0.10"``, ``"0.0031"``, ``"1.2e-05"``."""
     return f"{error:#.2g}".removesuffix(".") if error else "0"
-
-
-def is_cut(perplexity: float) -> bool:
-    """Whether it only says that there is no float for what was measured."""
-    return perplexity >= _CUT
-
-
-def number(value: float) -> str:
-    """Two digits after the point while a reader can use them: ``44.87``, ``5,012``, ``1.2e+09``, ``over 1e+304``."""
-    if is_cut(value):
-        return f"over {_CUT:g}"
-    if value >= 1e6:
-        return f"{value:.3g}"
-    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"

@@ -13,7 +13,7 @@ from typing import Any
 from niwaki.effort import described
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import Record, calibration_of, facts as all_facts
-from niwaki.records.wording import Table, TableCell, counted, duration, kind, number, short_text, size, two_digits
+from niwaki.records.wording import Table, TableCell, counted, duration, kind, short_text, size, two_digits
 from niwaki.reports import charts
 from niwaki.reports.charts import (
     STEPS,
@@ -440,7 +440,8 @@ def _frontier_of(material: Material, text: str, table: Table) -> Exhibit:
     plain, grouped = ([point_of(run, text) for run in runs if run.grouped is wanted] for wanted in (False, True))
     line = None
     if dense := material.dense.get(text):
-        line = {**_interval(dense), "text": f"dense {number(dense.value)}", "label": f"dense: {dense.figure}"}
+        value = dense.figure.partition(" ±")[0]
+        line = {**_interval(dense), "text": f"dense {value}", "label": f"dense: {dense.figure}"}
     both = bool(plain and grouped)
     draw = partial(charts.frontier, methods=material.methods, dense=line)
     figures = []
