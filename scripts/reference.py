@@ -31,6 +31,7 @@ WIDTH = 110
 
 def plain(text: str) -> str:
     """A part of a docstring as Markdown in one line: names in code, without the markup of Sphinx."""
+    text = re.sub(r":mod:`([\w.]+)`", r"`\1`", text)  # whose last word alone says little
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text)
     text = re.sub(r"``([^`]+)``", r"`\1`", text)
     return " ".join(text.split()).removesuffix("::").strip()
@@ -107,7 +108,11 @@ def name_entry(name: str, value: Any) -> str:
 
 
 #: What is shown of classes that have many more methods, for niwaki's own pages.
-_SHOWN = {"Record": ("costs", "mean_error", "save", "load", "to_json", "from_json"), "Recipe": ("read", "toml")}
+_SHOWN = {
+    "Record": ("costs", "mean_error", "save", "load", "to_json", "from_json"),
+    "Recipe": ("read", "toml"),
+    "ProgressBar": (),  # those of Progress
+}
 _VALUES = {
     "EFFORTS": "The efforts by name, each an `Effort`: {}.",
     "SOLVERS": "The solvers by name, each with its defaults: {}.",

@@ -41,14 +41,6 @@ INTERNAL = {"internal": True}
 _WHOLE, _SMALL, _LARGE = 1 << 63, 1e-15, 1e15
 
 
-class _MisfitError(Exception):
-    """A value is not of the type that it should be."""
-
-
-class _RangeError(Exception):
-    """A number is larger or smaller than any that has a meaning."""
-
-
 def checked(call: Call) -> Call:
     """``call``, which checks its arguments first."""
     signature = functools.cache(lambda: inspect.signature(call, eval_str=True))
@@ -154,19 +146,17 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
     try:
-        return _fitted(value, hint)
-    except _MisfitError:
+        return _fitted(name, value, hint)
+    except TypeError:
         what = f"{name} must be {_in_words(hint)}"
         if hasattr(value, "save_pretrained"):  # a model or a tokenizer in memory
             kind = type(value).__name__
             raise UsageError(f"{what}; got a {kind}: save it with save_pretrained(DIR) and give DIR") from None
         raise UsageError(f"{what}; got {shown(value)}{meant_word(value, get_args(hint))}") from None
-    except _RangeError as error:
-        raise UsageError(f"{name} must be {error}; got {shown(value)}") from None
 
 
 def meant_word(given: Any, words: Sequence[Any]) -> str:
-    """A question where ``given`` is nearly one of ``words``, whatever the case of its letters."""
+    """The question "did you mean", where ``given`` is nearly one of ``words``, whatever the case of its letters."""
     if not isinstance(given, str):
         return ""
     known = {name: word for word in words for name in (str(word).lower(), str(word).lower().rpartition("-")[2])}
@@ -174,22 +164,22 @@ def meant_word(given: Any, words: Sequence[Any]) -> str:
     return f"; did you mean {known[near[0]]}?" if near else ""
 
 
-def _fitted(value: Any, hint: Any) -> Any:
-    """``value``, with Python's numbers for numpy's."""
+def _fitted(name: str, value: Any, hint: Any) -> Any:
+    """``value``, with Python's numbers for numpy's; TypeError where it is of another type, UsageError out of range."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         for each in inner:
-            with contextlib.suppress(_MisfitError):
-                return _fitted(value, each)
-        raise _MisfitError
+            with contextlib.suppress(TypeError):
+                return _fitted(name, value, each)
+        raise TypeError
     if origin in (tuple, Sequence):
         _require(isinstance(value, list | tuple))
         hints = inner if origin is tuple and Ellipsis not in inner else inner[:1] * len(value)
         _require(len(hints) == len(value))
-        members = [_fitted(each, its) for each, its in zip(value, hints, strict=True)]
+        members = [_fitted(name, each, its) for each, its in zip(value, hints, strict=True)]
         return members if origin is Sequence and isinstance(value, list) else tuple(members)
     if hint in (int, float, bool):
-        return _number(value, hint)
+        return _number(name, value, hint)
     if origin is Literal:
         _require(isinstance(value, str) and value in inner)
     elif isinstance(kind := PathLike if hint is Path else origin or hint, type) and hint not in _UNKNOWN:
@@ -197,7 +187,7 @@ def _fitted(value: Any, hint: Any) -> Any:
     return value
 
 
-def _number(value: Any, kind: type) -> Any:
+def _number(name: str, value: Any, kind: type) -> Any:
     _require(isinstance(value, bool) == (kind is bool))
     if kind is bool:
         return value
@@ -205,21 +195,22 @@ def _number(value: Any, kind: type) -> Any:
         if kind is int:
             whole = operator.index(value)
             if abs(whole) >= _WHOLE:
-                raise _RangeError("less than 2^63" if whole > 0 else "more than -2^63")
+                limit = "less than 2^63" if whole > 0 else "more than -2^63"
+                raise UsageError(f"{name} must be {limit}; got {shown(value)}")
             return whole
         _require(isinstance(value, Real))
         number = math.inf if isinstance(value, int) and abs(value) >= _WHOLE else float(value)
-    except (TypeError, OverflowError):
-        raise _MisfitError from None
+    except OverflowError:
+        raise TypeError from None
     # What is infinite or no number is for the range that each has of its own.
     if number and (isinstance(value, int) or math.isfinite(number)) and not _SMALL <= abs(number) <= _LARGE:
-        raise _RangeError("0, or of a magnitude from 1e-15 to 1e15")
+        raise UsageError(f"{name} must be 0, or of a magnitude from 1e-15 to 1e15; got {shown(value)}")
     return value if isinstance(value, int) else number
 
 
 def _require(fits: bool) -> None:
     if not fits:
-        raise _MisfitError
+        raise TypeError
 
 
 def _in_words(hint: Any) -> str:

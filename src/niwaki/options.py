@@ -49,14 +49,14 @@ class _Options:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """By name, what differs from its default."""
+        """The fields, by name, that differ from their defaults."""
         values: Any = self  # one of the dataclasses below
         fields = [(field.name, getattr(values, field.name), field.default) for field in dataclasses.fields(values)]
         # Arrays, which are no texts, have no truth value.
         return {name: value for name, value, usual in fields if type(value) is not type(usual) or value != usual}
 
     def over(self, others: Mapping[str, Any]) -> Self:
-        """Those of ``others``, by name, where nothing was chosen here."""
+        """These options, with those of ``others``, by name, where nothing was chosen here."""
         return type(self)(**{**others, **self.chosen})
 
     def only(self, caller: str, *names: str, hint: str = "") -> None:
@@ -254,7 +254,7 @@ def _is_prose(name: str) -> bool:
 
 
 def _one_or_several(text: Any) -> Any:
-    """As of :func:`_name_of`, where a single one is no tuple; UsageError where there is none."""
+    """What :func:`_name_of` makes of ``text``; a single text is no tuple, and none at all a UsageError."""
     texts = _name_of(text)
     if isinstance(texts, tuple) and not texts:
         raise UsageError("no text to calibrate on was given")

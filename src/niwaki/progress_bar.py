@@ -9,16 +9,15 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from niwaki.records.comparison import Cell, Comparison
-from niwaki.records.progress import SOON, Pace, Progress
-from niwaki.records.record import HealingRecord, Record
-from niwaki.records.wording import estimated
+from niwaki.records.progress import Paced
+from niwaki.records.record import Record
 
 #: Seconds from one drawing to the next.
 _INTERVAL = 0.1
 _FORMAT = "{desc}: {percentage:3.0f} %|{bar}| {elapsed}{postfix}"
 
 
-class ProgressBar(Progress):
+class ProgressBar(Paced):
     """A progress bar for Jupyter and terminals, drawn by tqdm: hand it to any function that takes ``progress``.
 
     For example ``niwaki.prune("demo", "out", 0.6, progress=niwaki.ProgressBar())``. A first line says about how long
@@ -27,57 +26,40 @@ class ProgressBar(Progress):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._bar: Any = None
         self._drawn = 0.0
-        self._pace, self._prefix = Pace(), ""
+        self._prefix = ""
         self._is_comparison = False
-        self._notes: set[str] = set()
+
+    def line(self, text: str, style: str | None = None) -> None:
+        tqdm.write(text)
+
+    def show(self) -> None:
+        self._draw(*self.where())
 
     def status(self, what: str, done: int = 0, count: int = 0) -> None:
-        self._show(what, done / count if count else 0.0)
-
-    def note(self, text: str) -> None:
-        if text not in self._notes:  # stages have most of them in common
-            self._notes.add(text)
-            tqdm.write(f"note: {text}")
+        self._draw(what, done / count if count else 0.0)
 
     def estimate(self, seconds: float) -> None:
-        self._pace.estimate(seconds)
-        if seconds >= SOON and not self._is_comparison:
-            tqdm.write(f"this takes about {estimated(seconds)}")
+        if self._is_comparison:  # which has more runs
+            self._end = time.monotonic() + seconds
+        else:
+            super().estimate(seconds)
 
     def turn(self, number: int, count: int, stage: str) -> None:
-        self._pace = Pace()  # the estimate was for all stages
+        super().turn(number, count, stage)
         self._prefix = f"stage {number}/{count}, {stage}: "
-
-    def begin(self, record: Record, blocks: int, matrices: int) -> None:
-        for note in record.notes:
-            self.note(note)
-        self._pace.begin(blocks)
-
-    def stage(self, block: int, name: str, steps: int) -> None:
-        self._pace.end_part()
-        if self._pace.is_next(block, name):
-            self._pace.end_block(is_like_others=not self._pace.is_planning)
-        self._pace.stage(block, name, steps)
-        self._show_pace()
-
-    def step(self) -> None:
-        self._pace.step()
-        self._show_pace()
-
-    def healing(self, record: HealingRecord, share: float, seconds: float) -> None:
-        self._pace.healing(share, seconds)
-        self._show_pace()
 
     def table(self, comparison: Comparison, runs: int) -> None:
         self._is_comparison = True
 
     def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
-        self._pace, self._prefix = Pace(), f"run {done + 1}/{runs}, {f'{method} {pattern}'.strip()}: "
+        self.restart()
+        self._prefix = f"run {done + 1}/{runs}, {f'{method} {pattern}'.strip()}: "
 
     def done(self, cell: Cell) -> None:
-        tqdm.write(str(cell))
+        self.line(str(cell))
 
     def stopped(self, done: int, blocks: int, where: str = "") -> None:
         self._close()
@@ -89,18 +71,14 @@ class ProgressBar(Progress):
         self._close()
 
     def end(self, record: Record) -> None:
-        if not self._is_comparison:  # which has more runs
-            self._show("done", 1.0)
+        if not self._is_comparison:
+            self._draw("done", 1.0)
             self._close()
 
     def finished(self, comparison: Comparison, left_out: Sequence[tuple[str, str]]) -> None:
         self._close()
 
-    def _show_pace(self) -> None:
-        where, fraction, left = self._pace.where()
-        self._show(where, fraction, left)
-
-    def _show(self, what: str, fraction: float, left: str = "") -> None:
+    def _draw(self, what: str, fraction: float, left: str = "") -> None:
         now = time.monotonic()
         if self._bar is None:
             self._bar = tqdm(total=1.0, bar_format=_FORMAT)
@@ -114,5 +92,5 @@ class ProgressBar(Progress):
     def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._bar, self._is_comparison, self._notes = None, False, set()
-        self._pace, self._prefix = Pace(), ""
+        self._bar, self._is_comparison, self._notes, self._prefix = None, False, set(), ""
+        self.restart()

@@ -357,7 +357,7 @@ def parameters(value: Any) -> dict[str, Any]:
 def name_of(
     value: object, known: Mapping[str, object], parameters: Callable[[Any], dict[str, Any]] = parameters
 ) -> str:
-    """Of the names in ``known`` for the class of ``value`` the one with the fewest ``parameters`` to change.
+    """The name in ``known`` from which ``value`` differs in the fewest ``parameters``, among those for its class.
 
     A class that is not there goes by its own name in small letters.
     """

@@ -19,7 +19,6 @@ from niwaki.records.perplexity import Difference, Perplexity
 from niwaki.records.record import FitRecord, MatrixRecord, Record, StructureRecord
 from niwaki.records.speed import SpeedRecord
 from niwaki.records.wording import in_words, markdown
-from niwaki.reports.charts import with_error
 from support.models import message
 
 MATRIX = {
@@ -71,7 +70,7 @@ def test_perplexities_beyond_floats() -> None:
     """Are not 300 digits."""
     found = Perplexity.of(torch.full((2, 31), 800.0), "demo")
     assert str(found) == "over 1e+304 (62 tokens of demo, context 32)"
-    assert shown(found) == with_error(found) == "over 1e+304"
+    assert shown(found) == found.figure == "over 1e+304"
     assert str(replace(found, value=1.25e9, standard_error=1e7)).startswith("1.25e+09 ± 1e+07 (")
     assert str(replace(found, value=44.875, standard_error=None)).startswith("44.88 (")
     assert Record.from_json(record(perplexity={"after": found}).to_json()).perplexity["after"] == found

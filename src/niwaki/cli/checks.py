@@ -49,11 +49,10 @@ def _solver(text: str) -> None:
 
 
 def _compared(text: str) -> None:
-    for each in _listed(text):
-        name, at, effort = each.partition("@")
-        _solver(name)
-        if at:
-            _effort(effort)
+    name, at, effort = text.partition("@")
+    _solver(name)
+    if at:
+        _effort(effort)
 
 
 def _mask(text: str) -> None:
@@ -73,15 +72,11 @@ def _pattern(text: str) -> None:
         check_sparsity(float(share))
 
 
-def _patterns(text: str) -> None:
-    for each in _listed(text):
-        _pattern(each)
-
-
-def _listed(text: str) -> list[str]:
+def _all_of(check: Callable[[str], object], text: str) -> None:
     if not (found := names(text)):
         raise UsageError("say which solvers and which patterns to compare, such as wanda and 0.5")
-    return found
+    for each in found:
+        check(each)
 
 
 def _prompt(text: str) -> None:
@@ -107,8 +102,20 @@ def _model(text: str) -> None:
         raise CheckpointError(recognized(path, False) or f"{path} has no config.json; is it a model directory?")
 
 
-def _number(name: str, text: str) -> None:
-    check_count(name, parse_number(text), 1)
+def _count(name: str, given: int | str) -> None:
+    check_count(name, parse_number(given) if isinstance(given, str) else given, 1)
+
+
+def _blocks(given: int | str) -> None:
+    if isinstance(given, str):
+        parse_range(given)
+    else:
+        check_count("blocks", given, 0)
+
+
+def _rate(given: float | str) -> None:
+    if isinstance(given, float) and not given > 0:  # text is of a stage, which reads it
+        raise UsageError(f"the learning rate must be above 0; got {given}")
 
 
 def _directory(text: str) -> None:
@@ -116,36 +123,35 @@ def _directory(text: str) -> None:
         raise UsageError(f"there is no directory {text}; give one that niwaki wrote")
 
 
-#: By the name of an option or argument that takes text, or several.
-_CHECKS: Mapping[str, Callable[[str], Any]] = {
+#: By the name of an option, argument or parameter of a stage.
+_CHECKS: Mapping[str, Callable[[Any], object]] = {
     **dict.fromkeys(("model", "pruned", "teacher"), _model),
     **dict.fromkeys(("grid", "quantize", "embeddings"), parse_bits),
-    **{name: partial(_number, name) for name in ("tokens", "batch")},
+    **dict.fromkeys(("sparsity", "pattern"), _pattern),
     **dict.fromkeys(("calibration", "text", "also"), check_text),
+    **{name: partial(_count, name) for name in ("tokens", "batch", "prompt_tokens", "repeats", "limit")},
     **{name: partial(parse_share, name) for name in ("neurons", "heads", "experts", "own_text")},
     **{name: partial(parse_positive, name) for name in ("loss", "speed")},
     "directory": _directory,
     "name": _published,
     "prompt": _prompt,
     "record": check_file,
-    "sparsity": _pattern,
-    "pattern": _pattern,
-    "patterns": _patterns,
+    "patterns": partial(_all_of, _pattern),
     "solver": _solver,
-    "solvers": _compared,
+    "solvers": partial(_all_of, _compared),
     "mask_from": _mask,
     "effort": _effort,
     "stages": _stage,
-    "blocks": parse_range,
+    "blocks": _blocks,
     "vocabulary": parse_vocabulary,
     "parameters": parse_parameters,
     "size": parse_compressed_size,
     "max_time": parse_time,
+    "rate": _rate,
+    "temperature": check_temperature,
     "device": check_device,
     "dtype": check_dtype,
 }
-#: The least of whole numbers.
-_LEAST = {"prompt_tokens": 1, "tokens": 1, "repeats": 1, "limit": 1, "blocks": 0}
 #: Parameters of stages that are something else than the option of that name.
 _OTHERS = {("vocabulary", "size"), ("shrink", "blocks")}
 
@@ -156,16 +162,9 @@ def check(given: Mapping[str, Any]) -> None:
     CalibrationError for texts, CheckpointError for models that cannot be read.
     """
     for name, value in given.items():
-        if name in _CHECKS:
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, str):
-                    _CHECKS[name](each)
-        if isinstance(value, int) and name in _LEAST:
-            check_count(name, value, _LEAST[name])
-    if isinstance(temperature := given.get("temperature"), float):
-        check_temperature(temperature)
-    if isinstance(rate := given.get("rate"), float) and not rate > 0:
-        raise UsageError(f"the learning rate must be above 0; got {rate}")
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and name in _CHECKS:
+                _CHECKS[name](each)
     if isinstance(results := given.get("results"), str):
         model = given["model"]
         check_comparison(given_path(results).resolve(), given_path(model), find_local(model))

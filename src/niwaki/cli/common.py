@@ -66,7 +66,7 @@ def silence(stream: IO[str]) -> None:
 
 
 def names(text: str) -> list[str]:
-    """Those of a list such as "wanda, continuation"."""
+    """The names in a list such as "wanda, continuation"."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -82,12 +82,12 @@ def record_file(given: str | None, part: str = "") -> Path | None:
 
 
 def written(path: str | Path) -> None:
-    """Says where the result is."""
+    """Prints where the result is."""
     out.print(f"written to {path}", soft_wrap=True, markup=False)
 
 
 def quiet_libraries() -> None:
-    """What libraries print about themselves would tear the progress bar apart."""
+    """Keeps libraries from printing about themselves, which would tear the progress bar apart."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

@@ -39,7 +39,8 @@ class _Stop:
         self.number, self._when = 0, -1.0
 
     def __call__(self, number: int, _: object) -> None:
-        if _is_being_loaded("torch"):  # where C++ calls Python an exception ends in an abort; nothing is begun yet
+        torch = getattr(sys.modules.get("torch"), "__spec__", None)
+        if getattr(torch, "_initializing", False):  # C++ calls Python, and an exception would end in an abort
             _say_what_stays()
             os._exit(128 + number)
         if time.monotonic() - self._when > 1:  # torchrun sends its own after that of the terminal; one cleans up
@@ -84,13 +85,8 @@ def main() -> None:
     sys.exit(code)
 
 
-def _is_being_loaded(library: str) -> bool:
-    spec = getattr(sys.modules.get(library), "__spec__", None)
-    return bool(getattr(spec, "_initializing", False))
-
-
 def _say_what_stays() -> None:
-    """After an interruption; at the very beginning there is nothing to say."""
+    """Prints what stays of an interrupted command; at the very beginning that is nothing."""
     screen = getattr(sys.modules.get("niwaki.cli.screen"), "Screen", None)
     if screen and screen.current:
         screen.current.interrupted()
@@ -99,7 +95,7 @@ def _say_what_stays() -> None:
 
 
 def _run() -> None:
-    """The command, as the arguments have it."""
+    """Runs the command that the arguments name."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # such as for "±" where the output is ASCII
@@ -115,7 +111,7 @@ def _run() -> None:
 
 @functools.cache
 def _commands() -> Any:
-    """All of them, which take long to make of their functions where one after the other runs in a process."""
+    """The commands, made once: that takes long where one after the other runs in a process."""
     from typer.main import get_command
 
     from niwaki.cli.app import app
@@ -198,7 +194,7 @@ def _in_import(error: BaseException) -> bool:
 
 
 def _report(error: BaseException) -> str:
-    """What is to be done with the traceback, which a file keeps."""
+    """Saves the traceback to a file; returns what is to be done with it."""
     import tempfile
     import traceback
 

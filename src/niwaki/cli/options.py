@@ -186,7 +186,7 @@ def _is_group(hint: Any) -> bool:
 
 
 def _fields(group: Any) -> dict[str, tuple[str, Any]]:
-    """Of each option of a group the field that it is for, and its annotation."""
+    """By option of a group, the field that it is for and its annotation."""
     listed = _OPTIONS.get(group, group)
     renamed = _FIELDS if group in _OPTIONS else {}
     return {name: (renamed.get(name, name), hint) for name, hint in get_type_hints(listed, include_extras=True).items()}
@@ -204,7 +204,7 @@ def _made(usual: Any, given: Mapping[str, Any]) -> Any:
 
 
 def chosen(group: Any, context: Context) -> dict[str, dict[str, Any]]:
-    """Of each group in a ``group`` that was made from the command line, what was given there, by its field."""
+    """By field of a ``group`` that was made from the command line, what was given there for the group in it."""
 
     def is_given(option: str) -> bool:
         source = context.get_parameter_source(option)
@@ -282,7 +282,7 @@ class Command(TyperCommand):
 
 def _in_short(option: Any) -> Any:
     short = copy.copy(option)
-    short.hidden = _is_more(option)
+    short.hidden = getattr(option, "rich_help_panel", None) == _MORE
     short.help = first_sentence(option.help or "")
     return short
 
@@ -291,10 +291,6 @@ def first_sentence(text: str) -> str:
     """The first sentence of an option's help, with its default, if that is at the end."""
     said, default = re.fullmatch(r"(.*?)(\s*\\?\[default: [^]]*\])?", text).groups("")  # type: ignore[union-attr]
     return re.split(r"(?<=[^.]\.)\s", said)[0] + default
-
-
-def _is_more(option: Any) -> bool:
-    return getattr(option, "rich_help_panel", None) == _MORE
 
 
 def _show_all(context: Context, is_asked: bool) -> None:

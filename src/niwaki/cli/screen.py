@@ -18,9 +18,9 @@ from niwaki.cli.common import Terminal, out
 from niwaki.cli.tables import perplexity_tables, summary
 from niwaki.effort import described
 from niwaki.records.comparison import Cell, Comparison, listed
-from niwaki.records.progress import PLANNING, SOON, Pace, Progress
+from niwaki.records.progress import Paced
 from niwaki.records.record import FitRecord, HealingPoint, HealingRecord, MatrixRecord, Record
-from niwaki.records.wording import counted, duration, estimated, kind, short, text_in_words, two_digits
+from niwaki.records.wording import counted, duration, kind, short, text_in_words, two_digits
 
 #: Seconds without a line after which a log gets one.
 INTERVAL = 30.0
@@ -33,7 +33,7 @@ _KEPT = {
 }
 
 
-class Screen(Progress):
+class Screen(Paced):
     """Says on standard error what is being done, such as "pruning demo": a spinner on a terminal, lines in a log.
 
     It is there before torch and transformers are imported, which takes seconds. Results go to ``console``. Where a
@@ -51,9 +51,9 @@ class Screen(Progress):
         output: str = "",
         stopped: str = "stopped before the result: nothing was written",
     ) -> None:
+        super().__init__()
         self._doing, self._console, self._output, self._when_stopped = what, console, output, stopped
         self._has_ended = False
-        self._notes: set[str] = set()
         self._errors = Terminal(stderr=True)
         self._spinner: Status | None = None
         self._ended = threading.Event()
@@ -80,23 +80,22 @@ class Screen(Progress):
         self.show()
 
     def describe(self) -> str:
-        """What is being done, in a line."""
+        """A line that says what is being done."""
         return self._doing
 
     def show(self) -> None:
-        """Brings the spinner up to date."""
         if self._spinner is not None:
             self._spinner.update(Text(self.describe()))
 
     def stop_spinner(self) -> None:
-        """Removes it, for other things to be drawn."""
+        """Removes the spinner, for other things to be drawn."""
         if self._spinner is not None:
             self._spinner.stop()
             self._spinner = None
 
     @contextlib.contextmanager
     def above(self) -> Iterator[None]:
-        """Meanwhile there is no spinner, so that lines can be printed."""
+        """Takes the spinner away for as long as lines are printed."""
         if self._spinner is not None:
             self._spinner.stop()
         try:
@@ -110,15 +109,6 @@ class Screen(Progress):
         """Prints a line as it is: no markup, which paths could hold, and no wrapping, which logs do not want."""
         with self.above():
             self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
-
-    def note(self, text: str) -> None:
-        if text not in self._notes:  # stages, and runs of a comparison, have most of them in common
-            self._notes.add(text)
-            self.line(f"note: {text}", style="yellow")
-
-    def estimate(self, seconds: float) -> None:
-        if seconds >= SOON:
-            self.line(f"this takes about {estimated(seconds)}")
 
     def last_words(self, text: str) -> None:
         """Ends the display, and says what stays."""
@@ -137,7 +127,7 @@ class Screen(Progress):
             self.last_words(_KEPT[kept(self._output)] if self._output else self._when_stopped)
 
     def said(self) -> None:
-        """To be called after each line: a log gets no other soon."""
+        """Notes that a line was printed: a log gets no other soon."""
         self._last_line = time.monotonic()
 
     def _say(self, text: str) -> None:
@@ -179,8 +169,7 @@ class Display(Screen):
         columns = "{task.description}", bars.BarColumn(), "{task.percentage:>3.0f} %", "{task.fields[left]}"
         detail = bars.TextColumn("{task.fields[detail]}", style="dim")
         self._bar = bars.Progress(*columns, detail, console=console, refresh_per_second=4, transient=True)
-        self._pace = Pace()
-        self._drawn, self._detail = time.monotonic(), ""
+        self._share, self._detail = 0.0, ""
         self._solved: list[MatrixRecord] = []
         self._names: list[str] = []
         self._healed: HealingPoint | None = None  # the last one
@@ -190,29 +179,23 @@ class Display(Screen):
         self._bar.live.stop()
 
     def turn(self, number: int, count: int, stage: str) -> None:
-        self._close_block()
-        self._pace = Pace()  # the estimate was for all stages
-        self._names = []
+        self.end_block()
+        super().turn(number, count, stage)
+        self._names, self._detail = [], ""
         self.line(f"stage {number} of {count}: {stage}", style="bold")
         self.status(stage)
 
-    def estimate(self, seconds: float) -> None:
-        super().estimate(seconds)
-        self._pace.estimate(seconds)
-
     def status(self, what: str, done: int = 0, count: int = 0) -> None:
+        self._share = done / count if count else 0.0
         super().status(what, done, count)
-        if not self._pace.blocks and self._bar.live.is_started:  # the bar of the stage before
-            share = done / count if count else 0.0
-            self._bar.update(self._task, completed=share, description=what, left="", detail="")
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
-        self._close_block()  # of an earlier part
+        self.end_block()  # of an earlier part
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
         name = record.quantization or record.kept_format
         grid = f", {name}" if name and not record.has_factors else ""  # whose pattern says it
-        size = counted(blocks, "block") + f" with {counted(matrices, 'matrix', 'matrices')}" * bool(matrices)
+        size = counted(blocks, "block") + (f" with {counted(matrices, 'matrix', 'matrices')}" if matrices else "")
         what = (name or f"embeddings, {record.embeddings}") if record.only_quantizes else f"{record.pattern}{grid}"
         self.line(f"{record.model}: {size}, {what}")
         self.line(record.solved_by)
@@ -220,27 +203,19 @@ class Display(Screen):
             self.line(f"effort: {described(record.effort)}")
         text = f"calibration: {text_in_words(record.calibration)}" if record.calibration else "no calibration text"
         self.line(f"{text}, on {record.device} in {record.dtype}")
-        for note in record.notes:
-            self.note(note)
-        self._pace.begin(blocks)
+        super().begin(record, blocks, matrices)
         if self._console.is_terminal:
             self.stop_spinner()
             self._task = self._bar.add_task("starting", total=1.0, left="", detail="")
             self._bar.start()
 
     def stage(self, block: int, name: str, steps: int) -> None:
-        self._pace.end_part()
-        if self._pace.is_next(block, name):
-            self._close_block()
-        self._pace.stage(block, name, steps)
-        self._draw(_DETAILS.get(name, ""))
-
-    def step(self) -> None:
-        self._pace.step()
-        self._draw(self._detail)
+        self._detail = _DETAILS.get(name, "")
+        super().stage(block, name, steps)
 
     def solving(self, matrix: str, step: int, steps: int, error: float) -> None:
-        self._draw(f"{matrix} {step}/{steps} error {error:.3g}")
+        self._detail = f"{matrix} {step}/{steps} error {error:.3g}"
+        self.show()
 
     def solved(self, matrix: MatrixRecord) -> None:
         self._detail = f"{matrix.name} error {two_digits(matrix.error)}"
@@ -265,31 +240,29 @@ class Display(Screen):
             # Rounding leaves negative zeros.
             kl = "    ".join("       -" if value is None else f"{round(value, 4) + 0.0:8.4f}" for value in values)
             self.line(f"{point.tokens:9,}  {point.seconds / 60:7.1f}  {kl}")
-        self._pace.healing(share, seconds)
-        self._draw(f"KL {point.error:.4f}, of {record.points[0].error:.4f}")
+        self._detail = f"KL {point.error:.4f}, of {record.points[0].error:.4f}"
+        super().healing(record, share, seconds)
 
     def stopped(self, done: int, blocks: int, where: str = "") -> None:
         if blocks:
             kept = f"{done} of {blocks} blocks are done and kept"
-        else:  # of a healing
-            kept = (
-                f"{self._healed.tokens:,} tokens are done and kept"
-                if self._healed
-                else "the stages before it are done and kept"
-            )
-        self.last_words(f"{where}{': ' * bool(where)}{kept}; repeat the command to resume after them")
+        elif self._healed:
+            kept = f"{self._healed.tokens:,} tokens are done and kept"
+        else:
+            kept = "the stages before it are done and kept"
+        self.last_words(f"{': '.join(filter(None, (where, kept)))}; repeat the command to resume after them")
 
     def end(self, record: Record) -> None:
-        self._close_block()
+        self.end_block()
         self.__exit__()
         self._console.print(summary(record))
 
-    def _close_block(self) -> None:
-        self._pace.end_part()
+    def end_block(self) -> None:
+        self.end_part()
         solved, self._solved = self._solved, []
         # In blocks that an earlier run did, that stay as they are, or whose weights are only rounded, in no time.
         is_like_others = any(matrix.tokens for matrix in solved)
-        total = self._pace.end_block(is_like_others)
+        total = self.seconds_of_block(is_like_others)
         if not is_like_others:
             return
         kinds: dict[str, list[float]] = defaultdict(list)
@@ -302,24 +275,19 @@ class Display(Screen):
             self.line("  ".join(["block", "seconds", *names]))
             self._names = names
         errors = [f"{two_digits(fmean(kinds[each])):>{len(name)}}" for each, name in zip(kinds, names, strict=True)]
-        self.line("  ".join([f"{self._pace.block:5}", f"{total:7.1f}", *errors]))
+        self.line("  ".join([f"{self._block:5}", f"{total:7.1f}", *errors]))
 
     def describe(self) -> str:
-        if not self._pace.blocks:
+        if not self._blocks:
             return super().describe()
-        where, fraction, left = self._pace.where()
+        where, fraction, left = self.where()
         return ", ".join(filter(None, [where, f"{100 * fraction:.0f} %", left, self._detail]))
 
-    def _draw(self, detail: str) -> None:
-        self._detail = detail
-        now = time.monotonic()
-        if now - self._drawn < 0.1:
-            return
-        self._drawn = now
-        self.show()
-        if self._bar.live.is_started:
-            where, fraction, left = self._pace.where()
-            self._bar.update(self._task, completed=fraction, description=where, left=left, detail=detail)
+    def show(self) -> None:
+        super().show()
+        if self._bar.live.is_started:  # where no blocks are to come, it is that of the stage before
+            where, fraction, left = self.where() if self._blocks else (self._doing, self._share, "")
+            self._bar.update(self._task, completed=fraction, description=where, left=left, detail=self._detail)
 
 
 class TableDisplay(Screen):
@@ -330,9 +298,8 @@ class TableDisplay(Screen):
 
     def __init__(self, what: str, console: Console = out) -> None:
         super().__init__(what, console)
-        self._where = self._stopped = ""
-        self._blocks = 0
-        self._began = time.monotonic()
+        self._run = self._stopped = ""
+        self._run_began = time.monotonic()
         self._expected: Sequence[float] = ()
         self._measuring = 0.0  # seconds of the dense model's measurement, as long as that of a pruned one
 
@@ -344,34 +311,20 @@ class TableDisplay(Screen):
 
     def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
         number = f"run {done + 1} of {runs}: " if pattern else ""
-        self._doing, self._where, self._expected = f"{number}{method} {pattern}".strip(), "", expected
-        self._began = time.monotonic()
+        self._run, self._doing, self._expected = f"{number}{method} {pattern}".strip(), "", expected
+        self._run_began = time.monotonic()
+        self.restart()
         self.show()
 
     def estimate(self, seconds: float) -> None:
-        """Of a run of a method, for those that are not known from earlier ones."""
+        """Takes the estimate of one run for all those whose time is not known from earlier ones."""
         if self._expected and not self._expected[0]:
             self._expected = [each or seconds + self._measuring for each in self._expected]
             super().estimate(sum(self._expected))
 
-    def begin(self, record: Record, blocks: int, matrices: int) -> None:
-        self._blocks = blocks
-        for note in record.notes:
-            self.note(note)
-
     def stage(self, block: int, name: str, steps: int) -> None:
-        if name == "perplexity":
-            self.status("measuring")
-        else:
-            planning = "planning, " if name in PLANNING else ""
-            self.status(f"{planning}block", block + 1, self._blocks)
-
-    def step(self) -> None:
-        self.show()
-
-    def status(self, what: str, done: int = 0, count: int = 0) -> None:
-        self._where = f"{what} {done} of {count}" if count else what
-        self.show()
+        super().stage(block, name, steps)
+        self.status(self.where()[0])
 
     def done(self, cell: Cell) -> None:
         if not cell.pattern:
@@ -382,7 +335,7 @@ class TableDisplay(Screen):
         self._stopped = f", and {done} of {blocks} blocks of the current one"
 
     def lost(self) -> None:
-        """Nothing: that is one run of several, and ``paused`` says what stays."""
+        """Says nothing: this is one run of several, and ``paused`` says what stays."""
 
     def paused(self, done: int, missing: int) -> None:
         runs = f"{done} of {done + missing} runs are done and kept"
@@ -401,6 +354,6 @@ class TableDisplay(Screen):
     def describe(self) -> str:
         left = ""
         if self._expected and self._expected[0] > 0:
-            now = max(0.0, self._expected[0] - (time.monotonic() - self._began))
+            now = max(0.0, self._expected[0] - (time.monotonic() - self._run_began))
             left = f"about {duration(now + sum(self._expected[1:]))} left"
-        return ", ".join(part for part in (self._doing, self._where, left) if part)
+        return ", ".join(filter(None, (self._run, self._doing, left)))

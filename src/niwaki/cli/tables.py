@@ -26,7 +26,7 @@ _SAID_FIRST = {"pattern", "mask from"}
 
 
 def _table(head: Iterable[str], rows: Iterable[Sequence[str | Text]], words: Collection[str], **options: Any) -> Table:
-    """Without lines; the columns called ``words`` are aligned left, those of numbers right."""
+    """A table without lines, whose columns called ``words`` are aligned left and all others right."""
     table = Table(box=None, title_justify="left", caption_justify="left", **options)
     for name in head:
         table.add_column(name, justify="left" if name in words else "right", no_wrap=name == "method")
@@ -36,13 +36,13 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str | Text]], words: Col
 
 
 def files_table(files: Sequence[PublishedFile]) -> Table:
-    """What would be uploaded, with its size."""
+    """A table of the files that would be uploaded, with their sizes."""
     rows = [(file.path, size(file.size)) for file in files]
     return _table(("file", "size"), [*rows, ("", size(sum(file.size for file in files)))], words=("file",))
 
 
 def summary(record: Record) -> Table:
-    """What a run came to."""
+    """A table of what a run came to."""
     table = Table(Column(style="bold"), Column(), show_header=False, box=None, pad_edge=False)
     for name, value in facts(record).items():
         if name not in _SAID_FIRST:
@@ -65,13 +65,13 @@ def summary(record: Record) -> Table:
 
 
 def speed_table(record: SpeedRecord) -> Table:
-    """A row for each form of the model."""
+    """A table with a row for each form of the model."""
     head, *rows = record.table()
     return _table(head, rows, head[:2], padding=(0, 2, 0, 0))
 
 
 def task_table(scores: TaskScores) -> Table:
-    """A row for each task and metric, in %."""
+    """A table with a row for each task and metric, in %."""
     rows, before = [], None
     for score in scores.scores:
         task = [score.task, score.version, str(score.shots), f"{score.questions:,}"]
@@ -91,7 +91,7 @@ def _percent(value: float, error: float | None) -> str:
 def inspection_tables(
     matrices: Iterable[MatrixSummary], left: Iterable[LeftDense], extra: Iterable[ExtraTensors]
 ) -> list[Table]:
-    """What would be pruned (a row for each kind of matrix) and what not, and sparsities (a row for each block).
+    """Tables of what would be pruned, by kind of matrix, of what would not be, and of the sparsities of each block.
 
     ``extra`` are tensors of the files that are not the model's.
     """
@@ -128,10 +128,10 @@ def inspection_tables(
 
 
 def perplexity_tables(comparison: Comparison, text: str) -> list[Table]:
-    """A row for each method, a column for each pattern, the best in bold: the paper's table 1, and nats."""
+    """The tables of a comparison, perplexities as in the paper's table 1 and nats, with the best in bold."""
     tables = []
-    for title, (header, entries) in comparison.tables(text).items():
-        rows = [[Text(entry.text, "bold" if entry.best else "") for entry in row] for row in entries]
-        tables.append(_table(header, rows, ["method"], title=Text(title)))
+    for title, (head, cells) in comparison.tables(text).items():
+        rows = [[Text(cell.text, "bold" if cell.best else "") for cell in row] for row in cells]
+        tables.append(_table(head, rows, ["method"], title=Text(title)))
     tables[-1].caption = CAPTION
     return tables

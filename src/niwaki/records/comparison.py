@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 
@@ -20,7 +20,7 @@ from niwaki.files import replace_file
 from niwaki.records.data import Amount, Fraction, JsonFile, Name, Seconds, Stages
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import LARGEST_TABLE, CalibrationRecord, Record
-from niwaki.records.wording import latex, markdown, text_in_words
+from niwaki.records.wording import Table, TableCell, latex, markdown, text_in_words
 
 #: The methods of Boza 2024, table 1, with niwaki's solver, alone and as it is by default; and its columns.
 METHODS = ("magnitude", "wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "continuation@balanced")
@@ -63,13 +63,6 @@ class Cell:
     def __str__(self) -> str:
         values = "; ".join(f"{shown(measured)} on {text}" for text, measured in self.perplexity.items())
         return f"{self.method} {self.pattern}".strip() + f": {values}"
-
-
-class Entry(NamedTuple):
-    """A cell of a table for people, and whether it is the best of its column."""
-
-    text: str
-    best: bool = False
 
 
 class Identity(TypedDict):
@@ -137,7 +130,7 @@ class Comparison(JsonFile):
                 rows.append({"model": self.model, **made, "text": text, "perplexity": measured.value, **how})
         return rows
 
-    def grid(self, text: str) -> tuple[list[str], list[list[Entry]]]:
+    def grid(self, text: str) -> Table:
         """The perplexities on a text as in the paper's table 1: headings, then a row for each method, dense first.
 
         There is a column for each pattern: sparsities in ascending order, then other patterns. Missing cells are empty.
@@ -145,18 +138,18 @@ class Comparison(JsonFile):
         """
         lowest = self._lowest(text)
 
-        def entry(cell: Cell) -> Entry:
+        def entry(cell: Cell) -> TableCell:
             measured = cell.perplexity[text]
-            return Entry(shown(measured), measured.value == lowest[cell.pattern].value)
+            return TableCell(shown(measured), measured.value == lowest[cell.pattern].value)
 
         patterns, rows = self._rows(entry)
         for row in rows:
             seconds = fmean(cell.seconds for cell in self.cells if cell.method == row[0].text)
-            row.append(Entry(f"{seconds:.1f}"))
-        dense = [Entry("dense"), Entry(shown(self.cells[0].perplexity[text])), *[Entry("")] * len(patterns)]
-        return ["method", *patterns, "seconds"], [dense, *rows]
+            row.append(TableCell(f"{seconds:.1f}"))
+        dense = ["dense", shown(self.cells[0].perplexity[text]), *[""] * len(patterns)]
+        return Table(["method", *patterns, "seconds"], [list(map(TableCell, dense)), *rows])
 
-    def gaps(self, text: str) -> tuple[list[str], list[list[Entry]]]:
+    def gaps(self, text: str) -> Table:
         """How far each method's loss is above the dense model's, with the paired error; laid out like :meth:`grid`.
 
         The best of a column are all that are not clearly above the lowest, see
@@ -164,12 +157,12 @@ class Comparison(JsonFile):
         """
         dense, lowest = self.cells[0].perplexity[text], self._lowest(text)
 
-        def entry(cell: Cell) -> Entry:
+        def entry(cell: Cell) -> TableCell:
             measured = cell.perplexity[text]
-            return Entry(str(measured.above(dense)), not measured.above(lowest[cell.pattern]).clear)
+            return TableCell(str(measured.above(dense)), not measured.above(lowest[cell.pattern]).clear)
 
         patterns, rows = self._rows(entry)
-        return ["method", *patterns], rows
+        return Table(["method", *patterns], rows)
 
     def _lowest(self, text: str) -> dict[str, Perplexity]:
         """The lowest perplexity of each pattern."""
@@ -179,7 +172,7 @@ class Comparison(JsonFile):
             lowest[cell.pattern] = min(measured, lowest.get(cell.pattern, measured), key=lambda each: each.value)
         return lowest
 
-    def _rows(self, entry: Callable[[Cell], Entry]) -> tuple[list[str], list[list[Entry]]]:
+    def _rows(self, entry: Callable[[Cell], TableCell]) -> tuple[list[str], list[list[TableCell]]]:
         """All patterns, and for each method a row with its name and the ``entry`` of each of its cells."""
         done = self.done()
         done.pop(("dense", ""), None)
@@ -187,7 +180,7 @@ class Comparison(JsonFile):
         rows = []
         for method in dict.fromkeys(method for method, _ in done):
             cells = (done.get((method, pattern)) for pattern in patterns)
-            rows.append([Entry(method), *(entry(cell) if cell else Entry("") for cell in cells)])
+            rows.append([TableCell(method), *(entry(cell) if cell else TableCell("") for cell in cells)])
         return patterns, rows
 
     def to_csv(self) -> str:
@@ -202,12 +195,8 @@ class Comparison(JsonFile):
         """The tables of all texts in Markdown, with what is needed to read them."""
         lines = []
         for text in self.texts:
-            for title, (header, entries) in self.tables(text).items():
-                rows = [
-                    [f"**{entry.text}**" if entry.best else markdown(entry.text) for entry in row] for row in entries
-                ]
-                table = (f"| {' | '.join(row)} |" for row in (map(markdown, header), ["---"] * len(header), *rows))
-                lines += [f"{markdown(title)}:", "", *table, ""]
+            for title, table in self.tables(text).items():
+                lines += [f"{markdown(title)}:", "", *table.markdown(), ""]
         where = markdown(f"Model {self.model}, calibrated on {text_in_words(self.calibration)}")
         lines.append(f"{where}. {CAPTION}")
         if self.missing:
@@ -219,18 +208,11 @@ class Comparison(JsonFile):
         lines = [r"% needs \usepackage{booktabs}"]
         lines += [f"% {latex(self.model)}, calibrated on {latex(text_in_words(self.calibration))}"]
         for text in self.texts:
-            for title, (header, entries) in self.tables(text).items():
-                rows = [
-                    [rf"\textbf{{{latex(each.text)}}}" if each.best else latex(each.text) for each in row]
-                    for row in entries
-                ]
-                lines += ["", f"% {latex(title)}", rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}", r"\toprule"]
-                lines += [rf"{' & '.join(map(latex, header))} \\", r"\midrule"]
-                lines += [rf"{' & '.join(row)} \\" for row in rows]
-                lines += [r"\bottomrule", r"\end{tabular}"]
+            for title, table in self.tables(text).items():
+                lines += ["", f"% {latex(title)}", *table.latex()]
         return "\n".join(lines) + "\n"
 
-    def tables(self, text: str) -> dict[str, tuple[list[str], list[list[Entry]]]]:
+    def tables(self, text: str) -> dict[str, Table]:
         """The tables for a text by heading: :meth:`grid` and, once something is pruned, :meth:`gaps`."""
         dense = self.cells[0].perplexity[text]
         where = f"on {dense.tokens:,} tokens of {dense.text}, context {dense.context:,}"
@@ -283,5 +265,5 @@ def listed(cells: Iterable[tuple[str, str]]) -> str:
 
 
 def _column(pattern: str) -> tuple[bool, float]:
-    """Sparsities come first, in order; the others stay in theirs."""
+    """A key that sorts patterns: sparsities first, in ascending order, and others as they come."""
     return (False, float(pattern[:-2])) if pattern.endswith(" %") else (True, 0.0)

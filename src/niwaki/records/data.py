@@ -98,6 +98,6 @@ def check_plain(value: Any, name: str, depth: int = 0) -> None:
 
 
 def plain(described: dict[str, Any]) -> dict[str, Any]:
-    """With text in place of all values that JSON does not have, as solvers of the user's own may have them."""
+    """``described``, with text in place of values that JSON does not have, as a user's solvers may have."""
     values: dict[str, Any] = json.loads(json.dumps(described, default=repr), parse_constant=str)
     return values

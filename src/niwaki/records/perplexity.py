@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import msgspec
 
 from niwaki.records.data import Amount, Finite, Fraction, Name, Positive
-from niwaki.records.wording import counted, is_cut, number
+from niwaki.records.wording import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Of which a bound on a mean is computed at least: the spread of fewer says next to nothing.
 FEWEST_WINDOWS = 4
+#: Perplexities stay below e^700, which is a little more.
+_CUT = 1e304
 #: The coefficients of the expansion of Student's quantiles in powers of 1 / n, for powers of the normal quantile z:
 #: Abramowitz and Stegun 26.7.5.
 _EXPANSION = (
@@ -159,7 +161,7 @@ class Perplexity:
         return Difference(nats, error, windows=len(differences))
 
     def lost_from(self, before: Perplexity) -> Difference:
-        """As :meth:`above`, in nats for each token of the model ``before`` also where this one has others."""
+        """The difference of :meth:`above`, in nats a token of the model ``before`` even if this one has others."""
         found = self.above(before)
         if found.unit == Difference(0.0, None).unit:
             return found
@@ -186,8 +188,8 @@ class Perplexity:
 
         A value that is too large for a float has none either.
         """
-        if is_cut(self.value):
-            return number(self.value)
+        if self.value >= _CUT:
+            return f"over {_CUT:g}"
         digits, of_error = (".2f", ".2f") if self.value < 1e6 else (".3g", ".2g")
         return f"{self.value:{digits}}" + (
             "" if self.standard_error is None else f" ± {self.standard_error:{of_error}}"

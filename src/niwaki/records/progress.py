@@ -103,15 +103,21 @@ PLANNING = ("sensitivity", "allocation", "sharing", "synthesis", "influence", "p
 _OF_ALL = {"sensitivity": "planning", "synthesis": "planning", "perplexity": "measuring", "rounding": "rounding"}
 
 
-class Pace:
-    """How far a run is, and the time left, by how long the parts of the last block took.
+class Paced(Progress):
+    """Progress that knows how far a run is and how much time is left, by how long the parts of the last block took.
 
-    Before the first block is done the time left comes from the estimate for all of the run.
+    Before the first block is done the time left comes from the estimate for all of the run. Those that show it have
+    :meth:`line` and :meth:`show`.
     """
 
     def __init__(self) -> None:
-        self.blocks = self.block = 0
-        self.is_planning = False
+        self._notes: set[str] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets how far the run was: another one begins, or another stage of it."""
+        self._blocks = self._block = 0
+        self._is_planning = False
         self._shares = [0.3, 0.5, 0.2]  # of each part in the time of a block, as in the one before
         self._spent: list[float] = []  # by the parts of this block so far
         self._began = self._part_began = time.monotonic()
@@ -119,43 +125,62 @@ class Pace:
         self._at: tuple[str, float, str] | None = None  # where healing is
         self._end = 0.0  # when all should be done, while nothing better is known
 
+    def line(self, text: str, style: str | None = None) -> None:
+        """Prints a line that stays."""
+
+    def show(self) -> None:
+        """Brings up to date what is shown of the pace."""
+
+    def note(self, text: str) -> None:
+        if text not in self._notes:  # stages, and runs of a comparison, have most of them in common
+            self._notes.add(text)
+            self.line(f"note: {text}", style="yellow")
+
     def estimate(self, seconds: float) -> None:
-        """All that comes takes about this long."""
         self._end = time.monotonic() + seconds
+        if seconds >= SOON:
+            self.line(f"this takes about {estimated(seconds)}")
 
-    def begin(self, blocks: int) -> None:
-        """So many blocks are to come."""
-        self.blocks, self._began = blocks, time.monotonic()
+    def turn(self, number: int, count: int, stage: str) -> None:
+        self.restart()  # the estimate was for all stages
 
-    def is_next(self, block: int, part: str) -> bool:
-        """Whether ``part`` is of another block than the one before, or of another walk."""
-        return block != self.block or self.is_planning != (part in PLANNING)
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        for note in record.notes:
+            self.note(note)
+        self._blocks, self._began = blocks, time.monotonic()
 
-    def stage(self, block: int, part: str, steps: int) -> None:
-        """A ``part`` of a block begins, in ``steps`` steps."""
-        planning = part in PLANNING
-        if self.is_planning and not planning:
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self.end_part()
+        planning = name in PLANNING
+        if block != self._block or self._is_planning != planning:  # another block, or another walk
+            self.end_block()
+        if self._is_planning and not planning:
             self._began = time.monotonic()  # the time so far says nothing of what comes
-        self.is_planning = planning
-        self.block, self._part, self._steps, self._done = block, part, steps, 0
+        self._is_planning = planning
+        self._block, self._part, self._steps, self._done = block, name, steps, 0
         self._part_began, self._at = time.monotonic(), None
+        self.show()
 
     def step(self) -> None:
-        """A step of the part is done."""
         self._done += 1
+        self.show()
 
-    def healing(self, share: float, seconds: float) -> None:
-        """``share`` of a training is done after ``seconds``."""
+    def healing(self, record: HealingRecord, share: float, seconds: float) -> None:
         left = f"{duration(seconds * (1 - share) / share)} left" if share else ""
         self._at = "healing", share, left
+        self.show()
 
     def end_part(self) -> None:
-        """The part that has begun, if one has, is done."""
+        """Ends the part that has begun, if one has."""
         if self._part:
             self._spent.append(time.monotonic() - self._part_began)
         self._part = ""
 
-    def end_block(self, is_like_others: bool) -> float:
+    def end_block(self) -> None:
+        """Ends the block, or the walk over all of them, that has begun."""
+        self.seconds_of_block(is_like_others=not self._is_planning)
+
+    def seconds_of_block(self, is_like_others: bool) -> float:
         """The seconds of the block so far; the next one takes as long if this one ``is_like_others``."""
         spent, self._spent = self._spent, []
         total = sum(spent)
@@ -170,13 +195,13 @@ class Pace:
         part = min(1.0, self._done / max(1, self._steps))
         rest = self._end - time.monotonic()
         left = f"about {estimated(rest)} left" if rest > 0 else ""
-        if self.is_planning:
+        if self._is_planning:
             what = _OF_ALL.get(self._part, "")
             if not left and part and what not in ("", "planning"):
                 left = f"{duration((time.monotonic() - self._part_began) * (1 - part) / part)} left"
-            return what or "planning", part if what else (self.block + part) / max(1, self.blocks), left
+            return what or "planning", part if what else (self._block + part) / max(1, self._blocks), left
         done = sum(self._shares[: len(self._spent)]) + sum(self._shares[len(self._spent) :][:1]) * part
-        fraction = (self.block + done) / max(1, self.blocks)
-        if self.block > 0:
+        fraction = (self._block + done) / max(1, self._blocks)
+        if self._block > 0:
             left = f"{duration((time.monotonic() - self._began) * (1 - fraction) / fraction)} left"
-        return f"block {self.block + 1}/{self.blocks}", fraction, left
+        return f"block {self._block + 1}/{self._blocks}", fraction, left

@@ -3,14 +3,12 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 #: What moves a terminal's cursor, changes the direction of text, or is half of a character.
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
-#: Perplexities stay below e^700, which is a little more.
-_CUT = 1e304
 
 
 def printable(text: str) -> str:
@@ -31,6 +29,39 @@ def latex(text: str) -> str:
 def markdown(text: object) -> str:
     """``text`` as markdown that shows it as it is, in one line: no link, picture, HTML or column of a table."""
     return re.sub(r"([\\`*\[\]<|])", r"\\\1", " ".join(printable(str(text)).split()))
+
+
+class TableCell(NamedTuple):
+    """A cell of a table for people: its text, whether it is the best of its column, its colour if in a heat map."""
+
+    text: str
+    best: bool = False
+    step: int | None = None
+
+
+class Table(NamedTuple):
+    """A table for people, whose first column names the rows."""
+
+    head: list[str]
+    rows: list[list[TableCell]]
+
+    @classmethod
+    def of(cls, head: Iterable[str], rows: Iterable[Iterable[str]]) -> "Table":
+        """The table whose cells are text alone."""
+        return cls(list(head), [list(map(TableCell, row)) for row in rows])
+
+    def markdown(self) -> list[str]:
+        """The lines of the table in Markdown."""
+        rows = [[f"**{cell.text}**" if cell.best else markdown(cell.text) for cell in row] for row in self.rows]
+        return [f"| {' | '.join(row)} |" for row in (map(markdown, self.head), ["---"] * len(self.head), *rows)]
+
+    def latex(self) -> list[str]:
+        """The lines of the table in LaTeX, with the rules of the package booktabs."""
+        head, *rows = [[latex(name) for name in self.head]] + [
+            [rf"\textbf{{{latex(cell.text)}}}" if cell.best else latex(cell.text) for cell in row] for row in self.rows
+        ]
+        lines = [rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule", rf"{' & '.join(head)} \\", r"\midrule"]
+        return [*lines, *(rf"{' & '.join(row)} \\" for row in rows), r"\bottomrule", r"\end{tabular}"]
 
 
 def counted(count: int | str, noun: str, plural: str = "") -> str:
@@ -116,17 +147,3 @@ def size(count: float) -> str:
 def two_digits(error: float) -> str:
     """A relative error with two significant digits: ``"0.10"``, ``"0.0031"``, ``"1.2e-05"``."""
     return f"{error:#.2g}".removesuffix(".") if error else "0"
-
-
-def is_cut(perplexity: float) -> bool:
-    """Whether it only says that there is no float for what was measured."""
-    return perplexity >= _CUT
-
-
-def number(value: float) -> str:
-    """Two digits after the point while a reader can use them: ``44.87``, ``5,012``, ``1.2e+09``, ``over 1e+304``."""
-    if is_cut(value):
-        return f"over {_CUT:g}"
-    if value >= 1e6:
-        return f"{value:.3g}"
-    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"

@@ -17,7 +17,7 @@ import vl_convert
 
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import MatrixRecord, Record
-from niwaki.records.wording import is_cut, kind, number, printable, short, short_text
+from niwaki.records.wording import Table, TableCell, kind, printable, short, short_text
 
 #: Of methods and stages: that many CSS variables ``--c0`` ... are in report.css.
 COLOURS = 10
@@ -306,26 +306,6 @@ def _shown(value: Any) -> Any:
 Form = Callable[[float], str]
 
 
-class Cell(NamedTuple):
-    """A cell of a table: its text, its colour if it is in a heat map, and whether it is the best of its column."""
-
-    text: str
-    step: int | None = None
-    best: bool = False
-
-
-class Table(NamedTuple):
-    """A table whose first column names the rows."""
-
-    head: list[str]
-    rows: list[list[Cell]]
-
-    @classmethod
-    def of(cls, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
-        """From text alone."""
-        return cls(list(head), [[Cell(text) for text in row] for row in rows])
-
-
 class Exhibit(NamedTuple):
     """A part of a section: charts, and the same numbers as a table."""
 
@@ -347,12 +327,6 @@ class Section(NamedTuple):
     key: tuple[str, str] | None = None  # the least and the greatest value that colours stand for
     beside: bool = False  # whether exhibits stand next to each other where the window is wide
     after: str = ""  # a last line
-
-
-def with_error(perplexity: Perplexity) -> str:
-    """``"44.87 ± 1.20"``, or without an error where there is none."""
-    error = None if is_cut(perplexity.value) else perplexity.standard_error
-    return number(perplexity.value) + (f" ± {number(error)}" if error is not None else "")
 
 
 def measured_on(text: str, perplexity: Perplexity) -> str:
@@ -389,6 +363,6 @@ def heat_of(
 def heat_table(cells: Sequence[Row], form: Form) -> Table:
     """The numbers of a heat map, a row for each block."""
     kinds, blocks = rows_and_blocks(cells)
-    shown = {(cell["block"], cell["row"]): Cell(form(cell["value"]), cell["step"]) for cell in cells}
-    rows = [[Cell(str(block)), *(shown.get((block, kind), Cell("")) for kind in kinds)] for block in blocks]
+    shown = {(cell["block"], cell["row"]): TableCell(form(cell["value"]), step=cell["step"]) for cell in cells}
+    rows = [[TableCell(str(block)), *(shown.get((block, kind), TableCell("")) for kind in kinds)] for block in blocks]
     return Table(["block", *kinds], rows)

@@ -46,7 +46,7 @@ class Material:
 
     @property
     def record(self) -> Record | None:
-        """That of a single model; None of a comparison."""
+        """The record of a single model; None for a comparison."""
         return self.source if isinstance(self.source, Record) else None
 
     @property
@@ -55,7 +55,7 @@ class Material:
 
     @property
     def name(self) -> str:
-        """Of the dense model, without its folders."""
+        """The name of the dense model, without its folders."""
         return Path(self.source.model).name or self.source.model
 
     @property

@@ -10,15 +10,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-import vl_convert
-
 from niwaki.arguments import checked
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import check_replaced, given_path, input_errors, nearest, replace_file
 from niwaki.records.progress import Progress
 from niwaki.records.record import REPORT_NAME
 from niwaki.records.wording import printable
-from niwaki.reports.charts import Section
 from niwaki.reports.material import Extras, Material, load
 
 if TYPE_CHECKING:
@@ -48,6 +45,8 @@ def write_figures(shown: Sequence[Section], folder: Path) -> list[Path]:
 
     OutputError where they cannot be written.
     """
+    import vl_convert
+
     written = []
     for name, svg in _charts(shown):
         written += [folder / f"{name}{kind}" for kind in _KINDS]

@@ -11,22 +11,18 @@ from functools import partial
 from typing import Any
 
 from niwaki.effort import described
-from niwaki.records.comparison import Comparison
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import Record, calibration_of, facts as all_facts
-from niwaki.records.wording import counted, duration, kind, number, short_text, size, two_digits
+from niwaki.records.wording import Table, TableCell, counted, duration, kind, short_text, size, two_digits
 from niwaki.reports import charts
 from niwaki.reports.charts import (
     STEPS,
-    Cell,
     Exhibit,
     Section,
-    Table,
     heat_of,
     heat_table,
     labels_of,
     measured_on,
-    with_error,
 )
 from niwaki.reports.material import Material, Run
 
@@ -71,7 +67,7 @@ def notes_of(record: Record) -> list[str]:
 
 
 def tiles(material: Material) -> list[Tile]:
-    """What is said first."""
+    """The numbers that are said first."""
     if (record := material.record) is None:
         return _best_tiles(material)
     shown = _removed_tiles(record)
@@ -83,12 +79,12 @@ def tiles(material: Material) -> list[Tile]:
                 gain = "of other tokens, which does not compare with the dense model's"
                 change = f"{100 * (after.bits / before.bits - 1):+.2f} % against dense, {before.bits:.4f}"
                 shown.append(("bits a byte", f"{after.bits:.4f}", change))
-            shown.append(("perplexity dense", with_error(before), measured_on(text, before)))
+            shown.append(("perplexity dense", before.figure, measured_on(text, before)))
             if pruned := record.perplexity.get("pruned"):
-                shown.append(("perplexity pruned", with_error(pruned), "before healing"))
-            shown.append((f"perplexity {'healed' if record.healing else 'pruned'}", with_error(after), gain))
+                shown.append(("perplexity pruned", pruned.figure, "before healing"))
+            shown.append((f"perplexity {'healed' if record.healing else 'pruned'}", after.figure, gain))
         else:
-            shown.append(("perplexity", with_error(after), where))
+            shown.append(("perplexity", after.figure, where))
     if not material.texts:
         shown.append(("perplexity", "?", "not measured"))
     shown.append(("time", duration(material.seconds), f"on {record.device} in {record.dtype}"))
@@ -96,16 +92,16 @@ def tiles(material: Material) -> list[Tile]:
 
 
 def _best_tiles(material: Material) -> list[Tile]:
-    """Of a comparison: the dense model, and the best method at each pattern."""
+    """The tiles of a comparison: the dense model, and the best method at each pattern."""
     text = material.texts[0] if material.texts else ""
     shown = []
     if dense := material.dense.get(text):
-        shown.append(("perplexity dense", with_error(dense), measured_on(text, dense)))
+        shown.append(("perplexity dense", dense.figure, measured_on(text, dense)))
     for pattern in material.patterns:
         runs = [run for run in material.runs if run.pattern == pattern and text in run.perplexity]
         if runs:
             best = min(runs, key=lambda run: run.perplexity[text].value)
-            shown.append((f"best at {pattern}", with_error(best.perplexity[text]), best.method))
+            shown.append((f"best at {pattern}", best.perplexity[text].figure, best.method))
     return shown
 
 
@@ -178,7 +174,7 @@ STAGES = {
 
 
 def sections(material: Material) -> list[Section]:
-    """All that there is something to show in."""
+    """The sections in which there is something to show."""
     made = [make(material) for make in (frontier, stages, healing, errors, allocation, fits, time, speed)]
     return [section for section in made if section is not None]
 
@@ -189,7 +185,7 @@ def stages(material: Material) -> Section | None:
         return None
     rows = []
     for stage, cost in material.record.costs():
-        measured = with_error(stage.perplexity) if stage.perplexity else "not measured"
+        measured = stage.perplexity.figure if stage.perplexity else "not measured"
         rows.append([stage.name, stage.asked, duration(stage.seconds), measured, cost.words if cost else ""])
     table = Table.of(["stage", "asked for", "time", "perplexity after it", "cost"], rows)
     why = "What was done to the model, one after the other: by how much each stage raised the loss on the same text."
@@ -311,10 +307,10 @@ def healing(material: Material) -> Section | None:
         return None
     points, rows = [], []
     for i, point in enumerate(record.points):
-        error = Cell(f"{point.error:.4g}", best=i == record.best)
+        error = TableCell(f"{point.error:.4g}", best=i == record.best)
         loss = point.trained_on
-        row = [Cell(f"{point.tokens:,}"), Cell(f"{point.seconds:.0f}"), error]
-        rows.append(row if record.by_block else [*row, Cell("-" if loss is None else f"{loss:.4g}")])
+        row = [TableCell(f"{point.tokens:,}"), TableCell(f"{point.seconds:.0f}"), error]
+        rows.append(row if record.by_block else [*row, TableCell("-" if loss is None else f"{loss:.4g}")])
         for name, value in (("trained on", loss), ("held out", point.error)):
             if value is not None:
                 label = f"{name}, after {point.tokens:,} tokens: {value:.4g} nats"
@@ -368,7 +364,7 @@ def time(material: Material) -> Section | None:
 
 
 def solving(material: Material) -> Exhibit | None:
-    """Of a single model the solver's seconds by kind of matrix."""
+    """The solver's seconds for a single model, by kind of matrix."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for matrix in material.record.matrices if material.record else []:
         seconds[kind(matrix.name)].append(matrix.seconds)
@@ -398,12 +394,12 @@ def speed(material: Material) -> Section | None:
 
 
 def details(material: Material) -> list[dict[str, Any]]:
-    """Of each run of a comparison with a record what the page says of a single model at the top, in little room."""
+    """What the page says at the top about a single model, in little room, for each run that has a record."""
     return [] if material.record else [_detail(material, run, run.full) for run in material.runs if run.full]
 
 
 def _detail(material: Material, run: Run, record: Record) -> dict[str, Any]:
-    facts = [(f"perplexity, {short_text(text)}", with_error(value)) for text, value in run.perplexity.items()]
+    facts = [(f"perplexity, {short_text(text)}", value.figure) for text, value in run.perplexity.items()]
     facts.append(("error of the matrices, geometric mean", two_digits(run.error)))
     return {
         "name": run.name,
@@ -420,14 +416,18 @@ def _detail(material: Material, run: Run, record: Record) -> dict[str, Any]:
 
 
 def frontier(material: Material) -> Section | None:
-    """Of a comparison, for each text perplexity against sparsity, beside it patterns that are no percentages."""
+    """Perplexity against sparsity, for each text of a comparison; beside it patterns that are no percentages."""
     if isinstance(material.source, Record) or not material.texts:
         return None
     dashed = " The dashed line is the dense model." if material.dense else ""
     why = f"Lower is better. Bars are {SPREAD}.{dashed}"
-    exhibits = [
-        each for text in material.texts for each in (_frontier_of(material, text), _gaps(material.source, text))
-    ]
+    exhibits = []
+    for text in material.texts:
+        title = f"nats a token above the dense model, {short_text(text)}"
+        exhibits += [
+            _frontier_of(material, text, material.source.grid(text)),
+            Exhibit([], material.source.gaps(text), title, open=True),
+        ]
     after = (
         "In the tables of nats ± is the standard error of the difference to the dense model, window by window, and "
         "bold are all that are less than two such errors above the best."
@@ -435,18 +435,13 @@ def frontier(material: Material) -> Section | None:
     return Section("frontier", "Perplexity against sparsity", why, exhibits, after=after)
 
 
-def _gaps(comparison: Comparison, text: str) -> Exhibit:
-    header, entries = comparison.gaps(text)
-    rows = [[Cell(entry.text, best=entry.best) for entry in row] for row in entries]
-    return Exhibit([], Table(header, rows), f"nats a token above the dense model, {short_text(text)}", open=True)
-
-
-def _frontier_of(material: Material, text: str) -> Exhibit:
+def _frontier_of(material: Material, text: str, table: Table) -> Exhibit:
     runs = [run for run in material.runs if text in run.perplexity]
     plain, grouped = ([point_of(run, text) for run in runs if run.grouped is wanted] for wanted in (False, True))
     line = None
     if dense := material.dense.get(text):
-        line = {**_interval(dense), "text": f"dense {number(dense.value)}", "label": f"dense: {with_error(dense)}"}
+        value = dense.figure.partition(" ±")[0]
+        line = {**_interval(dense), "text": f"dense {value}", "label": f"dense: {dense.figure}"}
     both = bool(plain and grouped)
     draw = partial(charts.frontier, methods=material.methods, dense=line)
     figures = []
@@ -455,24 +450,7 @@ def _frontier_of(material: Material, text: str) -> Exhibit:
     if grouped:
         figures.append(draw(grouped, others=plain, by_pattern=True, share=0.32 if both else 1.0))
     title = measured_on(text, runs[0].perplexity[text])
-    return Exhibit(figures, _perplexities(material, text), title, "perplexity against sparsity", open=True)
-
-
-def _perplexities(material: Material, text: str) -> Table:
-    """A row for each method, a column for each pattern, the best marked."""
-    columns: dict[str, dict[str, Perplexity]] = {pattern: {} for pattern in material.patterns}
-    for run in material.runs:
-        if text in run.perplexity:
-            columns[run.pattern][run.method] = run.perplexity[text]
-    best = {name: min(one.value for one in column.values()) for name, column in columns.items() if len(column) > 1}
-    rows = []
-    if dense := material.dense.get(text):
-        rows.append([Cell("dense"), Cell(with_error(dense)), *[Cell("")] * (len(columns) - 1)])
-    for method in material.methods:
-        row = ((column.get(method), best.get(pattern)) for pattern, column in columns.items())
-        cells = (Cell(with_error(one), best=one.value == least) if one else Cell("") for one, least in row)
-        rows.append([Cell(method), *cells])
-    return Table(["method", *columns], rows)
+    return Exhibit(figures, table, title, "perplexity against sparsity", open=True)
 
 
 def _interval(perplexity: Perplexity) -> charts.Row:
@@ -484,11 +462,11 @@ def _interval(perplexity: Perplexity) -> charts.Row:
 
 
 def point_of(run: Run, text: str) -> charts.Row:
-    """A point of a chart."""
+    """The point of a run in the chart."""
     return {
         "method": run.method,
         "pattern": run.pattern,
         "sparsity": 100 * run.sparsity,
         **_interval(run.perplexity[text]),
-        "label": f"{run.name}: {with_error(run.perplexity[text])}, {100 * run.sparsity:.2f} % zeros",
+        "label": f"{run.name}: {run.perplexity[text].figure}, {100 * run.sparsity:.2f} % zeros",
     }
