@@ -223,7 +223,10 @@ def plan_compression(
 def planned(
     asked: Asked, calibration: Calibration, compute: Compute, progress: Progress, check: Check
 ) -> tuple[Compression, Calibration]:
-    """As :func:`plan_compression`, and the calibration text, which is another one where the usual is not available."""
+    """The plan, and the calibration text, which is another one where the usual is not available.
+
+    ``check`` is called with stages of that kind before the model is looked at.
+    """
     runtime, before = asked.program, asked.before
     bound: LossBound | SpeedBound | None = None
     if runtime == "2:4":
@@ -267,7 +270,7 @@ def searched(
     progress: Progress,
     check: Check,
 ) -> tuple[Ways, LossBound | SpeedBound]:
-    """The ways among which sizes are tried, and what they have to keep, a loss ``also`` on other texts."""
+    """The ways among which sizes are tried, and the bound that they have to keep; a loss ``also`` on other texts."""
     checkpoint, ways = asked.checkpoint, asked.ways
     check(ways.stages, calibration)
     bound: LossBound | SpeedBound

@@ -166,7 +166,7 @@ class LookingAtTokens:
         return [self._model.embed(tokens, budget=budget) for tokens in (before.tokens, old)]
 
     def see(self, before: HiddenStates, after: HiddenStates) -> None:
-        """Receives them after the last block."""
+        """Measures both after the last block."""
         measured = [
             self._model.measured(states, windows, only=kept)
             for states, windows, kept in zip((before, after), self._pair, (None, self._kept), strict=True)
@@ -179,7 +179,7 @@ class LookingAtTokens:
         self._removed = int((predicted & (place < spans[:, 1:]) & ~torch.isin(tokens, self._kept)).sum())
 
     def found(self) -> TokenCosts:
-        """What was found out."""
+        """What fewer tokens cost, by what was counted and measured."""
         each = max(_LEAST, (self._lost + _USUAL * _COUNTS_AS) / (self._removed + _COUNTS_AS))
         sizes = tuple((size, own * each, max(own, other) * each) for size, (own, other) in self._gone.items())
         return TokenCosts(self._tokens.rows, self._tokens.weights, sizes, self._tokens.unused)
@@ -221,12 +221,12 @@ class Foresight:
     neurons: tuple[tuple[float, float], ...] = ()
 
     def of_matrices(self, average: float) -> float:
-        """Matrices of so many bits in the mean, each of as many as suit it."""
+        """What matrices of so many bits in the mean cost, each of as many as suit it."""
         bits = dict(self.bits)
         return together(foreseen(bits, choose_bits(bits, average)))
 
     def of_neurons(self, share: float) -> float | None:
-        """A share of the neurons removed from each block; None where that is not known, or more than was measured."""
+        """What it costs to remove that share of each block's neurons; None where it is not known, or beyond what is."""
         if not self.neurons or share > self.neurons[-1][0]:
             return None
         curve = Curve(1, ((0.0, 0.0), *self.neurons))
@@ -357,7 +357,7 @@ class _Neurons:
             self._into = frozenset(matrix.place for matrix in neurons_of(model).matrices)
 
     def cost(self, looked: Looked) -> tuple[float, ...]:
-        """That of each of the ``_NEURONS``, where neurons go into the matrix."""
+        """What removing each share of ``_NEURONS`` costs, where neurons go into the matrix."""
         if looked.matrix.place not in self._into:
             return ()
         W, cost = looked.rows()
@@ -469,5 +469,5 @@ class _Ends:
 
 
 def _divergence(expected: Tensor, found: Tensor) -> float:
-    """Of logarithms of predictions (count, tokens) from the expected ones, in nats, the mean."""
+    """The mean divergence of predictions from the expected ones, both logarithms (count, tokens), in nats."""
     return float((expected.exp() * (expected - found)).sum(-1).mean())

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -292,7 +293,7 @@ class _Folder:
 
     @contextlib.contextmanager
     def opened(self, source: Path, restart: bool, measured: Mapping[str, str]) -> Iterator[None]:
-        """Makes it, for this process alone; UsageError where something else is there, or the model ``source``.
+        """Makes the directory, for this process alone; UsageError where it has something else, or the model ``source``.
 
         Trials of an earlier call are removed where ``measured``, the digests of texts, is not what it was.
         """
@@ -317,7 +318,7 @@ class _Folder:
                         self._remove()
 
     def numbers(self, ways: Sequence[Way]) -> list[int]:
-        """Those of ``ways`` that an earlier call has tried, and after them the one that it was trying."""
+        """The numbers of ``ways`` that an earlier call has tried, and after them that which it was trying."""
         begun = {path.name.removeprefix(".").partition(".")[0] for path in self.path.iterdir()}
         found = [i for i, way in enumerate(ways) if self.of(way).name in begun]
         return sorted(found, key=lambda i: not self.of(ways[i]).exists())
@@ -333,7 +334,7 @@ class _Folder:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def move(self, directory: Path | None, asked: dict[str, Any], restart: bool = False) -> None:
-        """Makes one of them the output, and removes the others.
+        """Makes one of the trials the output, and removes the others.
 
         Where that is interrupted the output :func:`is_complete`, and a call that is ``asked`` for the same goes on with
         it, and has no ``directory``.
@@ -363,27 +364,36 @@ class Trials:
     compute: Compute
     restart: bool
     progress: Progress
-    _common: Recipe | None = field(default=None, init=False)
+
+    @cached_property
+    def _source(self) -> Path:
+        """The directory of the model."""
+        return locate_model(str(self.model))
+
+    @cached_property
+    def _recipe(self) -> Recipe:
+        """What all trials have in their recipes; the files are read once for it."""
+        asked = begin_recipe([], str(self.model), self.calibration, self.measurement, self.compute)
+        return with_weights(with_texts(asked, self.calibration), self._source)
 
     def best(self, ways: Sequence[Way], bound: LossBound | SpeedBound) -> Record:
         """Writes the smallest within the bound, or of those that are fast enough the largest."""
         world = current_session().world
-        source = locate_model(str(self.model))
-        out = world.received(check_output(source, self.out) if world.first else Path())
+        out = world.received(check_output(self._source, self.out) if world.first else Path())
         folder = _Folder(out)
         text = self.measurement.text
         measured = digests_of_texts(Calibration(text)) if isinstance(text, str) else {}
-        with folder.opened(source, self.restart, measured) if world.first else contextlib.nullcontext():
+        with folder.opened(self._source, self.restart, measured) if world.first else contextlib.nullcontext():
             if world.received(is_complete(out) and not self.restart if world.first else False):
                 if world.first:
-                    folder.move(None, self._asked(bound, source))
+                    folder.move(None, self._asked(bound))
                 record = world.received(finished(out) if world.first else None)
                 assert record
                 self.progress.end(record)
                 return record
-            return self._best(ways, bound, source, folder)
+            return self._best(ways, bound, folder)
 
-    def _best(self, ways: Sequence[Way], bound: LossBound | SpeedBound, source: Path, folder: _Folder) -> Record:
+    def _best(self, ways: Sequence[Way], bound: LossBound | SpeedBound, folder: _Folder) -> Record:
         world = current_session().world
         ordered = list(ways) if bound.from_large else list(ways)[::-1]
         there = world.received(folder.numbers(ordered) if world.first else [])
@@ -392,7 +402,7 @@ class Trials:
         def holds(number: int) -> bool:
             way = ordered[number]
             directory = folder.of(way)
-            trial = Trial(way, self._done(way, directory, source, len(tried) + 1), directory)
+            trial = Trial(way, self._done(way, directory, len(tried) + 1), directory)
             value, words = world.received(bound.measured(trial) if world.first else (0.0, ""))
             kept = bound.within(value)
             if way.nats is not None:
@@ -419,15 +429,15 @@ class Trials:
         told.append(note if certain else f"{note}; there may be a better one, {_MOST} were tried")
         with_notes(trial.record, told, trial.directory)
         if world.first:
-            folder.move(trial.directory, self._asked(bound, source), self.restart)
+            folder.move(trial.directory, self._asked(bound), self.restart)
         self.progress.note(trial.record.notes[-1])
         self.progress.end(trial.record)
         return trial.record
 
-    def _done(self, way: Way, directory: Path, source: Path, number: int) -> Record:
+    def _done(self, way: Way, directory: Path, number: int) -> Record:
         """The record of that way, which may be there already."""
         world = current_session().world
-        there = world.received(self._earlier(way, directory, source) if world.first else None)
+        there = world.received(self._earlier(way, directory) if world.first else None)
         if there:
             return there
         return run(
@@ -440,23 +450,15 @@ class Trials:
             progress=PartOf(self.progress, f"trial {number}"),
         )
 
-    def _asked(self, bound: LossBound | SpeedBound, source: Path) -> dict[str, Any]:
+    def _asked(self, bound: LossBound | SpeedBound) -> dict[str, Any]:
         """What has to be the same for a call to go on with the move of the output that an earlier one chose."""
-        recipe = self._recipe(source)
-        return {bound.name: bound.limit, **{name: getattr(recipe, name) for name in _COMMON}}
+        return {bound.name: bound.limit, **{name: getattr(self._recipe, name) for name in _COMMON}}
 
-    def _recipe(self, source: Path) -> Recipe:
-        """What all trials have in their recipes; the files are read once for it."""
-        if self._common is None:
-            asked = begin_recipe([], str(self.model), self.calibration, self.measurement, self.compute)
-            self._common = with_weights(with_texts(asked, self.calibration), source)
-        return self._common
-
-    def _earlier(self, way: Way, directory: Path, source: Path) -> Record | None:
-        """What an earlier run of the same has left; what is of another one goes."""
+    def _earlier(self, way: Way, directory: Path) -> Record | None:
+        """The record of an earlier run of that way, with the same texts; removes what is of another one."""
         if not (directory / RECIPE).exists():
             return None
-        wanted = replace(self._recipe(source), stages=[table_of(stage) for stage in way.stages])
+        wanted = replace(self._recipe, stages=[table_of(stage) for stage in way.stages])
         found = Recipe.read(directory / RECIPE)
         texts = *self.calibration.texts, self.measurement.text or ""
         has_names = all(isinstance(text, str) for text in texts)

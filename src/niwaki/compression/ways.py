@@ -72,12 +72,12 @@ class Way:
 
     @classmethod
     def fitted(cls, words: str, size: int, stages: tuple[Stage, ...], nats: float | None) -> "Way":
-        """One that rounds and removes, and loses more on text of other kinds than that which it is fitted to."""
+        """A way that rounds or removes, and loses more on text of other kinds than that which it is fitted to."""
         return cls(words, size, stages, nats, 0.0 if nats is None else (_OTHERS - 1) * nats)
 
     @property
     def loss(self) -> float:
-        """By what ways are compared: one of which nothing is known comes last.
+        """The loss by which ways are compared: one of which nothing is known comes last.
 
         Other kinds of text count as much as they do where tokens are chosen.
         """
@@ -186,7 +186,7 @@ class Ways(ABC):
     @property
     @abstractmethod
     def stages(self) -> tuple[Stage, ...]:
-        """Those of one of the ways, for what can be checked before all are looked at; none where only tokens can go."""
+        """The stages of one of the ways, for checks before the model is looked at; none where only tokens can go."""
 
     @abstractmethod
     def check(self, limit: float) -> None:
@@ -213,9 +213,9 @@ def _in_order(own: Iterable[Way], fewer_tokens: Iterable[Way]) -> list[Way]:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseWays(Ways):
-    """Those for transformers: dense models with fewer parameters than the ``count`` that takes ``before`` bytes now.
+    """Ways for transformers: dense models with fewer parameters than the ``count`` that takes ``before`` bytes now.
 
-    At ``least`` so many are left where all tokens stay. A limit is a number of parameters, or a share below 1.
+    Where all tokens stay, ``least`` parameters are left or more. A limit is a number of parameters, or a share below 1.
     """
 
     count: int
@@ -297,10 +297,10 @@ class DenseWays(Ways):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWays(Ways):
-    """Those for "niwaki" and "llama.cpp": fewer bits. A limit is a number of bytes.
+    """Ways for "niwaki" and "llama.cpp": fewer bits. A limit is a number of bytes.
 
-    They heal before embeddings and head are put on their grid. Without foresight there are the largest and the smallest
-    way alone.
+    Healing comes before embeddings and head are put on their grid. Without foresight there are the largest and the
+    smallest way alone.
     """
 
     parts: Parts
@@ -363,7 +363,7 @@ class PackedWays(Ways):
         return found or [min((each.smallest for each in (self, *fewer)), key=attrgetter("size"))]
 
     def _to(self, limit: int) -> Iterator[Way]:
-        """Those with these tokens, one for each number of bits of embeddings and head."""
+        """The ways with these tokens: one for each number of bits of embeddings and head."""
         for ends in self.ends_bits:
             low, high = self._bytes(0, ends), self._bytes(8, ends)
             bits = min(8.0, math.floor(100 * (8 * (limit - low) / (high - low))) / 100)  # the most that fit
@@ -371,7 +371,7 @@ class PackedWays(Ways):
                 yield way
 
     def _with_fewer_tokens(self) -> Iterator["PackedWays"]:
-        """Those of the same model with fewer tokens."""
+        """The ways of the same model with fewer tokens."""
         if self.tokens is None:
             costs = self.costs
             for tokens, *_ in costs.sizes:
@@ -386,7 +386,7 @@ class PackedWays(Ways):
         return int((weights + parts.others + parts.tokenizer) * (1 + _MARGIN)) + parts.headers
 
     def _bits(self, bits: float, ends: int) -> Way:
-        """So many bits for matrices, one number for all of them where it can be, and for embeddings and head."""
+        """Rounds matrices to so many bits, one number for all of them where it can be, and embeddings and head."""
         text = f"int{bits:g}" if bits in (4, 8) else f"int{bits:.2f}"
         words = f"{bits:g} bits a weight, embeddings and head of {ends}"
         if self.parts.group:
