@@ -268,7 +268,7 @@ def speeds(
         demo = Calibration("demo", samples=4, length=128)
         for size in list(found)[1:]:
             plan = plan_compression(model, size, calibration=demo, measure_speed=True)
-            foreseen |= {1.0: plan.speed.dense, size: plan.speed.of(plan.way)} if plan.speed else {}
+            foreseen |= {1.0: plan.speed.dense, size: plan.speed.of(plan.way.size)} if plan.speed else {}
             print(plan, flush=True)
             places[size] = Path(scratch) / str(size)
             niwaki.compress(model, places[size], size, calibration=demo, measurement=None)

@@ -15,12 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import niwaki
-from niwaki import Calibration, Compute, Measurement
+from niwaki import Calibration, Compute, Measurement, NiwakiError
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.compression.compress import plan_compression
 from niwaki.compression.foresight import Foresight, LookingAtTokens, TokenCosts, foresee
-from niwaki.compression.part import PartOf
-from niwaki.compression.ways import Parts, SmallerWays, Ways
+from niwaki.compression.ways import DenseWays, PackedWays, Parts
 from niwaki.errors import UsageError
 from niwaki.evaluation.evaluate import evaluate_both
 from niwaki.layer.grid import Grid
@@ -179,8 +178,14 @@ def test_fewer_tokens_for_transformers(
     assert plan.others[0].words == "0.8 of the parameters"
 
 
+def _without_foresight(least: int) -> DenseWays:
+    """Those of a model of 1000 parameters of which nothing could be found out."""
+    sizes = {"count": 1000, "before": 2000, "of_neurons": 500, "of_tokens": 200, "least": least}
+    return DenseWays(**sizes, heal=(), foresight=Foresight(TokenCosts()))
+
+
 def test_a_ladder_of_smaller_models_without_foresight() -> None:
-    ways = SmallerWays(1000, 2000, 500, 200, 300, ()).ladder()
+    ways = _without_foresight(300).ladder()
     assert [way.size for way in ways] == sorted((way.size for way in ways), reverse=True)
     assert all(way.nats is None and way.tokens is None for way in ways)
     assert min(way.size for way in ways) == 800  # at least 300 of 1,000 parameters stay, and 400 at the end of a ladder
@@ -188,7 +193,7 @@ def test_a_ladder_of_smaller_models_without_foresight() -> None:
 
 def test_a_ladder_without_steps_says_why() -> None:
     with pytest.raises(UsageError, match="960 of 1,000 parameters cannot be reached by removing parts: at least 990"):
-        SmallerWays(1000, 2000, 500, 200, 990, ()).ladder()
+        _without_foresight(990).ladder()
 
 
 def test_no_plan_names_what_cannot_be_removed(tmp_path: Path) -> None:
@@ -197,7 +202,7 @@ def test_no_plan_names_what_cannot_be_removed(tmp_path: Path) -> None:
         tmp_path / "model"
     )
     small = Checkpoint(add_tokenizer(tmp_path / "model"))
-    ways = SmallerWays.of(StreamedModel(small, "cpu"), ())
+    ways = replace(DenseWays.of(StreamedModel(small, "cpu"), ()), foresight=Foresight(TokenCosts()))
     share = ways.least / ways.count
     assert 0.5 < share < 1
     with pytest.raises(UsageError, match=f"at least {ways.least:,} are left; give"):
@@ -212,10 +217,6 @@ def test_no_plan_names_what_cannot_be_removed(tmp_path: Path) -> None:
     plan = plan_compression(small.path, parameters=share - 0.05, calibration=Calibration("demo", samples=16, length=32))
     assert plan.way.stages[0].name == "vocabulary"
     assert plan.others == ()
-    parts = Parts.of(StreamedModel(small, "cpu"), "llama.cpp")
-    assert parts.least == share
-    exported = Ways(replace(parts, least=0.97), "llama.cpp", ())
-    assert exported.smallest.words.startswith("0.98 of the parameters")
 
 
 def test_rows_that_the_tokenizer_does_not_have(tmp_path: Path) -> None:
@@ -231,17 +232,16 @@ def test_rows_that_the_tokenizer_does_not_have(tmp_path: Path) -> None:
     assert costs.sizes[0][0] == 3840
     assert costs.of(ROWS) == (0.0, 0.0)
     assert costs.of(ROWS + 1) is None
-    sight = Foresight({}, [], {}, (), costs)
-    way, _ = SmallerWays(10**6, 2 * 10**6, 0, 10**5, 0, (), foresight=sight).to(0.99)
-    assert way.tokens == ROWS - 64
+    ways = replace(_without_foresight(0), count=10**6, before=2 * 10**6, foresight=Foresight(costs))
+    assert ways.to(0.99)[0].tokens == ROWS - 64
 
 
 def test_a_ladder_goes_on_with_fewer_tokens(model: Path, text: Calibration) -> None:
     checkpoint = Checkpoint(model)
-    sight = foresee(checkpoint, Grid(8, 64, 8.0), (8, 6, 5, 4), text, CPU, PartOf(Progress(), "looking"))
+    sight = foresee(checkpoint, Grid(8, 64, 8.0), (8, 6, 5, 4), text, CPU, Progress())
     parts = Parts.of(StreamedModel(checkpoint, "cpu"), "niwaki")
     costs = TokenCosts(ROWS, 128, ((1024, 0.1, 0.1),))
-    ways = Ways(parts, "niwaki", (), foresight=replace(sight, tokens=costs))
+    ways = PackedWays(parts=parts, runtime="niwaki", heal=(), foresight=replace(sight, tokens=costs))
     ladder = ways.ladder()
     assert ladder[-1].tokens == 1024
     assert ladder[-1].size < 0.9 * ways.smallest.size
@@ -282,10 +282,15 @@ def test_tokens_that_cannot_be_removed(model: Path, tmp_path: Path) -> None:
     """No way has fewer then: of a text that is too short to choose by, and of files that are not known or wrong."""
     streamed = StreamedModel(Checkpoint(model), "cpu", "float32")
     few = random_tokens(1, 32)
-    assert LookingAtTokens.of(streamed, Calibration(few), niwaki.Windows(few, "tokens")) == "the text has one window"
-    tokens = few.repeat(40, 1)
-    why = LookingAtTokens.of(streamed, Calibration(tokens), niwaki.Windows(tokens, "tokens"))
-    assert why == "choosing them takes 16,384 tokens of text, and there are 1,280"
+
+    def refused(model: Path, windows: niwaki.Windows, why: str, text: Calibration | None = None) -> None:
+        streamed = StreamedModel(Checkpoint(model), "cpu", "float32")
+        with pytest.raises(NiwakiError, match=why):
+            LookingAtTokens.of(streamed, text or Calibration(windows.tokens), windows)
+
+    refused(model, niwaki.Windows(few, "tokens"), "^the text has one window$")
+    tokens = niwaki.Windows(few.repeat(40, 1), "tokens")
+    refused(model, tokens, "^choosing them takes 16,384 tokens of text, and there are 1,280$")
     other = tmp_path / "other"
     other.mkdir()
     for file in model.iterdir():
@@ -297,19 +302,15 @@ def test_tokens_that_cannot_be_removed(model: Path, tmp_path: Path) -> None:
     named = other / "generation_config.json"
     before = named.read_bytes()
     edit_json(named, pad_token_id=ROWS)
-    why = LookingAtTokens.of(StreamedModel(Checkpoint(other), "cpu", "float32"), text, windows)
-    assert "names the token 4,096" in str(why)
+    refused(other, windows, "names the token 4,096", text)
     named.write_bytes(before)
     content = json.loads((other / "tokenizer.json").read_text())
     content["model"]["dropout"] = 0.5
     (other / "tokenizer.json").write_text(json.dumps(content))
-    why = LookingAtTokens.of(StreamedModel(Checkpoint(other), "cpu", "float32"), text, windows)
-    assert "dropout" in str(why)
+    refused(other, windows, "dropout", text)
     (other / "tokenizer.json").write_text("{}")
-    tokens = random_tokens(700, 32, vocabulary=ROWS)
-    streamed = StreamedModel(Checkpoint(other), "cpu", "float32")
-    why = LookingAtTokens.of(streamed, Calibration(tokens), niwaki.Windows(tokens, "tokens"))
-    assert "not a tokenizer that can be read" in str(why)
+    many = niwaki.Windows(random_tokens(700, 32, vocabulary=ROWS), "tokens")
+    refused(other, many, "not a tokenizer that can be read")
 
 
 def test_tokens_that_a_file_beside_the_tokenizer_names(model: Path, tmp_path: Path) -> None:

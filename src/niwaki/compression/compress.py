@@ -1,6 +1,5 @@
 """One number instead of many commands: how small, how fast or at what loss, for the program that runs the result."""
 
-import contextlib
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +10,10 @@ from typing import Any
 from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import Runtime
-from niwaki.compression.foresight import foresee
-from niwaki.compression.part import PartOf, with_notes
-from niwaki.compression.trials import LossBound, SpeedBound, Throughput, Trials, check_windows, throughput
-from niwaki.compression.ways import Parts, SmallerWays, Way, Ways
-from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.compression.foresight import Foresight, TokenCosts, foresee
+from niwaki.compression.trials import LossBound, SpeedBound, Throughput, Trials, check_windows, throughput, with_notes
+from niwaki.compression.ways import DenseWays, PackedWays, Parts, Way, Ways
+from niwaki.errors import NiwakiError, UnsupportedModelError, UsageError, first_line
 from niwaki.files import weights_size
 from niwaki.healing.heal import Heal
 from niwaki.models.formats import check_one_matrix
@@ -91,15 +89,15 @@ class Asked:
         return sum(entry.size for entry in self.checkpoint.entries.values())
 
     @property
-    def ways(self) -> Ways | SmallerWays:
+    def ways(self) -> Ways:
         """All ways, of which nothing is foreseen yet; UnsupportedModelError where the program cannot have the model."""
         check_one_matrix(self.checkpoint, "compressing")
         model = StreamedModel(self.checkpoint, "cpu")
         if self.program != "transformers" or self.searches:
             model.check_head()
         if self.program == "transformers":
-            return SmallerWays.of(model, self.heal)
-        return Ways(Parts.of(model, self.program), self.program, self.heal)
+            return DenseWays.of(model, self.heal)
+        return PackedWays(heal=self.heal, parts=Parts.of(model, self.program), runtime=self.program)
 
 
 @dataclass(frozen=True)
@@ -162,8 +160,8 @@ class Compression:
 
     def _told(self, way: Way) -> str:
         foreseen = []
-        if self.speed and (speed := self.speed.of(way)):
-            foreseen.append(_rate(speed))
+        if self.speed:
+            foreseen.append(_rate(self.speed.of(way.size)))
         if way.nats is not None:
             others = f" ({way.nats + way.elsewhere:.2g} on other kinds of text)" if self._has_other_texts else ""
             foreseen.append(f"{way.nats:.2g} nats a token{others}")
@@ -196,11 +194,10 @@ def plan_compression(
 
     It looks at the model on a little of the calibration text, which takes seconds to minutes, and takes the way that
     is foreseen to lose least. For "niwaki": matrices of 2 to 8 bits, with more bits where they matter most, and
-    embeddings and head of 4 to 8; or zeros with 4 or 8 bits. For "llama.cpp": 4 to 8 bits in groups of 32, with
-    embeddings and head in Q8_0; or the same for a model with parts removed. For "transformers": a smaller dense model
-    in the same dtype. All of them may have fewer tokens, if their tokenizer is of a known kind and the calibration text
-    is long enough to choose them by: four tokens of it for each of the model's. It does not look at the model if there
-    is only one way: for "2:4", and for sizes of 8 bits a weight or more.
+    embeddings and head of 4 to 8. For "llama.cpp": 4 to 8 bits in groups of 32, with embeddings and head in Q8_0. For
+    "transformers": a smaller dense model in the same dtype. All of them may have fewer tokens, if their tokenizer is of
+    a known kind and the calibration text is long enough to choose them by: four tokens of it for each of the model's.
+    It does not look at the model if there is only one way: for "2:4", and for sizes of 8 bits a weight or more.
 
     For a ``loss`` or a ``speed`` the plan is the size that is foreseen to reach it; :func:`compress` tries several and
     measures them. A loss is foreseen for text like the calibration text, and for texts of ``also`` as for other kinds.
@@ -215,51 +212,50 @@ def plan_compression(
     """
     look = COARSE if coarse else CLOSE
     asked = Asked(model, size, parameters, loss, speed, runtime, max_time, also, look)
-    plan, _ = planned(asked, Calibration.of(calibration), Compute.of(compute), progress, lambda *_: None)
+    where, progress = Compute.of(compute), progress or Progress()
+    plan, _ = planned(asked, Calibration.of(calibration), where, progress, lambda *_: None)
     if not measure_speed or plan.runtime != "niwaki" or plan.speed:
         return plan
-    timed = _timed(asked.checkpoint, Compute.of(compute), progress)
-    return replace(plan, not_timed=timed) if isinstance(timed, str) else replace(plan, speed=timed)
+    timed, why = _timed(asked.checkpoint, where, progress)
+    return replace(plan, speed=timed, not_timed=why)
 
 
 def planned(
-    asked: Asked, calibration: Calibration, compute: Compute, progress: Progress | None, check: Check
+    asked: Asked, calibration: Calibration, compute: Compute, progress: Progress, check: Check
 ) -> tuple[Compression, Calibration]:
-    """As :func:`plan_compression`, and the calibration text, which is another one where the usual is not available."""
+    """The plan, and the calibration text, which is another one where the usual is not available.
+
+    ``check`` is called with stages of that kind before the model is looked at.
+    """
     runtime, before = asked.program, asked.before
     bound: LossBound | SpeedBound | None = None
     if runtime == "2:4":
         way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *asked.heal))
         return Compression(str(asked.model), runtime, before, before, way), calibration
     if asked.searches:
-        calibration = usual_calibration(calibration, progress or Progress())
+        calibration = usual_calibration(calibration, progress)
         texts = tuple(Measurement(text) for text in asked.also)
         ways, bound = searched(asked, texts, calibration, compute, progress, check)
-        way, others = _foreseen(ways, bound)
-        limit = float(way.size)
+        way, *others = _foreseen(ways, bound)
     else:
         limit = _limit(asked)
         ways = asked.ways
         ways.check(limit)
-        if isinstance(ways, SmallerWays) or limit < ways.largest.size:
-            calibration = usual_calibration(calibration, progress or Progress())
+        if not ways.reach or limit < ways.reach[0].size:
+            calibration = usual_calibration(calibration, progress)
             check(ways.stages, calibration)
             ways = _with_foresight(ways, asked, calibration, compute, progress)
-        way, others = ways.to(limit)
-    ends = (ways.largest, ways.smallest) if isinstance(ways, Ways) else ()
-    reach = tuple(each for each in ends if each.words != way.words)
-    limit = way.size if isinstance(ways, SmallerWays) else int(limit)
-    timed = bound.throughput if isinstance(bound, SpeedBound) else ""
+        way, *others = ways.to(limit)
     plan = Compression(
         model=str(asked.model),
         runtime=runtime,
         before=before,
-        asked=limit,
+        asked=way.size if asked.size is None else int(limit),
         way=way,
         others=tuple(others),
-        reach=reach,
-        all_tokens=ways.all_tokens,
-        speed=None if isinstance(timed, str) else timed,
+        reach=tuple(each for each in ways.reach if each.words != way.words),
+        all_tokens=ways.costs.unknown,
+        speed=bound.throughput if isinstance(bound, SpeedBound) else None,
         searches=asked.searches,
         coarse=asked.look == COARSE,
     )
@@ -271,10 +267,10 @@ def searched(
     also: tuple[Measurement, ...],
     calibration: Calibration,
     compute: Compute,
-    progress: Progress | None,
+    progress: Progress,
     check: Check,
-) -> tuple[Ways | SmallerWays, LossBound | SpeedBound]:
-    """The ways among which sizes are tried, and what they have to keep, a loss ``also`` on other texts."""
+) -> tuple[Ways, LossBound | SpeedBound]:
+    """The ways among which sizes are tried, and the bound that they have to keep; a loss ``also`` on other texts."""
     checkpoint, ways = asked.checkpoint, asked.ways
     check(ways.stages, calibration)
     bound: LossBound | SpeedBound
@@ -283,14 +279,15 @@ def searched(
     else:
         assert asked.speed is not None
         limit = parse_positive("speed", asked.speed)
-        timed: Throughput | str = "how fast smaller dense models are is not foreseen"
-        if isinstance(ways, Ways):
-            timed = _timed(checkpoint, compute, progress)
-        bound = SpeedBound(limit, asked.before, checkpoint.path, compute, timed)
+        timed: Throughput | None = None
+        why = "how fast smaller dense models are is not foreseen"
+        if asked.program == "niwaki":
+            timed, why = _timed(checkpoint, compute, progress)
+        bound = SpeedBound(limit, asked.before, checkpoint.path, compute, timed, why)
     return _with_foresight(ways, asked, calibration, compute, progress), bound
 
 
-def _foreseen(ways: Ways | SmallerWays, bound: LossBound | SpeedBound) -> tuple[Way, list[Way]]:
+def _foreseen(ways: Ways, bound: LossBound | SpeedBound) -> list[Way]:
     """The way that is foreseen to be the best within the bound, and others to its size; UsageError where none is."""
     ladder = ways.ladder()
     if why := bound.unknown(ladder):
@@ -299,8 +296,7 @@ def _foreseen(ways: Ways | SmallerWays, bound: LossBound | SpeedBound) -> tuple[
     if not fit:
         raise UsageError(bound.refusal(bound.told(ladder[0 if bound.from_large else -1])))
     way = fit[-1] if bound.from_large else fit[0]
-    others = ways.to(way.size)[1] if isinstance(ways, Ways) else []
-    return way, [each for each in others if each.words != way.words]
+    return [way, *(each for each in ways.beside(way) if each.words != way.words)]
 
 
 def _limit(asked: Asked) -> float:
@@ -318,32 +314,29 @@ def _limit(asked: Asked) -> float:
     return size
 
 
-def _with_foresight(
-    ways: Ways | SmallerWays,
-    asked: Asked,
-    calibration: Calibration,
-    compute: Compute,
-    progress: Progress | None,
-) -> Ways | SmallerWays:
-    """``ways``, with what they are foreseen to cost; without that where smaller dense models cannot be looked at."""
-    part = PartOf(progress or Progress(), "looking at what each step would cost")
-    grid, ends = (ways.grid, ways.ends_bits) if isinstance(ways, Ways) else (None, ())
+def _with_foresight(ways: Ways, asked: Asked, calibration: Calibration, compute: Compute, progress: Progress) -> Ways:
+    """``ways``, with what they are foreseen to cost; nothing is known of smaller dense models that do not predict."""
     try:
-        sight = foresee(asked.checkpoint, grid, ends, calibration, compute, part, asked.look)
-        return replace(ways, foresight=sight)
+        sight = foresee(asked.checkpoint, ways.grid, ways.ends_bits, calibration, compute, progress, asked.look)
     except UnsupportedModelError:
-        if isinstance(ways, Ways):
+        if ways.grid:
             raise
-        return ways
+        sight = Foresight(TokenCosts())
+    return replace(ways, foresight=sight)
 
 
-def _timed(checkpoint: Checkpoint, compute: Compute, progress: Progress | None) -> Throughput | str:
-    """:func:`throughput`, of which the first of several processes tells the others."""
+def _timed(checkpoint: Checkpoint, compute: Compute, progress: Progress) -> tuple[Throughput | None, str]:
+    """:func:`throughput`, or why it is not known; the first of several processes tells the others."""
     world = current_session().world
-    part = PartOf(progress or Progress(), "measuring speed")
-    with session() if world.first else contextlib.nullcontext():  # no other process takes part in it
-        timed = throughput(checkpoint, compute, part) if world.first else ""
-    return world.received(timed)
+    timed: Throughput | None = None
+    why = ""
+    if world.first:
+        with session():  # no other process takes part in it
+            try:
+                timed = throughput(checkpoint, compute, progress)
+            except (NiwakiError, RuntimeError) as error:  # the latter where a GPU's memory is full
+                why = first_line(error)
+    return world.received((timed, why))
 
 
 @checked
@@ -408,8 +401,8 @@ def compress(
     world = current_session().world
     if world.first:
         check_output(wanted.checkpoint.path, out)
-    if not world.first:
-        progress = None  # of several processes the first says how it goes
+    # Of several processes the first says how it goes.
+    progress = progress if progress and world.first else Progress()
     calibration, where, measured = Calibration.of(calibration), Compute.of(compute), Measurement.of(measurement)
     measured.only_text("compress")
 
@@ -420,24 +413,23 @@ def compress(
 
     if not wanted.searches:
         plan, text = planned(wanted, calibration, where, progress, check)
-        if progress:
-            progress.note(str(plan))
+        progress.note(str(plan))
         how: dict[str, Any] = {"calibration": text, "measurement": measurement, "compute": where}
         record = run(model, out, plan.way.stages, **how, restart=restart, progress=progress)
         told = world.received([*_compared(plan, record, Path(out))] if world.first else [])
         for note in told:
-            (progress or Progress()).note(note)
+            progress.note(note)
         return with_notes(record, told, Path(out))
     if loss is not None and measured.samples is not None:
         check_windows(measured.samples)
     if loss is not None and max_time is not None and measured.text is None:
         raise UsageError("healing trains on what is left of the calibration text; name another text to measure on")
-    calibration = usual_calibration(calibration, progress or Progress())
+    calibration = usual_calibration(calibration, progress)
     length, samples = measured.length or calibration.length, measured.samples or USUAL_WINDOWS
     dense = StreamedModel(wanted.checkpoint, where.device, where.dtype)
     texts = tuple(_there(dense, replace(measured, text=text, samples=samples, length=length)) for text in also)
     ways, bound = searched(wanted, texts, calibration, where, progress, check)
-    trials = Trials(model, out, calibration, measurement, compute, restart, progress or Progress())
+    trials = Trials(model, out, calibration, measured, where, restart, progress)
     return trials.best(ways.ladder(), bound)
 
 

@@ -5,26 +5,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import raw_bytes
-from niwaki.compression.part import PartOf
-from niwaki.errors import CalibrationError, CheckpointError, NiwakiError, UnsupportedModelError, UsageError
-from niwaki.files import cached_directory, digest, read_cached, write_cached
+from niwaki.errors import CalibrationError, CheckpointError, UnsupportedModelError, UsageError
+from niwaki.files import cached_directory, digest
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.linalg import STRIP, has_tf32, products
-from niwaki.layer.patterns import Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
-from niwaki.layer.solvers import Wanda
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget
 from niwaki.models.outside import embedding_keys, head_gram
 from niwaki.models.streamed import StreamedModel
@@ -43,9 +41,11 @@ from niwaki.pruning.mixed_bits import (
     remembered_costs,
     together,
 )
-from niwaki.pruning.plan import CostCurves, Curve, smooth
+from niwaki.pruning.plan import Curve
 from niwaki.pruning.request import rounds_to_nearest
-from niwaki.records.record import versions
+from niwaki.records.progress import SOON, Progress
+from niwaki.records.record import Record, versions
+from niwaki.records.wording import estimated
 from niwaki.runs import duration
 from niwaki.runs.card import digests_of_texts
 from niwaki.runs.stage import current_session
@@ -81,12 +81,14 @@ class TokenCosts:
         sizes: Numbers of tokens that could stay, in descending order, each with what that costs on text like the one
             that they are chosen by, and on text of other kinds.
         unused: How many of them the tokenizer does not have.
+        unknown: Why nothing is known of them, with no ``sizes``; "" where it is, or where that was not looked at.
     """
 
-    rows: int
-    weights: int
-    sizes: tuple[tuple[int, float, float], ...]
+    rows: int = 0
+    weights: int = 0
+    sizes: tuple[tuple[int, float, float], ...] = ()
     unused: int = 0
+    unknown: str = ""
 
     @property
     def most(self) -> int:
@@ -141,21 +143,20 @@ class LookingAtTokens:
     @classmethod
     def of(
         cls, model: StreamedModel, calibration: Calibration, windows: Windows, look: Look = CLOSE
-    ) -> LookingAtTokens | str:
-        """Why not, where tokens of the model cannot be removed, or the text is too short to choose them by."""
+    ) -> LookingAtTokens:
+        """Raises what says why not, where tokens of the model cannot be removed, or the text is too short for it."""
         count = min(len(windows.tokens) // 2, max(1, look.tokens // windows.tokens.shape[1]))
         if not count:
-            return "the text has one window"
+            raise CalibrationError("the text has one window")
         held = windows.of(torch.linspace(0, len(windows.tokens) - 1, count).long())
-        try:
-            model.check_head()
-            tokens, counts = ModelTokens(model), count_tokens(model, calibration, held.tokens)
-            if counts.tokens - held.tokens.numel() < (needed := _COUNTED * tokens.rows):
-                return f"choosing them takes {needed:,} tokens of text, and there are {counts.tokens:,}"
-            looking = cls(model, tokens, held, counts.shares)
-        except (UnsupportedModelError, CheckpointError, CalibrationError) as error:
-            return str(error)
-        return looking if looking._gone else "hardly any token can be removed"
+        model.check_head()
+        tokens, counts = ModelTokens(model), count_tokens(model, calibration, held.tokens)
+        if counts.tokens - held.tokens.numel() < (needed := _COUNTED * tokens.rows):
+            raise CalibrationError(f"choosing them takes {needed:,} tokens of text, and there are {counts.tokens:,}")
+        looking = cls(model, tokens, held, counts.shares)
+        if not looking._gone:
+            raise UnsupportedModelError("hardly any token can be removed")
+        return looking
 
     def changed(self, budget: MemoryBudget) -> list[HiddenStates]:
         """The first block's inputs for some windows, and for the same text with the fewest tokens."""
@@ -165,7 +166,7 @@ class LookingAtTokens:
         return [self._model.embed(tokens, budget=budget) for tokens in (before.tokens, old)]
 
     def see(self, before: HiddenStates, after: HiddenStates) -> None:
-        """Receives them after the last block."""
+        """Measures both after the last block."""
         measured = [
             self._model.measured(states, windows, only=kept)
             for states, windows, kept in zip((before, after), self._pair, (None, self._kept), strict=True)
@@ -178,24 +179,20 @@ class LookingAtTokens:
         self._removed = int((predicted & (place < spans[:, 1:]) & ~torch.isin(tokens, self._kept)).sum())
 
     def found(self) -> TokenCosts:
-        """What was found out."""
+        """What fewer tokens cost, by what was counted and measured."""
         each = max(_LEAST, (self._lost + _USUAL * _COUNTS_AS) / (self._removed + _COUNTS_AS))
         sizes = tuple((size, own * each, max(own, other) * each) for size, (own, other) in self._gone.items())
         return TokenCosts(self._tokens.rows, self._tokens.weights, sizes, self._tokens.unused)
 
 
 #: Goes up when anything else is foreseen of the same model: what earlier ones kept is not read then.
-_VERSION = 5
+_VERSION = 6
 #: On about how many tokens predictions are compared.
 _COMPARED = 512
 #: On about how many the model runs with rounded embeddings, at least one window.
 _CHANGED = 1024
-#: Shares of zeros and of neurons of which the cost is measured.
-_ZEROS, _NEURONS = (0.2, 0.35, 0.5, 0.65, 0.8), (0.05, 0.1, 0.2, 0.35, 0.5)
-#: What makes the zeros.
-_SOLVER = Wanda()
-#: What is left of the cost of zeros by what the stages fit afterwards; of bits that is in the cost already.
-_OF_ZEROS = 0.65
+#: Shares of the neurons of which the cost is measured.
+_NEURONS = (0.05, 0.1, 0.2, 0.35, 0.5)
 #: What removing neurons costs in a run, as a multiple of a power of the sum of what each block does: of two models, a
 #: tenth and a quarter of the parameters, within a quarter.
 _OF_NEURONS, _POWER = 1.1, 0.72
@@ -205,55 +202,69 @@ _ROWS = 256
 
 @dataclass(frozen=True)
 class Foresight:
-    """What bits, zeros, fewer neurons and fewer tokens are foreseen to cost, in nats a token.
+    """What bits, fewer neurons and fewer tokens are foreseen to cost, in nats a token.
 
     To second order independent errors add up: each step has its own cost, and a list of steps the sum of theirs. Large
     errors of matrices cost more than that.
 
     Attributes:
-        bits: For each matrix what rounding it to so many bits costs.
-        zeros: For each matrix what zeros in it cost.
+        tokens: What fewer tokens cost.
+        bits: For each matrix what rounding it to so many bits costs; empty where that was not looked at.
         ends: By bits what rounding the embeddings and the head costs.
         neurons: For shares of the neurons, in ascending order, what it costs to remove these from each block; empty for
-            models that have none of a known kind.
-        tokens: What fewer tokens cost; or in words why that is not known.
+            models that have none of a known kind, and where that was not looked at.
     """
 
-    bits: dict[Place, BitCosts]
-    zeros: list[Curve]
-    ends: dict[int, float]
-    neurons: tuple[tuple[float, float], ...]
-    tokens: TokenCosts | str = ""
+    tokens: TokenCosts
+    bits: list[tuple[Place, BitCosts]] = field(default_factory=list)
+    ends: dict[int, float] = field(default_factory=dict)
+    neurons: tuple[tuple[float, float], ...] = ()
 
-    def of_matrices(self, average: float, zeros: float = 0.0) -> float:
-        """Matrices of so many bits in the mean, each of as many as suit it, or all alike with a share of ``zeros``."""
-        if zeros:
-            cost = self._of_zeros(zeros) + (1 - zeros) * foreseen(self.bits, dict.fromkeys(self.bits, int(average)))
-        else:
-            cost = foreseen(self.bits, choose_bits(self.bits, average))
-        return together(cost)
-
-    def _of_zeros(self, share: float) -> float:
-        """That share of zeros, where they cost least."""
-        total = sum(curve.weights for curve in self.zeros)
-        counts = self._by_cost.share_out(round(share * total))
-        costs = (curve.at(count / curve.weights) for curve, count in zip(self.zeros, counts, strict=True))
-        return _OF_ZEROS * math.fsum(costs)
-
-    @cached_property
-    def _by_cost(self) -> CostCurves:
-        return CostCurves(self.zeros)
-
-    def of_ends(self, bits: int) -> float:
-        """Embeddings and head of so many bits."""
-        return self.ends[bits]
+    def of_matrices(self, average: float) -> float:
+        """What matrices of so many bits in the mean cost, each of as many as suit it."""
+        bits = dict(self.bits)
+        return together(foreseen(bits, choose_bits(bits, average)))
 
     def of_neurons(self, share: float) -> float | None:
-        """A share of the neurons removed from each block; None where that is not known, or more than was measured."""
+        """What it costs to remove that share of each block's neurons; None where it is not known, or beyond what is."""
         if not self.neurons or share > self.neurons[-1][0]:
             return None
         curve = Curve(1, ((0.0, 0.0), *self.neurons))
         return float(_OF_NEURONS * curve.at(share) ** _POWER)
+
+
+class PartOf(Progress):
+    """Tells ``outer`` in a line with a ``name`` what a part of it does, such as one trial of several."""
+
+    def __init__(self, outer: Progress, name: str) -> None:
+        self._outer, self._name, self._stage = outer, name, name
+        #: How many blocks the part goes through, as far as that is known.
+        self.blocks = 0
+        self._about = ""
+
+    def status(self, what: str, done: int = 0, count: int = 0) -> None:
+        self._outer.status(f"{self._stage}{self._about}: {what}", done, count)
+
+    def note(self, text: str) -> None:
+        self._outer.note(text)
+
+    def estimate(self, seconds: float) -> None:
+        if seconds >= SOON:
+            self._about = f" (about {estimated(seconds)})"
+            self._outer.status(f"{self._stage}{self._about}")
+
+    def turn(self, number: int, count: int, stage: str) -> None:
+        self._stage = f"{self._name}, {stage}"
+        self._outer.status(f"{self._stage}{self._about}")
+
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        self.blocks = blocks
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self._outer.status(f"{self._stage}{self._about}: {name}", block, self.blocks)
+
+    def stopped(self, done: int, blocks: int, where: str = "") -> None:
+        self._outer.stopped(done, blocks, ", ".join(filter(None, (self._name, where))))
 
 
 @torch.no_grad()
@@ -263,16 +274,16 @@ def foresee(
     ends: Sequence[int],
     calibration: Calibration,
     compute: Compute,
-    progress: PartOf,
+    progress: Progress,
     look: Look = CLOSE,
 ) -> Foresight:
     """Looks at the model in two and a half passes forward and one backward over a little of the calibration text.
 
     Bits are the :attr:`.Grid.choices` of ``grid``, and those of embeddings and head the ``ends``. Squared errors of the
     outputs of matrices count by how sensitive the loss is to each of them (:func:`.sensitivities`): those of numbers of
-    the grid (:func:`.costs_of_bits`), of zeros as Wanda chooses them, and of the neurons that add least to the outputs.
-    What rounding embeddings and head costs is measured: the divergence of predictions. So is what a removed token costs
-    (:class:`.LookingAtTokens`). Without a ``grid`` neurons and tokens alone are looked at; ``look`` says how closely.
+    the grid (:func:`.costs_of_bits`), or without a ``grid`` of the neurons that add least to the outputs. What rounding
+    embeddings and head costs is measured: the divergence of predictions. So is what a removed token costs
+    (:class:`.LookingAtTokens`). ``look`` says how closely the model is looked at.
     What is found is kept on disk block by block, so that a call that was stopped goes on, and one that is repeated does
     not look again. Memory: one block, or the head.
 
@@ -280,66 +291,40 @@ def foresee(
         UnsupportedModelError: the model has no head, or embeddings that are no matrices.
         NiwakiError: see :mod:`niwaki.errors`; as of stages that calibrate on this text.
     """
-    world = current_session().world
+    world, part = current_session().world, PartOf(progress, "looking at what each step would cost")
     with contextlib.closing(MemoryBudget(compute.budget)) as budget:
         model = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
-        progress.blocks = len(model.blocks)
-        text = with_answers(model, calibration, compute.budget, world, progress)
+        part.blocks = len(model.blocks)
+        text = with_answers(model, calibration, compute.budget, world, part)
         texts = Texts.read(model, text, Measurement(samples=0))
         for note in texts.notes:
-            progress.note(note)
+            part.note(note)
         windows, tokens = texts.windows, texts.windows.tokens
         own, tf32 = world.share(tokens), compute.tf32 if has_tf32(model.device) else "never"
+        examine: Callable[[Looked], Any] = partial(cost_of_bits, grid) if grid else _Neurons(model).cost
         place = _place_of(model, grid, ends, tokens, tf32, calibration, look) if world.first else None
-        found = world.received(_kept(place))
-        so_far = Found[_Costs](place and place.parent, _Costs, world)
+        kind: Any = list[tuple[Place, BitCosts]] if grid else list[tuple[Place, tuple[float, ...]]]
+        kept = Found(place, kind, world)
+        found: Foresight | None = kept.read("costs", Foresight)
         if found is None:
-            looking = _Looking(model, grid, ends, LookingAtTokens.of(model, text, windows, look) if world.first else "")
+            at_end = _Ends(model, grid.group if grid else None, ends)
+            if world.first:
+                at_end.add_tokens(text, windows, look)
             operations = duration.looking(model, min(look.tokens, tokens.numel()))
-            progress.estimate(operations / (world.size * duration.products_per_second(model.device)))
+            part.estimate(operations / (world.size * duration.products_per_second(model.device)))
             with products(tf32=False):
-                costs = examined(model, own, tf32, world, progress, looking.at_matrix, looking, look, so_far)
-            ends_costs, of_tokens = world.received((looking.ends, looking.found_of_tokens()))
-            found = _sum_of(costs, ends_costs, of_tokens)
-            if place:
-                with contextlib.suppress(NiwakiError):  # it only takes longer the next time
-                    write_cached(place, ([*found.bits.items()], found.zeros, found.ends, found.neurons, found.tokens))
-                    so_far.forget()
+                costs = examined(model, own, tf32, world, part, examine, at_end, look, kept)
+            of_ends, of_tokens = world.received((at_end.ends, at_end.of_tokens()))
+            if grid:
+                found = Foresight(of_tokens, [*costs.items()], of_ends)
+            else:
+                removed = [nats for nats in costs.values() if nats]
+                shares = zip(_NEURONS, *removed, strict=True) if removed else ()
+                found = Foresight(of_tokens, neurons=tuple((share, math.fsum(nats)) for share, *nats in shares))
+            kept.keep("costs", found, whole=True)
         if grid and look.fitted:
-            remembered_costs(model, grid, own, tf32, lambda: found.bits)
+            remembered_costs(model, grid, own, tf32, lambda: dict(found.bits))
     return found
-
-
-@dataclass(frozen=True)
-class _Costs:
-    """What is foreseen for one matrix."""
-
-    bits: BitCosts | None
-    zeros: Curve | None
-    neurons: tuple[float, ...]  # for each of the _NEURONS, where the matrix is what neurons go into
-
-
-def _sum_of(costs: dict[Place, _Costs], ends: dict[int, float], tokens: TokenCosts | str) -> Foresight:
-    """What is foreseen for the model."""
-    removed = [each.neurons for each in costs.values() if each.neurons]
-    shares = zip(_NEURONS, *removed, strict=True) if removed else ()
-    return Foresight(
-        {place: each.bits for place, each in costs.items() if each.bits},
-        [each.zeros for each in costs.values() if each.zeros],
-        ends,
-        tuple((share, math.fsum(nats)) for share, *nats in shares),
-        tokens,
-    )
-
-
-#: A foresight as a file has it: names of JSON are text.
-_Kept = tuple[
-    list[tuple[Place, BitCosts]],
-    list[Curve],
-    dict[int, float],
-    tuple[tuple[float, float], ...],
-    TokenCosts | str,
-]
 
 
 def _place_of(
@@ -351,7 +336,7 @@ def _place_of(
     calibration: Calibration,
     look: Look,
 ) -> Path | None:
-    """The file that has what is foreseen, so that a command that is repeated does not look again; None for nowhere."""
+    """The directory for what is foreseen, so that a command that is repeated does not look again; None for nowhere."""
     # Which tokens stay depends on the whole of the texts, and on the tokenizer.
     text = hashlib.sha256(raw_bytes(tokens)).hexdigest(), tuple(tokens.shape), digests_of_texts(calibration)
     how = str(model.dtype), model.device.type, tf32, torch.get_num_threads(), versions()
@@ -359,44 +344,50 @@ def _place_of(
     with contextlib.suppress(OSError, ValueError):
         names = {file.name: digest(file) for file in sorted(model.checkpoint.path.glob("*.json"))}
         asked = _VERSION, model.checkpoint.fingerprint(), names, text, of_grid, tuple(ends), how, astuple(look)
-        return cached_directory("foresight", asked) / "costs.json"
+        return cached_directory("foresight", asked)
     return None
 
 
-def _kept(place: Path | None) -> Foresight | None:
-    """What an earlier call has foreseen."""
-    kept: _Kept | None = read_cached(place, _Kept) if place else None
-    return Foresight(dict(kept[0]), *kept[1:]) if kept else None
+class _Neurons:
+    """What fewer neurons cost, in models that have some of a known kind."""
+
+    def __init__(self, model: StreamedModel) -> None:
+        self._into = frozenset[Place]()
+        with contextlib.suppress(UnsupportedModelError):
+            self._into = frozenset(matrix.place for matrix in neurons_of(model).matrices)
+
+    def cost(self, looked: Looked) -> tuple[float, ...]:
+        """What removing each share of ``_NEURONS`` costs, where neurons go into the matrix."""
+        if looked.matrix.place not in self._into:
+            return ()
+        W, cost = looked.rows()
+        order = (W.square().sum(dim=0) * looked.gram.norm.square()).argsort()
+        removed = (order[: round(share * len(order))] for share in _NEURONS)
+        return tuple(cost(W.index_fill(1, columns, 0.0)) for columns in removed)
 
 
-class _Looking:
-    """Looks at all parts of a model once."""
+class _Ends:
+    """Looks at embeddings, head and tokens."""
 
-    def __init__(
-        self, model: StreamedModel, grid: Grid | None, ends: Sequence[int], tokens: LookingAtTokens | str
-    ) -> None:
-        self._model, self._grid, self._group = model, grid, grid.group if grid else None
-        self._neurons = _neuron_matrices(model)
+    def __init__(self, model: StreamedModel, group: int | None, ends: Sequence[int]) -> None:
+        self._model, self._group = model, group
         self._keys = embedding_keys(model)
         self._of_scales = scale_dtype(model.checkpoint.dtype(self._keys[-1]))
         #: By bits of the embeddings and the head.
         self.ends = dict.fromkeys(ends, 0.0)
-        self.tokens = tokens
+        self._tokens: LookingAtTokens | None = None
+        self._unknown = ""
 
-    def at_matrix(self, looked: Looked) -> _Costs:
-        """What is foreseen for a matrix."""
-        matrix, (W, cost) = looked.matrix, looked.rows()
-        bits, zeros, neurons = None, None, tuple[float, ...]()
-        if self._grid:
-            problem = LayerProblem(W, looked.gram)
-            points = [(share, cost(_SOLVER(problem, Unstructured(share)).W)) for share in _ZEROS]
-            zeros = smooth(matrix.size, points, cost(torch.zeros_like(W)))
-            bits = cost_of_bits(self._grid, looked)
-        if matrix.place in self._neurons:
-            order = (W.square().sum(dim=0) * looked.gram.norm.square()).argsort()
-            removed = (order[: round(share * len(order))] for share in _NEURONS)
-            neurons = tuple(cost(W.index_fill(1, columns, 0.0)) for columns in removed)
-        return _Costs(bits, zeros, neurons)
+    def add_tokens(self, calibration: Calibration, windows: Windows, look: Look) -> None:
+        """Looks at what fewer tokens cost too, where that is possible."""
+        try:
+            self._tokens = LookingAtTokens.of(self._model, calibration, windows, look)
+        except (UnsupportedModelError, CheckpointError, CalibrationError) as error:
+            self._unknown = str(error)
+
+    def of_tokens(self) -> TokenCosts:
+        """What fewer tokens are foreseen to cost."""
+        return self._tokens.found() if self._tokens else TokenCosts(unknown=self._unknown)
 
     def changed(self, tokens: Tensor, budget: MemoryBudget) -> list[HiddenStates]:
         """The first block's inputs with embeddings of each number of bits, and those of fewer tokens."""
@@ -409,7 +400,7 @@ class _Looking:
                 found.append(self._model.embed(tokens, budget=budget))
             finally:
                 hook.remove()
-        return found + (self.tokens.changed(budget) if isinstance(self.tokens, LookingAtTokens) else [])
+        return found + (self._tokens.changed(budget) if self._tokens else [])
 
     def see(self, halves: list[HiddenStates], changed: list[HiddenStates]) -> None:
         """What rounding embeddings and head costs, by the divergence of predictions for some tokens.
@@ -417,11 +408,13 @@ class _Looking:
         It is measured for numbers that are rounded to the nearest, in the head and before the first block, and each of
         the two counts as much as what is fitted leaves of its squared errors.
         """
-        if isinstance(self.tokens, LookingAtTokens):
-            self.tokens.see(*changed[len(self.ends) :])
+        if self._tokens:
+            self._tokens.see(*changed[len(self.ends) :])
         if not self.ends:
             return
-        weight, tokens = self._head(), changed[0].tokens[0]
+        # (tokens, width) of the head, which is the table of embeddings where these are tied.
+        weight = self._model.checkpoint.read(self._keys[-1]).to(self._model.device)
+        tokens = changed[0].tokens[0]
         dense, *inputs = (
             self._some(hidden)
             for hidden in [halves[-1].hidden[0][: len(tokens)], *(each.hidden[0] for each in changed[: len(self.ends)])]
@@ -432,15 +425,6 @@ class _Looking:
             of_head, before = self._left(weight, bits, *grams)
             self.ends[bits] += of_head * _divergence(expected, self._predictions(dense, tokens, bits))
             self.ends[bits] += before * _divergence(expected, self._predictions(x, tokens))
-
-    def found_of_tokens(self) -> TokenCosts | str:
-        """What fewer tokens are foreseen to cost."""
-        return self.tokens.found() if isinstance(self.tokens, LookingAtTokens) else self.tokens
-
-    def _head(self) -> Tensor:
-        """(tokens, width) of the head, which is the table of embeddings where these are tied."""
-        value = self._model.checkpoint.read(self._keys[-1])
-        return value.to(self._model.device)
 
     def _some(self, x: Tensor) -> Tensor:
         """(count, 1, width) some of the hidden states (samples, length, width), each a text: positions may be few."""
@@ -485,13 +469,5 @@ class _Looking:
 
 
 def _divergence(expected: Tensor, found: Tensor) -> float:
-    """Of logarithms of predictions (count, tokens) from the expected ones, in nats, the mean."""
+    """The mean divergence of predictions from the expected ones, both logarithms (count, tokens), in nats."""
     return float((expected.exp() * (expected - found)).sum(-1).mean())
-
-
-def _neuron_matrices(model: StreamedModel) -> frozenset[Place]:
-    """What the neurons of each block go into; none where there are none of a known kind."""
-    try:
-        return frozenset(matrix.place for matrix in neurons_of(model).matrices)
-    except UnsupportedModelError:
-        return frozenset()

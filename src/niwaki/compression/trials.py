@@ -6,17 +6,18 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.compression.part import PartOf, finished, with_notes
-from niwaki.compression.ways import Parts, Way, Ways
-from niwaki.errors import NiwakiError, UsageError, first_line
+from niwaki.compression.foresight import PartOf
+from niwaki.compression.ways import PackedWays, Parts, Way
+from niwaki.errors import UsageError
 from niwaki.evaluation.bench import bench, measured
 from niwaki.evaluation.evaluate import evaluate_both
 from niwaki.exports.export import Pack
@@ -24,15 +25,14 @@ from niwaki.files import free_space, locked, output_errors
 from niwaki.layer.grid import Grid
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import Calibration, Compute, Measurement, Text
+from niwaki.options import Calibration, Compute, Measurement
 from niwaki.pruning.embeddings import QuantizeEmbeddings
-from niwaki.pruning.prune import Prune, Quantize
+from niwaki.pruning.prune import Quantize
 from niwaki.recipes import run
 from niwaki.records.perplexity import FEWEST_WINDOWS, Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.recipe import RECIPE, Recipe
 from niwaki.records.record import Record
-from niwaki.records.speed import Speed
 from niwaki.records.wording import size as in_bytes
 from niwaki.runs.card import begin_recipe, digests_of_texts, with_texts, with_weights
 from niwaki.runs.stage import current_session
@@ -65,64 +65,48 @@ class Throughput:
     smallest: tuple[int, float]
     largest: tuple[int, float]
 
-    def of(self, way: Way) -> float | None:
-        """What is foreseen of a way; None of one with zeros, whose products take longer for a byte."""
-        return None if any(isinstance(stage, Prune) for stage in way.stages) else self.at(way.size)
-
-    def at(self, size: int) -> float:
+    def of(self, size: int) -> float:
         """What is foreseen of packed models of that size in bytes."""
         (low, fast), (high, slow) = self.smallest, self.largest
         part = min(1.0, max(0.0, (size - low) / max(1, high - low)))
         return 1 / (part / slow + (1 - part) / fast)
 
 
-def throughput(checkpoint: Checkpoint, compute: Compute, part: PartOf) -> Throughput | str:
-    """What is measured of a model, or why nothing is: no room for it, or a model that cannot be timed.
+def throughput(checkpoint: Checkpoint, compute: Compute, progress: Progress) -> Throughput:
+    """What is measured of a model; UsageError where there is no room for that.
 
     ``compute`` says where it runs. Memory is needed for the whole dense model, and space for temporary files for the
     largest packed one.
     """
     model = StreamedModel(checkpoint, "cpu")
-    ways = Ways(Parts.of(model, "niwaki"), "niwaki", ())
-    if not model.has_head:
-        return "the model writes no text"
+    ways = PackedWays(heal=(), parts=Parts.of(model, "niwaki"), runtime="niwaki")
     before, free = checkpoint.size, psutil.virtual_memory().available
     if before > _SHARE * free:
-        return f"{in_bytes(before)} of weights do not fit in the {in_bytes(free)} of memory that are free"
-    scratch = Path(tempfile.gettempdir())
-    if 2 * ways.largest.size > _SHARE * (room := free_space(scratch)):  # with its parts while it is written
-        return f"{scratch} has {in_bytes(room)} free, and a packed form of {in_bytes(ways.largest.size)} is made there"
-    where = Compute(compute.device)
+        raise UsageError(f"{in_bytes(before)} of weights do not fit in the {in_bytes(free)} of memory that are free")
+    scratch, most = Path(tempfile.gettempdir()), ways.largest.size
+    if 2 * most > _SHARE * (room := free_space(scratch)):  # with its parts while it is written
+        raise UsageError(f"{scratch} has {in_bytes(room)} free, and a packed form of {in_bytes(most)} is made there")
+    where, group, part = Compute(compute.device), ways.grid.group, PartOf(progress, "measuring speed")
+    part.status("timing the dense model")
+    dense = measured(checkpoint.path, *_TOKENS, where)
     found = []
-    try:
-        part.status("timing the dense model")
-        dense = measured(checkpoint.path, *_TOKENS, where)
-        for bits, ends in ((ways.grid.choices[0], ways.ends_bits[-1]), (8, 8)):
-            part.status(f"timing {bits} bits")
-            found.append(_of_packed(checkpoint, ways.grid.group, bits, ends, where))
-    except (NiwakiError, RuntimeError) as error:  # the latter where a GPU's memory is full
-        return first_line(error)
-    smallest, largest = ((speed.disk, speed.tokens_per_second) for speed in found)
-    return Throughput(dense.tokens_per_second, smallest, largest)
-
-
-def _of_packed(checkpoint: Checkpoint, group: int | None, bits: int, ends: int, compute: Compute) -> Speed:
-    """The speed of a packed form that is rounded to the nearest."""
-    stages = (
-        Quantize(Grid(bits, group), effort="none"),
-        QuantizeEmbeddings(Grid(ends, group), effort="none"),
-        Pack(),
-    )
-    with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
-        out = Path(scratch) / "out"
-        run(checkpoint.path, out, stages, measurement=None, compute=compute)
-        return measured(out, *_TOKENS, compute)
+    for bits, ends in ((ways.grid.choices[0], ways.ends_bits[-1]), (8, 8)):
+        part.status(f"timing {bits} bits")
+        to_nearest = Quantize(Grid(bits, group), effort="none"), QuantizeEmbeddings(Grid(ends, group), effort="none")
+        with tempfile.TemporaryDirectory(prefix="niwaki-") as place:
+            out = Path(place) / "out"
+            run(checkpoint.path, out, [*to_nearest, Pack()], measurement=None, compute=where)
+            speed = measured(out, *_TOKENS, where)
+        found.append((speed.disk, speed.tokens_per_second))
+    return Throughput(dense.tokens_per_second, *found)
 
 
 #: The most ways that are tried.
 _MOST = 7
 #: A way that an earlier call has tried is taken for one so many steps from it: speeds are not foreseen the same twice.
 _NEAR = 3
+#: The least loss that counts where losses are compared by their logarithms.
+_TINY = 1e-4
 #: What all trials of a call have in their recipes.
 _COMMON = ("calibration", "measurement", "compute", "weights", "texts")
 #: Digests of the texts that losses are measured on, which recipes do not have.
@@ -162,8 +146,8 @@ class LossBound:
     name: ClassVar[str] = "loss"
     _known: dict[str, Perplexity] = field(default_factory=dict, init=False)
 
-    def check(self, trial: Trial) -> tuple[bool, float, str]:
-        """Whether it is kept, the most that it may lose, and words for it; UsageError where nothing was measured."""
+    def measured(self, trial: Trial) -> tuple[float, str]:
+        """The most that it may lose, and words for it; UsageError where nothing was measured."""
         measured = trial.record.perplexity
         if not {"before", "after"} <= measured.keys():
             raise UsageError("a bound on the loss needs text to measure it on, and there is none left; give more text")
@@ -175,17 +159,17 @@ class LossBound:
             check_windows(lost.windows, on)
         most = max(lost.most for lost in losses.values())
         words = "; ".join(f"{lost.words}{on}, at most {lost.most:.4f}" for on, lost in losses.items())
-        return self.within(most), max(most, 1e-4), words
+        return most, words
 
     def within(self, value: float) -> bool:
-        """Whether a way of which ``check`` says that value is kept."""
+        """Whether a way of that measured value is kept."""
         return value <= self.limit
 
     def expected(self, way: Way) -> float:
-        """That value of a way, before any is tried; without foresight losses grow as powers of the size, say."""
+        """The value of a way, before any is tried; without foresight losses grow as powers of the size, say."""
         if way.nats is None:
             return 0.01 * (1e9 / way.size) ** 3
-        return max(way.nats + (way.elsewhere if self.also else 0.0), 1e-4)
+        return max(way.nats + (way.elsewhere if self.also else 0.0), _TINY)
 
     def unknown(self, ways: Sequence[Way]) -> str:
         """Why nothing is foreseen of ``ways``; "" where it is."""
@@ -211,19 +195,20 @@ class SpeedBound:
     before: int  # bytes of the dense model's weights
     dense: Path
     compute: Compute
-    throughput: Throughput | str = ""  # as foreseen, or why it is not
+    throughput: Throughput | None = None  # as foreseen
+    why: str = ""  # it is not
     from_large: bool = False
     name: ClassVar[str] = "speed"
 
-    def check(self, trial: Trial) -> tuple[bool, float, str]:
-        """Whether it is kept, the ratio, and words for it."""
+    def measured(self, trial: Trial) -> tuple[float, str]:
+        """The ratio, and words for it."""
         speeds = {each.weights: each.tokens_per_second for each in bench(trial.directory, compute=self.compute).speeds}
         if "packed" in speeds:
             ratio = speeds["packed"] / speeds["dense"]
         else:
             (dense,) = (s for s in bench(self.dense, compute=self.compute).speeds if s.weights == "dense")
             ratio = speeds["dense"] / dense.tokens_per_second
-        return self.within(ratio), ratio, f"{ratio:.2f} times the tokens a second of the dense model"
+        return ratio, f"{ratio:.2f} times the tokens a second of the dense model"
 
     def within(self, value: float) -> bool:
         """Whether a way of that ratio is kept."""
@@ -231,13 +216,13 @@ class SpeedBound:
 
     def expected(self, way: Way) -> float:
         """The ratio as foreseen; where that is not known, as if time were proportional to bytes."""
-        if isinstance(self.throughput, str):
+        if self.throughput is None:
             return self.before / way.size
-        return self.throughput.at(way.size) / self.throughput.dense
+        return self.throughput.of(way.size) / self.throughput.dense
 
     def unknown(self, ways: Sequence[Way]) -> str:
         """Why nothing is foreseen of ``ways``; "" where it is."""
-        return self.throughput if isinstance(self.throughput, str) else ""
+        return self.why
 
     def told(self, way: Way) -> str:
         """What is foreseen of a way, in words."""
@@ -283,6 +268,23 @@ def last_that_holds(count: int, holds: Callable[[int], bool], guess: Callable[[]
     return last, first_not - last == 1
 
 
+def finished(directory: Path) -> Record:
+    """The record of the run whose output is there."""
+    return Record.load(directory / "niwaki.json")
+
+
+def with_notes(record: Record, notes: Iterable[str], directory: Path) -> Record:
+    """``record`` with more notes, but for those that it has, which that in the output ``directory`` gets too."""
+    notes = [note for note in notes if note not in record.notes]
+    record.notes += notes
+    if current_session().world.first and (directory / "niwaki.json").exists():
+        written = finished(directory)
+        written.notes += notes
+        written.size, written.loss = record.size, record.loss  # of its last form, as packed
+        written.save(directory / "niwaki.json")
+    return record
+
+
 class _Folder:
     """Where trials are until one of them becomes ``out``: a hidden directory beside it, which has nothing else."""
 
@@ -291,7 +293,7 @@ class _Folder:
 
     @contextlib.contextmanager
     def opened(self, source: Path, restart: bool, measured: Mapping[str, str]) -> Iterator[None]:
-        """Makes it, for this process alone; UsageError where something else is there, or the model ``source``.
+        """Makes the directory, for this process alone; UsageError where it has something else, or the model ``source``.
 
         Trials of an earlier call are removed where ``measured``, the digests of texts, is not what it was.
         """
@@ -316,7 +318,7 @@ class _Folder:
                         self._remove()
 
     def numbers(self, ways: Sequence[Way]) -> list[int]:
-        """Those of ``ways`` that an earlier call has tried, and after them the one that it was trying."""
+        """The numbers of ``ways`` that an earlier call has tried, and after them that which it was trying."""
         begun = {path.name.removeprefix(".").partition(".")[0] for path in self.path.iterdir()}
         found = [i for i, way in enumerate(ways) if self.of(way).name in begun]
         return sorted(found, key=lambda i: not self.of(ways[i]).exists())
@@ -332,7 +334,7 @@ class _Folder:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def move(self, directory: Path | None, asked: dict[str, Any], restart: bool = False) -> None:
-        """Makes one of them the output, and removes the others.
+        """Makes one of the trials the output, and removes the others.
 
         Where that is interrupted the output :func:`is_complete`, and a call that is ``asked`` for the same goes on with
         it, and has no ``directory``.
@@ -357,32 +359,41 @@ class Trials:
 
     model: str | Path
     out: str | Path
-    calibration: Calibration | Text
-    measurement: Measurement | Text | None
-    compute: Compute | str
+    calibration: Calibration
+    measurement: Measurement
+    compute: Compute
     restart: bool
     progress: Progress
-    _common: Recipe | None = field(default=None, init=False)
+
+    @cached_property
+    def _source(self) -> Path:
+        """The directory of the model."""
+        return locate_model(str(self.model))
+
+    @cached_property
+    def _recipe(self) -> Recipe:
+        """What all trials have in their recipes; the files are read once for it."""
+        asked = begin_recipe([], str(self.model), self.calibration, self.measurement, self.compute)
+        return with_weights(with_texts(asked, self.calibration), self._source)
 
     def best(self, ways: Sequence[Way], bound: LossBound | SpeedBound) -> Record:
         """Writes the smallest within the bound, or of those that are fast enough the largest."""
         world = current_session().world
-        source = locate_model(str(self.model))
-        out = world.received(check_output(source, self.out) if world.first else Path())
+        out = world.received(check_output(self._source, self.out) if world.first else Path())
         folder = _Folder(out)
-        text = Measurement.of(self.measurement).text
+        text = self.measurement.text
         measured = digests_of_texts(Calibration(text)) if isinstance(text, str) else {}
-        with folder.opened(source, self.restart, measured) if world.first else contextlib.nullcontext():
+        with folder.opened(self._source, self.restart, measured) if world.first else contextlib.nullcontext():
             if world.received(is_complete(out) and not self.restart if world.first else False):
                 if world.first:
-                    folder.move(None, self._asked(bound, source))
+                    folder.move(None, self._asked(bound))
                 record = world.received(finished(out) if world.first else None)
                 assert record
                 self.progress.end(record)
                 return record
-            return self._best(ways, bound, source, folder)
+            return self._best(ways, bound, folder)
 
-    def _best(self, ways: Sequence[Way], bound: LossBound | SpeedBound, source: Path, folder: _Folder) -> Record:
+    def _best(self, ways: Sequence[Way], bound: LossBound | SpeedBound, folder: _Folder) -> Record:
         world = current_session().world
         ordered = list(ways) if bound.from_large else list(ways)[::-1]
         there = world.received(folder.numbers(ordered) if world.first else [])
@@ -391,8 +402,9 @@ class Trials:
         def holds(number: int) -> bool:
             way = ordered[number]
             directory = folder.of(way)
-            trial = Trial(way, self._done(way, directory, source, len(tried) + 1), directory)
-            kept, value, words = world.received(bound.check(trial) if world.first else (False, 0.0, ""))
+            trial = Trial(way, self._done(way, directory, len(tried) + 1), directory)
+            value, words = world.received(bound.measured(trial) if world.first else (0.0, ""))
+            kept = bound.within(value)
             if way.nats is not None:
                 words += f" (foreseen: {way.nats:.2g} nats)"
             tried[number] = trial, value, words
@@ -401,7 +413,7 @@ class Trials:
             return kept
 
         def guess() -> int:
-            known = {number: value for number, (_, value, _) in tried.items()}
+            known = {number: max(value, _TINY) for number, (_, value, _) in tried.items()}
             fit = [i for i in range(len(ordered)) if bound.within(_foreseen(ordered, known, i, bound.expected))]
             best = fit[-1] if fit else 0
             return next((i for i in there if i not in tried and abs(i - best) <= _NEAR), best)
@@ -417,41 +429,38 @@ class Trials:
         told.append(note if certain else f"{note}; there may be a better one, {_MOST} were tried")
         with_notes(trial.record, told, trial.directory)
         if world.first:
-            folder.move(trial.directory, self._asked(bound, source), self.restart)
+            folder.move(trial.directory, self._asked(bound), self.restart)
         self.progress.note(trial.record.notes[-1])
         self.progress.end(trial.record)
         return trial.record
 
-    def _done(self, way: Way, directory: Path, source: Path, number: int) -> Record:
+    def _done(self, way: Way, directory: Path, number: int) -> Record:
         """The record of that way, which may be there already."""
         world = current_session().world
-        there = world.received(self._earlier(way, directory, source) if world.first else None)
+        there = world.received(self._earlier(way, directory) if world.first else None)
         if there:
             return there
-        texts = {"calibration": self.calibration, "measurement": self.measurement, "compute": self.compute}
-        return run(self.model, directory, way.stages, **texts, progress=PartOf(self.progress, f"trial {number}"))  # type: ignore[arg-type]
+        return run(
+            self.model,
+            directory,
+            way.stages,
+            calibration=self.calibration,
+            measurement=self.measurement,
+            compute=self.compute,
+            progress=PartOf(self.progress, f"trial {number}"),
+        )
 
-    def _asked(self, bound: LossBound | SpeedBound, source: Path) -> dict[str, Any]:
+    def _asked(self, bound: LossBound | SpeedBound) -> dict[str, Any]:
         """What has to be the same for a call to go on with the move of the output that an earlier one chose."""
-        recipe = self._recipe(source)
-        return {bound.name: bound.limit, **{name: getattr(recipe, name) for name in _COMMON}}
+        return {bound.name: bound.limit, **{name: getattr(self._recipe, name) for name in _COMMON}}
 
-    def _recipe(self, source: Path) -> Recipe:
-        """What all trials have in their recipes; the files are read once for it."""
-        if self._common is None:
-            calibration = Calibration.of(self.calibration)
-            options = calibration, Measurement.of(self.measurement), Compute.of(self.compute)
-            asked = begin_recipe([], str(self.model), *options)
-            self._common = with_weights(with_texts(asked, calibration), source)
-        return self._common
-
-    def _earlier(self, way: Way, directory: Path, source: Path) -> Record | None:
-        """What an earlier run of the same has left; what is of another one goes."""
+    def _earlier(self, way: Way, directory: Path) -> Record | None:
+        """The record of an earlier run of that way, with the same texts; removes what is of another one."""
         if not (directory / RECIPE).exists():
             return None
-        wanted = replace(self._recipe(source), stages=[table_of(stage) for stage in way.stages])
+        wanted = replace(self._recipe, stages=[table_of(stage) for stage in way.stages])
         found = Recipe.read(directory / RECIPE)
-        texts = *Calibration.of(self.calibration).texts, Measurement.of(self.measurement).text or ""
+        texts = *self.calibration.texts, self.measurement.text or ""
         has_names = all(isinstance(text, str) for text in texts)
         if has_names and all(getattr(found, name) == getattr(wanted, name) for name in ("stages", *_COMMON)):
             return finished(directory)

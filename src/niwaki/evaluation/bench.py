@@ -145,17 +145,9 @@ def _deaf() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """Of a process that finds what this one finds, and whose threads wait long, unless the user has said how long."""
+    """The environment of a process that finds what this one finds; its threads wait long, unless the user chose."""
     spins = os.environ.get(SPINS, BRIEFLY)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), SPINS: LONG if spins == BRIEFLY else spins}
-
-
-def _answer(file: str) -> None:
-    try:
-        answer: Speed | Exception = measure(*pickle.load(sys.stdin.buffer))  # noqa: S301  # niwaki's own
-    except Exception as error:
-        answer = error
-    Path(file).write_bytes(pickle.dumps(answer))
 
 
 @torch.inference_mode()
@@ -209,4 +201,8 @@ def _now(model: Any) -> float:
 
 
 if __name__ == "__main__":
-    _answer(sys.argv[1])
+    try:
+        answer: Speed | Exception = measure(*pickle.load(sys.stdin.buffer))  # noqa: S301  # niwaki's own
+    except Exception as error:
+        answer = error
+    Path(sys.argv[1]).write_bytes(pickle.dumps(answer))

@@ -56,7 +56,7 @@ class AskedCell:
 
     @property
     def name(self) -> str:
-        """That of its files."""
+        """The name of its files."""
         name = "_".join(re.sub(r"[^\w.+=@-]+", "-", part).strip("-") for part in self.key)
         if len(name.encode()) < 150:
             return name

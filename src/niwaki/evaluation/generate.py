@@ -192,7 +192,7 @@ class _Teller:
         self._tell("")
 
     def _tell(self, waiting: str) -> None:
-        text = str(self._tokenizer.decode(self._tokens or [], skip_special_tokens=True)).rstrip(waiting)
+        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)).rstrip(waiting)
         if piece := text[self._told :]:
             self._told = len(text)
             try:

@@ -289,7 +289,7 @@ def _load(model: str, device: str, dtype: str) -> Any:
 
 
 def _scores(name: str, results: dict[str, Any]) -> Iterator[Score]:
-    """Of one task, accuracy first."""
+    """The scores of one task, accuracy first."""
     values = results["results"][name]
     metrics = [key for key in values if "," in key and "_stderr," not in key]
     for key in sorted(metrics, key=lambda key: not key.startswith(f"{_ACCURACY},")):

@@ -7,8 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
@@ -68,7 +67,7 @@ class KeptGrid:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Gives the optimizer weights that are not rounded."""
-        for value in _values(optimizer):
+        for value in values_of(optimizer):
             number = id(value)
             if number in self._exact:
                 value.copy_(self._exact[number])
@@ -77,7 +76,7 @@ class KeptGrid:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Keeps what it has made of them, and gives the model what these are on the grid."""
-        for value in _values(optimizer):
+        for value in values_of(optimizer):
             if (exact := self._exact.get(id(value))) is None:
                 continue
             exact.copy_(value)
@@ -92,19 +91,24 @@ class KeptGrid:
         if not saved.pruning.quantization:
             return
         for name in self._format.files:
-            with safe_open(self._checkpoint.path / name, "pt") as file:
-                scales = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
-            stored = {key: scale_dtype(saved.dtype(key.removesuffix("_scale"))) for key in scales}
+            scales = load_file(self._checkpoint.path / name)
+            dtypes = {key: scale_dtype(saved.dtype(key.removesuffix("_scale"))) for key in scales}
             with output_errors(directory):
                 (directory / name).parent.mkdir(exist_ok=True)
-                save_file({key: scales[key].to(dtype) for key, dtype in stored.items()}, directory / name)
+                save_file({key: value.to(dtypes[key]) for key, value in scales.items()}, directory / name)
+
+
+def told_of(model: nn.Module) -> dict[str, Any]:
+    """What the configuration of a model tells of its pruning; nothing where it was not niwaki that pruned it."""
+    told: Any = getattr(getattr(model, "config", None), "pruning_config", None)
+    return told if isinstance(told, dict) else {}
 
 
 def grid_in(model: nn.Module) -> str | None:
     """The name of the grid that the configuration of a model tells its weights are on."""
-    told: Any = getattr(getattr(model, "config", None), "pruning_config", None)
-    return told.get("quantization") if isinstance(told, dict) else None
+    return told_of(model).get("quantization")
 
 
-def _values(optimizer: Optimizer) -> list[Tensor]:
+def values_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that ``optimizer`` trains."""
     return [value for group in optimizer.param_groups for value in group["params"]]

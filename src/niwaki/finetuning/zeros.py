@@ -22,7 +22,7 @@ from niwaki.choices import TWO_FACTORS
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, shown
 from niwaki.files import replace_file
 from niwaki.finetuning.adapters import is_pruned, mask_lora
-from niwaki.finetuning.grids import KeptGrid, grid_in, plain_name
+from niwaki.finetuning.grids import KeptGrid, grid_in, plain_name, told_of, values_of
 from niwaki.packed.kernels import mask_
 
 #: The weights of models; those of adapters, which have no zeros of the model, are called otherwise.
@@ -54,10 +54,9 @@ class KeptZeros:
         counted = {name: (value, _zeros(value)) for name, value in named if value.ndim > 1}
         found = {name: (value, zeros) for name, (value, zeros) in counted.items() if is_pruned(zeros, value.numel())}
         if not found:
-            told = getattr(getattr(model, "config", None), "pruning_config", None) or {}
             why = (
                 "its weights are products of two sparse factors, which only niwaki heal trains"
-                if str(told.get("pattern")).startswith(TWO_FACTORS)
+                if str(told_of(model).get("pattern")).startswith(TWO_FACTORS)
                 else "was it pruned, and loaded from the pruned directory?"
             )
             raise UsageError(f"the model has no zeros to keep, as no matrix has 0.1 % of them; {why}")
@@ -146,7 +145,7 @@ class KeptZeros:
         self.remove()
 
     def _watch_gradient(self, parameter: nn.Parameter) -> RemovableHandle:
-        """So that it is masked as soon as it is there; also of one that is only trained later."""
+        """Has the gradient masked as soon as it is there, also that of a parameter that is only trained later."""
         is_trained = parameter.requires_grad
         parameter.requires_grad_(True)
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._mask_gradient)
@@ -155,7 +154,7 @@ class KeptZeros:
 
     @torch.no_grad()
     def _mask_gradient(self, parameter: Tensor) -> None:
-        """So that norms of gradients, and what optimizers remember, are of weights that are trained."""
+        """Masks a gradient, so that its norm, and what optimizers remember, are of weights that are trained."""
         kept = self._by_number.get(id(parameter))
         if kept and parameter.grad is not None:
             kept.mask_(parameter.grad)
@@ -170,10 +169,9 @@ class KeptZeros:
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after each step of any optimizer: sets the zeros to 0 again, as some optimizers change them."""
         self._check_parameters(optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if kept := self._by_number.get(id(parameter)):
-                    kept.mask_(parameter)
+        for parameter in values_of(optimizer):
+            if kept := self._by_number.get(id(parameter)):
+                kept.mask_(parameter)
         if self._grid:
             self._grid.after_step(optimizer)
 
@@ -182,7 +180,7 @@ class KeptZeros:
         if (model := self._model()) is None:
             return
         there = {id(value): name for name, value in model.named_parameters()}
-        if not any(id(value) in there for group in optimizer.param_groups for value in group["params"]):
+        if not any(id(value) in there for value in values_of(optimizer)):
             return
         now = {name: there.get(id(kept.parameter)) for name, kept in self._kept.items()}
         if any(at is None or (".base_layer." in at and ".base_layer." not in name) for name, at in now.items()):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -112,49 +112,41 @@ class AtEnd(Protocol):
         """Receives them after the last block, and those of the text itself in two halves, or one."""
 
 
-class Found(Generic[T]):
+class Found:
     """What looking at a model has found so far: kept in ``directory``, if any, for a call that goes on from there.
 
-    It is of the type ``kind``, for each matrix. Of several processes the first keeps it.
+    For each block it has a list of the type ``kind``. Of several processes the first keeps it.
     """
 
-    def __init__(self, directory: Path | None, kind: type, world: World) -> None:
-        self._directory, self._world = directory, world
-        self._kind = list[tuple[Place, kind]]  # type: ignore[valid-type]
+    def __init__(self, directory: Path | None, kind: Any, world: World) -> None:
+        self._directory, self._kind, self._world = directory if world.first else None, kind, world
 
     def sensitivity(self, find: Callable[[], list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
         """What ``find`` finds, or has found."""
-        kept = self._read("sensitivity", list[dict[str, list[float]]])
+        kept = self.read("sensitivity", list[dict[str, list[float]]])
         if kept is not None:
             return [{name: torch.tensor(values) for name, values in each.items()} for each in kept]
         found = find()
-        self._write("sensitivity", [{name: values.tolist() for name, values in each.items()} for each in found])
+        self.keep("sensitivity", [{name: values.tolist() for name, values in each.items()} for each in found])
         return found
 
-    def of_block(self, block: int) -> dict[Place, T] | None:
-        """That of the matrices of a block; None where that is not known."""
-        kept = self._read(f"block-{block}", self._kind)
+    def of_block(self, block: int) -> dict[Place, Any] | None:
+        """What was found of the matrices of a block; None where that is not known."""
+        kept = self.read(f"block-{block}", self._kind)
         return None if kept is None else dict(kept)
 
-    def keep(self, block: int, found: dict[Place, T]) -> None:
-        """Receives it."""
-        self._write(f"block-{block}", [*found.items()])
+    def read(self, name: str, kind: Any) -> Any:
+        """What was kept under that name, of the type ``kind``; None where there is none."""
+        return self._world.received(read_cached(self._directory / f"{name}.json", kind) if self._directory else None)
 
-    def forget(self) -> None:
-        """Removes the files, where all is kept elsewhere."""
-        if self._directory and self._world.first:
-            for file in (*self._directory.glob("block-*.json"), self._directory / "sensitivity.json"):
-                with contextlib.suppress(OSError):
-                    file.unlink(missing_ok=True)
-
-    def _read(self, name: str, kind: Any) -> Any:
-        has_it = self._directory and self._world.first
-        return self._world.received(read_cached(self._directory / f"{name}.json", kind) if has_it else None)  # type: ignore[operator]
-
-    def _write(self, name: str, value: Any) -> None:
-        if self._directory and self._world.first:
-            with contextlib.suppress(NiwakiError):  # it only takes longer the next time
+    def keep(self, name: str, value: Any, whole: bool = False) -> None:
+        """Keeps ``value`` under that name: a part of what is found, or the ``whole``, which replaces the parts."""
+        if self._directory:
+            with contextlib.suppress(NiwakiError, OSError):  # it only takes longer the next time
                 write_cached(self._directory / f"{name}.json", value)
+                if whole:
+                    for file in (*self._directory.glob("block-*.json"), self._directory / "sensitivity.json"):
+                        file.unlink(missing_ok=True)
 
 
 def examined(
@@ -166,7 +158,7 @@ def examined(
     examine: Callable[[Looked], T],
     at_end: AtEnd | None = None,
     look: Look = CLOSE,
-    kept: Found[T] | None = None,
+    kept: Found | None = None,
 ) -> dict[Place, T]:
     """What ``examine`` makes of each matrix of ``model``, by some of this process's ``samples`` (count, length) int64.
 
@@ -174,7 +166,7 @@ def examined(
 
     Cost: two forward passes and one backward, and those of ``at_end``.
     """
-    kept = kept or Found[T](None, object, world)
+    kept = kept or Found(None, None, world)
     share = min(1.0, look.tokens / sum(world.collected(samples.numel())))
     pilot = pilot_of(samples, share, world)
     sensitivity = kept.sensitivity(lambda: measured(model, pilot_of(samples, share / 2, world), world, progress))
@@ -193,7 +185,7 @@ def examined(
                     with named(matrix.label):
                         importance = sensitivity[block.index][matrix.name]
                         here[matrix.place] = examine(Looked(block, matrix, grams[0], grams[-1], importance, look))
-                kept.keep(block.index, here)
+                kept.keep(f"block-{block.index}", [*here.items()])
             found |= here or {}
             if block.index < count - 1 or at_end:
                 for states in (*halves, *changed):
