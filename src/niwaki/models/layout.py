@@ -163,7 +163,7 @@ class Layout:
         return [there, *others]
 
     def experts(self, name: str) -> dict[str, int | None]:
-        """Which expert's each of the tensors of :meth:`keys` is; None for one that is of all, or of no expert."""
+        """The expert of each of the tensors of :meth:`keys`; None for one that is of all, or of no expert."""
         return {piece.key: piece.expert for piece in self._pieces[name]}
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
