@@ -94,7 +94,8 @@ SUFFIXES = {".txt", *ROWS, *_COMPRESSED}
 
 def _bytes(path: Path) -> IO[bytes]:
     """The content of a file, without its compression."""
-    opened: IO[bytes] = _COMPRESSED.get(path.suffix.lower(), lambda path: path.open("rb"))(path)
+    unpack = _COMPRESSED.get(path.suffix.lower())
+    opened: IO[bytes] = unpack(path) if unpack else path.open("rb")
     return opened
 
 
