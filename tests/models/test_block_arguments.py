@@ -17,7 +17,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import EFFORTS, Effort, make_effort
 from niwaki.errors import UnsupportedModelError
 from niwaki.models import streamed
-from niwaki.models.hidden_states import BlockArguments, Handed, MemoryBudget, same, samples_first, streams_first
+from niwaki.models.hidden_states import ADDED, BlockArguments, Handed, MemoryBudget, same, samples_first, streams_first
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
 from niwaki.records.record import Record
@@ -220,7 +220,7 @@ def test_batches_with_their_own_arguments() -> None:
             for block in (0, 1):
                 arguments.record_own(block, ((turns, torch.tensor(3)), {"mask": mask, "handed": Handed()}))
             if mask is None:
-                arguments.add(0, added)
+                arguments.keep(0, ADDED, added)
             arguments.end_batch()
         assert budget.spilled == 2 * turns.nbytes + 16 * 4 + added.nbytes
         handed = Handed({"full": (turns,)})
@@ -230,8 +230,13 @@ def test_batches_with_their_own_arguments() -> None:
                 assert same((args, named["mask"]), ((turns, torch.tensor(3)), mask))
                 assert named["handed"] is handed
         assert [arguments.has(*place) for place in ((1, 1, 0), (1, 1, 2), (2, 1, 0))] == [True, False, False]
-        assert [arguments.added(block, i) is None for block in (0, 1) for i in (0, 1)] == [True, False, True, True]
-        assert same(arguments.added(0, 1), added)
+        assert [arguments.kept(block, i, ADDED) is None for block in (0, 1) for i in (0, 1)] == [
+            True,
+            False,
+            True,
+            True,
+        ]
+        assert same(arguments.kept(0, 1, ADDED), added)
 
 
 def test_what_blocks_hand_on() -> None:

@@ -18,10 +18,9 @@ from niwaki.checkpoints.reading import SINGLE_NAME, Checkpoint
 from niwaki.checkpoints.tensors import header_of, new_shard
 from niwaki.errors import CheckpointError
 from niwaki.evaluation import tasks
-from niwaki.models import structure as structures
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import check_sizes, predicts_words, read_config, structure
-from support.models import each_family, edit_json, message, reference, save_model, save_model_with_tokenizer
+from support.models import edit_json, message, reference, save_model, save_model_with_tokenizer
 from support.real_configurations import CONFIGURATIONS
 
 #: Of code on the hub, of packages, and of kernels that transformers gets from the hub.
@@ -71,74 +70,6 @@ def test_all_ways_to_load_one(tmp_path: Path) -> None:
         torch.testing.assert_close(niwaki.load(each, "cpu", "float32")(tokens).logits, expected, atol=1e-5, rtol=1e-5)
     pytest.importorskip("lm_eval")
     assert tasks._load(str(path), "cpu", "float32").model.config._attn_implementation in ("eager", "sdpa")
-
-
-@each_family(0)
-def test_a_model_that_was_built_before(tmp_path: Path, case: str) -> None:
-    """Is made as the first one, and has nothing in common with it; of another dtype or configuration it is another."""
-    paths = [save_model(tmp_path / name, case) for name in ("one", "other")]
-    first, second = (structure(path, torch.float32) for path in paths)
-    assert type(first) is type(second)
-    assert repr(first) == repr(second)
-    assert first.config.to_dict() == second.config.to_dict()
-    assert first.config._attn_implementation == second.config._attn_implementation
-    assert first.config._experts_implementation == second.config._experts_implementation == "eager"
-    for (name, module), (_, other) in zip(first.named_modules(), second.named_modules(), strict=True):
-        assert module is not other
-        assert not other.training
-        assert vars(module).keys() == vars(other).keys(), name
-        its_own = [getattr(module, "config", None) is first.config, getattr(other, "config", None) is second.config]
-        assert its_own[0] == its_own[1]
-    parameters, others = (dict(model.named_parameters(remove_duplicate=False)) for model in (first, second))
-    assert parameters.keys() == others.keys()
-    for name, value in others.items():
-        assert value.is_meta == parameters[name].is_meta
-        assert not value.requires_grad
-        assert (value.shape, value.dtype) == (parameters[name].shape, parameters[name].dtype)
-    assert _ties(parameters) == _ties(others)
-    buffers = dict(second.named_buffers())
-    for name, buffer in first.named_buffers():
-        assert torch.equal(buffer, buffers[name])
-        buffer.fill_(1)
-    for name, buffer in structure(paths[0], torch.float32).named_buffers():
-        assert torch.equal(buffer, buffers[name])
-    assert structure(paths[0], torch.bfloat16).dtype == torch.bfloat16
-    edit_json(paths[0] / "config.json", pad_token_id=5)
-    assert structure(paths[0], torch.float32).config.pad_token_id == 5
-
-
-def _ties(parameters: dict[str, Any]) -> list[int]:
-    """For each, where the same one comes first."""
-    first: dict[int, int] = {}
-    return [first.setdefault(id(value), i) for i, value in enumerate(parameters.values())]
-
-
-def test_few_models_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, kept = save_model(tmp_path / "model", "llama"), dict[Any, bytes]()
-    monkeypatch.setattr(structures, "_KEPT", kept)
-    monkeypatch.setattr(structures, "_MOST_KEPT", 2)
-    for token in (2, 3, 4, 2):
-        edit_json(path / "config.json", pad_token_id=token)
-        assert structure(path, torch.float32).config.pad_token_id == token
-        assert len(kept) <= 2
-    before, own = list(kept), structures._built
-
-    def with_a_function(*given: Any) -> Any:
-        model = own(*given)
-        vars(model)["function"] = lambda: 0
-        return model
-
-    edit_json(path / "config.json", pad_token_id=6)
-    with monkeypatch.context() as changed:  # which cannot be copied
-        changed.setattr(structures, "_built", with_a_function)
-        assert structure(path, torch.float32).config.pad_token_id == 6
-    with monkeypatch.context() as changed:
-        changed.setattr(structures, "_LARGEST_KEPT", 1000)
-        assert structure(path, torch.float32).config.pad_token_id == 6
-    edit_json(path / "config.json", configuration_files=["config.1.0.0.json"])
-    (path / "config.1.0.0.json").write_text((path / "config.json").read_text().replace('_id": 6', '_id": 7'))
-    assert structure(path, torch.float32).config.pad_token_id == 7
-    assert list(kept) == before
 
 
 def hollow(path: Path, config: dict[str, Any]) -> Path:

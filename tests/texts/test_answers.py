@@ -247,8 +247,8 @@ def test_what_makes_no_sense(model: Path, prompts: str, tmp_path: Path) -> None:
     assert "do not fit in memory" in message(lambda: given(model, prompts, budget=1), CalibrationError)
     for template, said in (
         (None, "has no chat template"),
-        ("{{ 1 / 0 }}", "the model's chat template fails on prompt 1"),
-        ("{% if %}", "the model's chat template fails on prompt 1"),
+        ("{{ 1 / 0 }}", f"prompt 1 of {prompts}: the model's chat template fails: "),
+        ("{% if %}", f"prompt 1 of {prompts}: the model's chat template fails: "),
         ("{{ '' }}", "the model's chat template makes nothing of the prompts"),
     ):
         edit_json(model / "tokenizer_config.json", chat_template=template)
@@ -275,7 +275,7 @@ def test_templates_without_end(
     monkeypatch.setattr(rows, "_SECONDS", 1)
     edit_json(model / "tokenizer_config.json", chat_template=template)
     text = message(lambda: given(model, prompts), CalibrationError)
-    assert f"the model's chat template fails on prompt {2 if 'Why' in template else 1} of" in text
+    assert f"prompt {2 if 'Why' in template else 1} of {prompts}: the model's chat template fails: " in text
     assert said in text
 
 

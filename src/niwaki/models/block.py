@@ -14,6 +14,8 @@ from niwaki.errors import NumericalError, UnsupportedModelError, named, one_line
 from niwaki.layer.linalg import is_finite
 from niwaki.models.gram_capture import InputGram, InputGrams
 from niwaki.models.hidden_states import (
+    ADDED,
+    BEGUN,
     ENCODED,
     Handed,
     HiddenStates,
@@ -83,7 +85,7 @@ class DecoderBlock:
             handed = arguments.handed(self.index, i, rows)
         if states.crossing and self.index == states.crossing.first:
             handed[ENCODED] = (states.crossing.encode(hidden),)
-            hidden = _Beside.apply(arguments.begun(self.index, i), hidden)  # type: ignore[no-untyped-call]
+            hidden = _Beside.apply(arguments.kept(self.index, i, BEGUN), hidden)  # type: ignore[no-untyped-call]
         args, kwargs = arguments.call(self.index, samples, i, rows, handed)
         if hidden.requires_grad:
             args, kwargs = replaced((args, kwargs), partial(_beside, hidden))
@@ -95,7 +97,7 @@ class DecoderBlock:
                 f"block {self.index} cannot be run alone ({reason}); models like this one are not supported"
             ) from error
         outputs = samples_first(out[0] if isinstance(out, tuple | list) else out, states.leading)
-        added = arguments.added(self.index, i)
+        added = arguments.kept(self.index, i, ADDED)
         return outputs if added is None else outputs + added
 
     def run(

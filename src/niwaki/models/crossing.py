@@ -9,7 +9,7 @@ over without knowing of it, gradients included.
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
@@ -21,14 +21,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from niwaki.errors import UnsupportedModelError, UsageError, raised_as
-from niwaki.models.hidden_states import Call, Crossing, HiddenStates, Place, replaced, same
+from niwaki.models.hidden_states import Call, Crossing, Place, replaced, same
 from niwaki.models.interface import BlocksEndError, Inputs, replaced_blocks
 from niwaki.models.pairs import SOURCES, parted, predicting
 from niwaki.models.tokens import check_known_tokens
 
 
 def find_crossing(run: Callable[[], object], blocks: Sequence[nn.Module], first: int) -> Crossing:
-    """That of a model of which ``run`` is the forward pass on one sample; ``first`` is its decoder's first block.
+    """The crossing of a model that ``run`` runs on one sample; ``first`` is the number of its decoder's first block.
 
     All weights outside the blocks are there, and those of the first block of each of the two. UnsupportedModelError
     where more than a chain of modules is between the two, or decoder blocks receive anything else of the encoder.
@@ -48,7 +48,6 @@ def find_crossing(run: Callable[[], object], blocks: Sequence[nn.Module], first:
 
 
 def _tensors(call: Call) -> dict[Place, Tensor]:
-    """Those among the arguments of a block."""
     values: dict[Place, Any] = {}
     replaced(call, values.__setitem__)
     return {place: value for place, value in values.items() if isinstance(value, Tensor)}
@@ -72,37 +71,31 @@ def _traced(
     tail: list[nn.Module] = []
     now: list[Tensor] = []
 
-    def recorded(index: int) -> Callable[..., Any]:
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            calls[index] = (args, kwargs)
-            if index == len(blocks) - 1:
-                raise BlocksEndError
-            answer = answers.of(index, hidden, args, kwargs)
-            if index == first - 1:
-                made = torch.randn(hidden.shape, generator=drawing).to(hidden)
-                now[:] = [made]
-                return answers.like(made, answer)
-            return answer
-
-        return forward
+    def forward(index: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls[index] = (args, kwargs)
+        if index == len(blocks) - 1:
+            raise BlocksEndError
+        answer = answers.of(index, hidden, (args, kwargs))
+        if index == first - 1:
+            made = torch.randn(hidden.shape, generator=drawing).to(hidden)
+            now[:] = [made]
+            return answers.like(made, answer)
+        return answer
 
     def follow(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        is_next = now and len(inputs) == 1 and isinstance(inputs[0], Tensor) and _is_same_memory(inputs[0], now[0])
+        of_one = now and len(inputs) == 1 and isinstance(inputs[0], Tensor) and inputs[0].shape == now[0].shape
+        is_next = of_one and inputs[0].data_ptr() == now[0].data_ptr()
         if is_next and isinstance(output, Tensor) and not [*module.children()] and calls[first] is None:
             tail.append(module)
             now[:] = [output]
 
     hook = register_module_forward_hook(follow)
     try:
-        with replaced_blocks(blocks, recorded), contextlib.suppress(BlocksEndError):
+        with replaced_blocks(blocks, forward), contextlib.suppress(BlocksEndError):
             run()
     finally:
         hook.remove()
     return calls, tail, now[0]
-
-
-def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
 class Answers:
@@ -115,71 +108,22 @@ class Answers:
         self._blocks, self._starts = blocks, (0, first)
         self._others: Any = ()
 
-    def of(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """That of the block ``index`` for these arguments; blocks are asked in their order."""
+    def of(self, index: int, hidden: Tensor, call: Call) -> Any:
+        """What block ``index`` answers with for these arguments; blocks are asked in their order."""
         if index in self._starts:
-            block = self._blocks[index]
+            block, (args, kwargs) = self._blocks[index], call
             one, other = (
                 type(block).forward(block, inputs, *args, **kwargs) for inputs in (hidden, torch.zeros_like(hidden))
             )
-            self._others = one if not isinstance(one, tuple | list) else tuple(map(_constant, one, other))
+            self._others = one
+            if isinstance(one, tuple | list):
+                self._others = tuple(a if same(a, b) else None for a, b in zip(one, other, strict=True))
         return self.like(torch.zeros_like(hidden), self._others)
 
     @staticmethod
     def like(hidden: Tensor, answer: Any) -> Any:
         """``answer`` with these hidden states."""
         return (hidden, *answer[1:]) if isinstance(answer, tuple | list) else hidden
-
-
-def _constant(one: Any, other: Any) -> Any:
-    return one if same(one, other) else None
-
-
-def _check_shape(hidden: Tensor, tokens: int | None) -> None:
-    """UnsupportedModelError unless ``hidden`` is (1, tokens, width), of any number of tokens where that is None."""
-    if hidden.ndim != 3 or hidden.shape[0] != 1 or tokens not in (None, hidden.shape[1]):
-        of = "the sources" if tokens is None else f"{tokens} tokens"
-        raise UnsupportedModelError(f"hidden states of its blocks are {tuple(hidden.shape)} for {of} of one pair")
-
-
-def record_pairs(
-    runs: Iterator[tuple[Tensor, Callable[[], object]]],
-    blocks: Sequence[nn.Module],
-    crossing: Crossing,
-    states: HiddenStates,
-) -> None:
-    """Records in ``states`` what ``blocks`` receive in each of ``runs``, forward passes of one pair each.
-
-    Before each of them is its row, (1, length). The first blocks of encoder and decoder have their weights.
-    """
-    answers, last = Answers(blocks, crossing.first), len(blocks) - 1
-    arguments = states.arguments
-
-    def recorded(index: int) -> Callable[..., Any]:
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            arguments.record_own(index, (args, kwargs), crossing.places[index])
-            if index == 0:
-                _check_shape(hidden, None)
-                states.hidden.append(hidden)
-            elif index == crossing.first:
-                _check_shape(hidden, states.tokens[-1].shape[1])
-                arguments.begin(index, hidden)
-            elif hidden.any():
-                arguments.add(index - 1, hidden)
-            if index == last:
-                raise BlocksEndError
-            return answers.of(index, hidden, args, kwargs)
-
-        return forward
-
-    states.crossing = crossing
-    with replaced_blocks(blocks, recorded):
-        for row, run in runs:
-            states.rows.append(row)
-            states.tokens.append(parted(row[0])[1][None, :-1])
-            with contextlib.suppress(BlocksEndError):
-                run()
-            arguments.end_batch()
 
 
 # What an encoder with a decoder receives for pairs, and what it makes of them as a whole.

@@ -1,4 +1,4 @@
-"""The format that a pruned checkpoint's matrices are in."""
+"""Formats of a checkpoint's pruned matrices: how they are rounded, written, read and verified."""
 
 from __future__ import annotations
 
@@ -35,14 +35,12 @@ from niwaki.models.scales import (
 )
 from niwaki.models.streamed import StreamedModel
 
-# How a run writes the weights of matrices: as the checkpoint has them, on a grid, or in the format of the files.
-
 #: Shape and dtype.
 Like = tuple[tuple[int, int], torch.dtype]
 
 
 class WeightFormat:
-    """As the checkpoint has them; formats whose matrices have further parts, such as scales, derive from it."""
+    """Weights as the checkpoint has them; formats with further parts of a matrix, such as scales, derive from it."""
 
     #: Whether the parts of a matrix are two factors, whose product it is.
     has_factors = False
@@ -237,15 +235,10 @@ def check_own_tensors(matrices: Sequence[Matrix]) -> None:
         )
 
 
-def _shapes(matrix: Matrix) -> tuple[tuple[int, int], tuple[int, int]]:
-    rows, columns = matrix.shape
-    inner = min(rows, columns)
-    return (rows, inner), (inner, columns)
-
-
 def _like(matrix: Matrix, stored: torch.dtype, grid: Grid | None) -> list[Like]:
-    """Shapes and dtypes of its factors, and of their scales on a ``grid``."""
-    factors = _shapes(matrix)
+    """Shapes and dtypes of the factors of ``matrix``, and of their scales on a ``grid``."""
+    inner = min(matrix.shape)
+    factors = (matrix.shape[0], inner), (inner, matrix.shape[1])
     scales = [(rows, grid.groups(columns)) for rows, columns in factors] if grid else []
     return [*((shape, stored) for shape in factors), *((shape, scale_dtype(stored)) for shape in scales)]
 
@@ -435,7 +428,7 @@ class KeptFormat(WeightFormat):
         return [(key, matrix.index) for key in encoded.keys] if encoded else super().places(matrix)
 
     def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, parts: Sequence[Tensor]) -> None:
-        """As of :class:`WeightFormat`; OutputError unless the very values can be read again."""
+        """Writes ``stored`` in the format of the files; OutputError unless the very values can be read again."""
         encoded = self.checkpoint.encoded.get(matrix.key)
         if encoded is None:
             super().write(writer, matrix, stored, parts)

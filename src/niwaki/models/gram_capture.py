@@ -21,8 +21,6 @@ from niwaki.layer.problem import Gram
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 
-# The products of a module with its parameters, as they are computed.
-
 _ATEN = torch.ops.aten
 
 #: Where the first of the two factors is among the arguments.

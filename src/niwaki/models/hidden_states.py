@@ -146,8 +146,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 #: Where a value is among them: (1, "per_layer_input").
 Place = tuple[str | int, ...]
 #: And of what the model adds to a block's outputs, and what a decoder begins with, which are not among them.
-_ADDED: Place = ("added",)
-_BEGUN: Place = ("begun",)
+ADDED: Place = ("added",)
+BEGUN: Place = ("begun",)
 #: By which name a decoder's first block hands on what it and the others attend to.
 ENCODED = "encoded"
 
@@ -225,7 +225,7 @@ class BlockArguments:
             if place not in per_token or not isinstance(value, Tensor) or value.shape[:1] != (samples,):
                 return value
             if keep:
-                self._keep(block, place, value)
+                self.keep(block, place, value)
             return PerToken()
 
         call = replaced(call, stand_in)
@@ -245,21 +245,14 @@ class BlockArguments:
             if place in encoded:
                 return OfEncoder(value.shape[1])
             if isinstance(value, Tensor) and value.numel() > 1:
-                self._keep(block, place, value)
+                self.keep(block, place, value)
                 return PerToken()
             return HandedOn() if isinstance(value, UserDict) else value
 
         self._own[block, self._batch] = replaced(call, stand_in)
 
-    def add(self, block: int, value: Tensor) -> None:
-        """Notes that the model adds ``value`` to the outputs of ``block`` for the present batch, run whole."""
-        self._keep(block, _ADDED, value)
-
-    def begin(self, block: int, hidden: Tensor) -> None:
-        """Notes that a decoder, of which ``block`` is the first, begins the present batch with ``hidden``."""
-        self._keep(block, _BEGUN, hidden)
-
-    def _keep(self, block: int, place: Place, value: Tensor) -> None:
+    def keep(self, block: int, place: Place, value: Tensor) -> None:
+        """Keeps a ``value`` of the present batch at a ``place`` of ``block``, which may be :data:`ADDED` or BEGUN."""
         kept = next((kept for tensor, kept in self._present if tensor is value), None)
         if kept is None:  # what several blocks receive is kept once
             kept = len(self._kept)
@@ -268,7 +261,7 @@ class BlockArguments:
         self._where[block, self._batch, place] = kept
 
     def end_batch(self) -> None:
-        """From now on what is recorded belongs to the next batch."""
+        """Ends the present batch: what is recorded after this belongs to the next one."""
         self._batch += 1
         self._present.clear()
 
@@ -291,13 +284,9 @@ class BlockArguments:
         call: Call = replaced(own or self._calls[block, samples], value)
         return call
 
-    def begun(self, block: int, i: int) -> Tensor:
-        """What a decoder, of which ``block`` is the first, begins batch ``i`` with."""
-        return self._kept[self._where[block, i, _BEGUN]]
-
-    def added(self, block: int, i: int) -> Tensor | None:
-        """What the model adds to the outputs of ``block`` for batch ``i``; None where that is nothing."""
-        kept = self._where.get((block, i, _ADDED))
+    def kept(self, block: int, i: int, place: Place) -> Tensor | None:
+        """What :meth:`keep` was given of ``block`` and a ``place`` for batch ``i``; None where that is nothing."""
+        kept = self._where.get((block, i, place))
         return None if kept is None else self._kept[kept]
 
     def share_calls(self, others: "BlockArguments") -> None:
@@ -305,7 +294,7 @@ class BlockArguments:
         self._calls = {**others._calls, **self._calls}
 
     def branch(self) -> "BlockArguments":
-        """The same for a copy of the token sequences, to which blocks can hand on other values from now on."""
+        """A copy for the same token sequences, to which blocks can hand on other values from now on."""
         copy = BlockArguments(self._budget)
         copy._calls, copy._own, copy._kept, copy._where = self._calls, self._own, self._kept, self._where
         copy._handed, copy._makers = dict(self._handed), dict(self._makers)
@@ -345,7 +334,7 @@ class HiddenStates:
     rows: list[Tensor] = field(default_factory=list)
 
     def branch(self, hidden: SpillList) -> "HiddenStates":
-        """The same token sequences with other hidden states, which go their own way from here on."""
+        """A copy for the same token sequences with other hidden states, which go their own way from here on."""
         return HiddenStates(self.tokens, hidden, self.arguments.branch(), self.leading, self.crossing, self.rows)
 
     def labels(self, i: int) -> Tensor:
@@ -353,7 +342,7 @@ class HiddenStates:
         return parted(self.rows[i][0])[1][None, 1:] if self.rows else self.tokens[i][:, 1:]
 
     def steps(self, tokens: int) -> list[list[tuple[int, slice]]]:
-        """The same pieces, alone; of pairs, which are a batch each, in groups of about so many tokens."""
+        """The pieces of :meth:`minibatches`, each alone; pairs, a batch each, in groups of about so many tokens."""
         if not self.rows:
             return [[piece] for piece in self.minibatches(tokens)]
         groups: list[list[tuple[int, slice]]] = []

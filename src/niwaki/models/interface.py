@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from niwaki.errors import UnsupportedModelError
-from niwaki.models.hidden_states import Call, HiddenStates, Place, replaced, same, samples_first
+from niwaki.models.hidden_states import ADDED, BEGUN, Call, HiddenStates, Place, replaced, same, samples_first
 
 #: By name, what the whole model receives for one sample: tokens, (1, length) int64, pixels, where images are.
 Inputs = Mapping[str, Tensor]
@@ -45,18 +45,15 @@ def find_interface(decoder: nn.Module, blocks: Sequence[nn.Module], device: torc
     calls: list[list[Call]] = [[] for _ in blocks]
     seen: list[Tensor] = []  # of the present text, what the blocks receive: the first one's inputs, all of them
 
-    def recorded(index: int) -> Callable[..., Any]:
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            calls[index].append((args, kwargs))
-            if seen and not torch.equal(hidden, seen[0]):
-                raise UnsupportedModelError(f"it changes what block {index} receives of the block before")
-            seen.append(hidden)
-            return _answer(hidden, answers)
-
-        return forward
+    def forward(index: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls[index].append((args, kwargs))
+        if seen and not torch.equal(hidden, seen[0]):
+            raise UnsupportedModelError(f"it changes what block {index} receives of the block before")
+        seen.append(hidden)
+        return _answer(hidden, answers)
 
     some = torch.arange(_SHAPE[0] * _SHAPE[1], device=device).view(_SHAPE)
-    with replaced_blocks(blocks, recorded):
+    with replaced_blocks(blocks, forward):
         for first in (vocabulary // 2, vocabulary // 4):
             seen.clear()
             decoder(input_ids=(some + first) % vocabulary, use_cache=False)
@@ -81,7 +78,14 @@ def count_answers(run: Callable[[], object], blocks: Sequence[nn.Module], consta
     found: list[int] = []
     beside: list[Tensor] = []
 
-    def first(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def check(_: Place, value: Any) -> None:
+        if any(value is each for each in beside):
+            raise UnsupportedModelError("its blocks hand on more than hidden states in what they answer with")
+
+    def forward(index: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if index:
+            replaced((args, kwargs), check)
+            return _answer(hidden, found[0])
         answer = type(blocks[0]).forward(blocks[0], hidden, *args, **kwargs)
         found.append(len(answer) if isinstance(answer, tuple | list) else 0)
         if found[0] and not constant:
@@ -89,15 +93,7 @@ def count_answers(run: Callable[[], object], blocks: Sequence[nn.Module], consta
             beside.extend(value for value in answer[1:] if isinstance(value, Tensor) and value.is_floating_point())
         return answer
 
-    def check(_: Place, value: Any) -> None:
-        if any(value is each for each in beside):
-            raise UnsupportedModelError("its blocks hand on more than hidden states in what they answer with")
-
-    def others(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        replaced((args, kwargs), check)
-        return _answer(hidden, found[0])
-
-    with replaced_blocks(blocks, lambda index: others if index else first):
+    with replaced_blocks(blocks, forward):
         run()
     return found[0]
 
@@ -121,11 +117,11 @@ def _per_token(one: Call, other: Call) -> frozenset[Place]:
 
 
 @contextlib.contextmanager
-def replaced_blocks(blocks: Sequence[nn.Module], make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
-    """``blocks`` with forward passes ``make(index)``; their attributes, which parents read, stay."""
+def replaced_blocks(blocks: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """``blocks`` with ``forward(index, hidden, ...)`` as their forward passes; attributes, which parents read, stay."""
     try:
         for index, block in enumerate(blocks):
-            block.forward = make(index)
+            block.forward = partial(forward, index)
         yield
     finally:
         for block in blocks:
@@ -158,56 +154,62 @@ def record_text(
     """
     seen: list[Tensor] = []
 
-    def recorded(keep: bool, index: int) -> Callable[..., Any]:
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            samples = hidden.shape[interface.leading]
-            states.arguments.record(index, samples, (args, kwargs), interface.per_token[index], keep)
-            seen.append(hidden)
-            return interface.answer(hidden)
+    def forward(keep: bool, index: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        samples = hidden.shape[interface.leading]
+        states.arguments.record(index, samples, (args, kwargs), interface.per_token[index], keep)
+        seen.append(hidden)
+        return interface.answer(hidden)
 
-        return forward
-
-    with replaced_blocks(blocks, partial(recorded, True)):
+    with replaced_blocks(blocks, partial(forward, True)):
         for batch in states.tokens:
             run(batch)
             states.hidden.append(samples_first(seen[0], interface.leading))
             states.arguments.end_batch()
             seen.clear()
     pieces = states.minibatches(tokens_per_minibatch) if tokens_per_minibatch else []
-    with replaced_blocks(blocks, partial(recorded, False)):
+    with replaced_blocks(blocks, partial(forward, False)):
         for samples in {rows.stop - rows.start for _, rows in pieces}:
             run(states.tokens[0][:samples])
 
 
 def record_each(
-    run: Callable[[Inputs], Any],
+    runs: Iterable[tuple[Tensor, Callable[[], object]]],
     blocks: Sequence[nn.Module],
-    interface: Interface,
     states: HiddenStates,
-    samples: Iterable[Inputs],
+    answer: Callable[[int, Tensor, Call], Any],
 ) -> None:
-    """Records in ``states`` what ``blocks`` receive where a model is ``run`` on each of ``samples``, a batch each.
+    """Records in ``states`` what ``blocks`` receive in each of ``runs``, the tokens of a batch and its forward pass.
 
-    Outputs of blocks are zeros meanwhile, so that what the next one receives is what the model adds between the two.
+    Blocks ``answer(index, hidden states, other arguments)`` meanwhile, with hidden states of zeros, so that what the
+    next one receives is what the model adds between the two. Of an encoder with a decoder ``states`` have the crossing.
     """
-    last = len(blocks) - 1
+    crossing, arguments, last = states.crossing, states.arguments, len(blocks) - 1
 
-    def recorded(index: int) -> Callable[..., Any]:
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            states.arguments.record_own(index, (args, kwargs))
-            if index == 0:
-                states.hidden.append(samples_first(hidden, interface.leading))
-            elif hidden.any():
-                states.arguments.add(index - 1, samples_first(hidden, interface.leading))
-            if index == last:
-                raise BlocksEndError
-            return interface.answer(torch.zeros_like(hidden))
+    def forward(index: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        arguments.record_own(index, (args, kwargs), crossing.places[index] if crossing else ())
+        if crossing and index in (0, crossing.first):
+            _check_shape(hidden, states.tokens[-1].shape[1] if index else None)
+        received = samples_first(hidden, states.leading)
+        if index == 0:
+            states.hidden.append(received)
+        elif crossing and index == crossing.first:
+            arguments.keep(index, BEGUN, received)
+        elif hidden.any():
+            arguments.keep(index - 1, ADDED, received)
+        if index == last:
+            raise BlocksEndError
+        return answer(index, hidden, (args, kwargs))
 
-        return forward
-
-    with replaced_blocks(blocks, recorded):
-        for inputs in samples:
-            states.tokens.append(inputs["input_ids"])
+    with replaced_blocks(blocks, forward):
+        for tokens, run in runs:
+            states.tokens.append(tokens)
             with contextlib.suppress(BlocksEndError):
-                run(inputs)
-            states.arguments.end_batch()
+                run()
+            arguments.end_batch()
+
+
+def _check_shape(hidden: Tensor, tokens: int | None) -> None:
+    """UnsupportedModelError unless ``hidden`` is (1, tokens, width), of any number of tokens where that is None."""
+    if hidden.ndim != 3 or hidden.shape[0] != 1 or tokens not in (None, hidden.shape[1]):
+        of = "the sources" if tokens is None else f"{tokens} tokens"
+        raise UnsupportedModelError(f"hidden states of its blocks are {tuple(hidden.shape)} for {of} of one pair")

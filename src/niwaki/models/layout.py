@@ -71,7 +71,7 @@ class Matrix:
 
     @property
     def place(self) -> tuple[int, str]:
-        """Its block and its name there."""
+        """Where it is in the model: its block and its name there."""
         return self.block, self.name
 
     @property
@@ -91,7 +91,7 @@ class Matrix:
 
     @property
     def label(self) -> str:
-        """Its key, in errors."""
+        """What errors call it: its key."""
         return self.key if self.index is None else f"{self.key}[{self.index}]"
 
     def read(self, checkpoint: Checkpoint) -> Tensor:
@@ -127,7 +127,7 @@ class Layout:
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._parameters: dict[str, Tensor] = model.state_dict()
-        #: Keys of the checkpoint that the model has nothing for, see :mod:`.extra`.
+        #: Keys of the checkpoint that the model has nothing for, see :mod:`.outside`.
         self.unused: list[str] = []
         self._pieces = self._find_pieces(model)
         self._experts_transposed = checkpoint.config.get("model_type") in EXPERTS_TRANSPOSED
@@ -163,7 +163,7 @@ class Layout:
         return [there, *others]
 
     def experts(self, name: str) -> dict[str, int | None]:
-        """Which expert's each of the tensors of :meth:`keys` is; None for one that is of all, or of no expert."""
+        """The expert of each of the tensors of :meth:`keys`; None for one that is of all, or of no expert."""
         return {piece.key: piece.expert for piece in self._pieces[name]}
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -277,7 +277,7 @@ class Layout:
         return pieces
 
     def _twice(self, name: str, key: str, other: str) -> CheckpointError:
-        """Of a parameter that the checkpoint has as two tensors: which one counts is up to the reader."""
+        """The error for a parameter that the checkpoint has as two tensors: which one counts is up to the reader."""
         return CheckpointError(f"{self.checkpoint.path} has {name!r} twice, as {key!r} and {other!r}")
 
     def _stacked(self, name: str, rule: Any, sources: dict[str, list[str]]) -> list[_Piece]:

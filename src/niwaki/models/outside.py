@@ -1,4 +1,4 @@
-"""The token embeddings and the head of a model, as matrices of its files."""
+"""What is outside a model's blocks in its files: token embeddings and the head, and what transformers does not have."""
 
 import functools
 import itertools
@@ -51,7 +51,7 @@ def embedding_keys(model: StreamedModel) -> list[str]:
 
 @torch.no_grad()
 def head_gram(model: StreamedModel, states: HiddenStates, world: World = _ALONE) -> Gram:
-    """Of the head's inputs, over all processes, by ``states`` after the last block.
+    """The Gram matrix of the head's inputs, over all processes, by ``states`` after the last block.
 
     UnsupportedModelError as of :func:`embedding_keys`, NumericalError for inputs that are NaN or infinite.
     """
@@ -99,7 +99,7 @@ class ExtraTensors:
 
 
 def find_extra(model: StreamedModel) -> list[ExtraTensors]:
-    """All of a model's files but what transformers computes itself, in the order of the files."""
+    """The extra tensors of a model's files, in their order, without what transformers computes itself."""
     entries, unused = model.checkpoint.entries, set(model.layout.unused)
     known = {prefix for key in entries if key not in unused for prefix in _prefixes(key)}
     groups: dict[str, list[str]] = {}

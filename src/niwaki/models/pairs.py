@@ -24,7 +24,7 @@ class Sources:
         self._readers: list[Callable[[], Mapping[str, Tensor]]] = []
 
     def number(self, name: str, read: Callable[[], Mapping[str, Tensor]]) -> int:
-        """That of the file called ``name``, of which a model receives what ``read`` gives."""
+        """The number of the file called ``name``, of which a model receives what ``read`` gives."""
         if name not in self._names:
             self._names[name] = len(self._readers)
             self._readers.append(read)

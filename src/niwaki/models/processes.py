@@ -87,7 +87,7 @@ class World:
     def owners(
         self, costs: Sequence[float], together: Callable[[int], float | None] = lambda _: None
     ) -> list[int | None]:
-        """Which process does each task, so that all are done early; None: all do it together, before the others.
+        """The process that does each task, so that all are done early; None: all do it together, before the others.
 
         ``costs`` are those for one process, ``together`` is the cost for each if all do a task; None if they cannot.
         Together is worth it only for a task that takes one process longer than all of them need for everything.

@@ -28,7 +28,7 @@ def grid_of(checkpoint: Checkpoint) -> Grid | None:
 
 
 def embedding_grid_of(checkpoint: Checkpoint) -> Grid | None:
-    """That of its token embeddings and head, likewise."""
+    """The grid of a model's token embeddings and head; CheckpointError where its configuration names no such grid."""
     return _parsed(checkpoint, checkpoint.pruning.embeddings)
 
 

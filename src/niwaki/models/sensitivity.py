@@ -152,12 +152,12 @@ class _Squares:
         self._own: dict[_Weights, list[Tensor]] = {}
 
     def inputs(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
-        """In the forward pass."""
+        """Notes, in the forward pass, which rows of ``X`` are an expert's tokens where all run ``together``."""
         if together:
             self._own.setdefault((parameter, expert), []).append(X.any(dim=1))
 
     def outputs(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
-        """In the backward pass, which has the products in reverse order."""
+        """Adds the squares of gradients ``X`` in the backward pass, which has the products in reverse order."""
         sums, found = self._sums[parameter, expert], X.flatten(0, -2)
         if found.shape[1] != len(sums):
             raise UnsupportedModelError(f"{parameter} is used in parts when its block runs; please report this model")

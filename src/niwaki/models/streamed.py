@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NumericalError, UnsupportedModelError, UsageError, one_line, raised_as
 from niwaki.models.block import DecoderBlock
-from niwaki.models.crossing import PairInputs, find_crossing, record_pairs
+from niwaki.models.crossing import Answers, PairInputs, find_crossing
 from niwaki.models.device import find_device, find_dtype, return_freed
 from niwaki.models.hidden_states import BlockArguments, Crossing, HiddenStates, MemoryBudget, SpillList, streams_first
 from niwaki.models.interface import (
@@ -35,6 +34,7 @@ from niwaki.models.interface import (
     replaced_blocks,
 )
 from niwaki.models.layout import Layout, Matrix, by_first_use, only_in
+from niwaki.models.pairs import parted
 from niwaki.models.processes import World
 from niwaki.models.structure import (
     ENCODER_DECODERS,
@@ -58,11 +58,11 @@ from niwaki.records.record import LeftDense
 from niwaki.records.wording import kind
 from niwaki.windows import Windows
 
-# The weights of a model whose structure has none: read where they are needed, and freed after that.
-
 
 class Weights:
     """The weights of a model with these ``parts``, which the checkpoint has as its ``layout`` says.
+
+    They are read where they are needed, and freed after that.
 
     UnsupportedModelError where blocks share weights with the rest of the model.
     """
@@ -85,7 +85,7 @@ class Weights:
                 )
 
     def of_block(self, index: int) -> dict[str, Tensor]:
-        """Those of a block, by their names in it, on the device."""
+        """The weights of a block, by their names in it, on the device."""
         prefix, names = self._places[index], self._blocks[index].state_dict()
         return self._read([name for name in names if self._layout.keys(prefix + name)], prefix)
 
@@ -239,6 +239,8 @@ def _reason(where: str, module: nn.Module, is_inside: bool, crosses: bool) -> st
 
 
 _ALONE = World()
+#: What makes something of the last hidden states (samples, length, ..) and their tokens (samples, length).
+_Ending = Callable[[Tensor, Tensor], Tensor]
 #: The share of a decoder's weights that a pruned model without much of it still dense has in matrices to prune.
 _LEAST_COVERAGE = 0.75
 #: Tokens in one forward pass: enough to fill the cores, few enough for a block's activations.
@@ -415,14 +417,15 @@ class StreamedModel:
                 images = " with images" if any("pixel_values" in sample for sample in samples) else " on this text"
                 what = f"{self.checkpoint.path} cannot be run{images}"
                 with raised_as(UnsupportedModelError, what, reason=one_line):
-                    record_each(self._see, self.blocks, interface, states, samples)
+                    runs = ((each["input_ids"], functools.partial(self._see, each)) for each in samples)
+                    record_each(runs, self.blocks, states, lambda _, x, __: interface.answer(torch.zeros_like(x)))
         return states
 
     def _embed_pairs(self, rows: Tensor, pairs: PairInputs, budget: MemoryBudget) -> HiddenStates:
         """The inputs of the first block for pairs, each a batch, with all that blocks receive of them."""
-        states = HiddenStates([], SpillList(budget), BlockArguments(budget))
-        each = rows.split(1)
-        runs = [functools.partial(lambda row: self._see(pairs.of(row)), row) for row in each]
+        states = HiddenStates([], SpillList(budget), BlockArguments(budget), rows=[*rows.split(1)])
+        runs = [functools.partial(lambda row: self._see(pairs.of(row)), row) for row in states.rows]
+        tokens = (parted(row[0])[1][None, :-1] for row in states.rows)
         what = f"{self.checkpoint.path} cannot be run a block at a time"
         with contextlib.ExitStack() as held, raised_as(UnsupportedModelError, what, reason=one_line):
             held.enter_context(self._weights.outside(has_towers=True))
@@ -430,11 +433,13 @@ class StreamedModel:
                 held.enter_context(holding(self.blocks[start], self._weights.of_block(start)))
             if self._crossing is None:
                 self._crossing = find_crossing(runs[0], self.blocks, self._parts.encoded)
-            record_pairs(zip(each, runs, strict=True), self.blocks, self._crossing, states)
+            states.crossing = self._crossing
+            answers = Answers(self.blocks, self._crossing.first)
+            record_each(zip(tokens, runs, strict=True), self.blocks, states, answers.of)
         return states
 
     def target_states(self, rows: Tensor) -> Tensor:
-        """Those of :meth:`.PairInputs.target_states`; the whole model is in memory."""
+        """The states of :meth:`.PairInputs.target_states`; the whole model is in memory."""
         assert self.pairs is not None
         return self.pairs.target_states(rows, self._given(self.pairs.of(rows)))
 
@@ -458,7 +463,7 @@ class StreamedModel:
             return self._find_interface()
 
     def _find_interface(self) -> Interface:
-        """The same, where the weights outside the blocks are there."""
+        """The :attr:`interface`, where the weights outside the blocks are in memory."""
         if self._found is None:
             what, first = f"{self.checkpoint.path} cannot be run a block at a time", self._parts.encoded
             refused = raised_as(UnsupportedModelError, what, reason=one_line)
@@ -505,19 +510,12 @@ class StreamedModel:
         windows: Windows,
         world: World = _ALONE,
         only: Tensor | None = None,
-        progress: Progress | None = None,
+        done: Callable[[], None] = lambda: None,
     ) -> Perplexity:
         """The perplexity, by ``states`` after the last block, of each process's share of ``windows``.
 
-        With ``only`` these tokens can be predicted, and no others.
+        With ``only`` these tokens can be predicted, and no others. ``done`` is called after each batch of states.
         """
-        progress = progress or Progress()
-        progress.stage(0, "perplexity", len(states.tokens))
-        return self._measured(states, windows, world, only, progress.step)
-
-    def _measured(
-        self, states: HiddenStates, windows: Windows, world: World, only: Tensor | None, done: Callable[[], None]
-    ) -> Perplexity:
         losses, counts = self.losses(states, only, done), tuple[int, ...]()
         if self.pairs is not None:
             counts = tuple(tokens.shape[1] for tokens in states.tokens)
@@ -546,7 +544,7 @@ class StreamedModel:
             for _ in range(head):
                 progress.step()
 
-        return self._measured(states, windows, world, None, done)
+        return self.measured(states, windows, world, done=done)
 
     def check_head(self) -> None:
         """Raises UnsupportedModelError where the model makes no predictions."""
@@ -557,54 +555,37 @@ class StreamedModel:
                 f"prune, quantize, shrink and heal compare its {what} with the dense model's"
             )
 
-    @contextlib.contextmanager
-    def head(self, dtype: torch.dtype | None = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    def head(self, dtype: torch.dtype | None = None) -> contextlib.AbstractContextManager[_Ending]:
         """What makes logits (samples, length, vocabulary) of the last hidden states and their tokens, in ``dtype``."""
         self.check_head()
-        run = self._behind_blocks(self._parts.speaker)
+        return self._made_by(self._parts.speaker, "logits", dtype)
 
-        def logits(hidden: Tensor, tokens: Tensor) -> Tensor:
-            values: Tensor = run(hidden.to(dtype or hidden.dtype), tokens).logits
-            return values
-
-        with self._weights.outside(dtype):
-            yield logits
-
-    def last_states(self) -> contextlib.AbstractContextManager[Callable[[Tensor, Tensor], Tensor]]:
+    def last_states(self) -> contextlib.AbstractContextManager[_Ending]:
         """What makes the states (samples, length, width) after the last norm, of the last hidden ones and their tokens.
 
         It is what the head would receive, and what a model without one gives.
         """
         return self._made_by(self.decoder, "last_hidden_state")
 
-    def scores(self) -> contextlib.AbstractContextManager[Callable[[Tensor, Tensor], Tensor]]:
+    def scores(self) -> contextlib.AbstractContextManager[_Ending]:
         """What makes the scores of a classifier, (samples, labels) or (samples, length, labels), likewise."""
         return self._made_by(self.model, "logits")
 
     @contextlib.contextmanager
-    def _made_by(self, module: nn.Module, output: str) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-        """What makes this ``output`` of ``module``, by the last hidden states and their tokens."""
-        run = self._behind_blocks(module)
-
-        def made(hidden: Tensor, tokens: Tensor) -> Tensor:
-            values: Tensor = getattr(run(hidden, tokens), output)
-            return values
-
-        with self._weights.outside():
-            yield made
-
-    def _behind_blocks(self, module: nn.Module) -> Callable[[Tensor, Tensor], Any]:
-        """``module``, which has the blocks in it, for last hidden states and their tokens: what it makes of these."""
+    def _made_by(self, module: nn.Module, output: str, dtype: torch.dtype | None = None) -> Iterator[_Ending]:
+        """What makes this ``output`` of ``module``, which has the blocks in it, in ``dtype``."""
         interface = self.interface
 
-        def run(hidden: Tensor, tokens: Tensor) -> Any:
+        def made(hidden: Tensor, tokens: Tensor) -> Tensor:
+            hidden, tokens = hidden.to(dtype or hidden.dtype), tokens.to(self.device)
             answer = interface.answer(streams_first(hidden, interface.leading))
-            tokens = tokens.to(self.device)
             given = {"input_ids": tokens} if self.pairs is None else self.pairs.behind_blocks(tokens, hidden.dtype)
-            with replaced_blocks(self.blocks, lambda _: lambda *_, **__: answer):
-                return module(**given, use_cache=False)
+            with replaced_blocks(self.blocks, lambda *_, **__: answer):
+                values: Tensor = getattr(module(**given, use_cache=False), output)
+            return values
 
-        return run
+        with self._weights.outside(dtype):
+            yield made
 
     def stream(self, order: Sequence[int] | None = None) -> Generator[DecoderBlock]:
         """The blocks one after the other, each with its weights until the next one is asked for.

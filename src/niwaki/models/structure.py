@@ -1,7 +1,6 @@
 """The structure of a model, as transformers builds it from ``config.json``, without its weights."""
 
 import contextlib
-import pickle
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -156,11 +155,6 @@ _WRITERS = AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 _HEADS = re.compile(r"(.*\.)?(lm_head|embed_out)\..*")
 #: What transformers itself has for attention and experts, everywhere.
 _OWN_CODE = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
-#: The last models of this process by config.json and dtype, since to build one takes several times as long as to copy
-#: it; none so large (hundreds of blocks) that to build it again is the least of a run.
-_KEPT: dict[tuple[bytes, torch.dtype, bool], bytes] = {}
-_MOST_KEPT = 64
-_LARGEST_KEPT = 1 << 20
 
 
 def structure(directory: Path, dtype: torch.dtype, has_words: bool = True) -> PreTrainedModel:
@@ -169,28 +163,6 @@ def structure(directory: Path, dtype: torch.dtype, has_words: bool = True) -> Pr
     With a head for words if it ``has_words``, see :func:`predicts_words`. UnsupportedModelError where it is several
     models, CheckpointError where transformers refuses the configuration.
     """
-    file = directory / "config.json"
-    with refusals(file):
-        values = read_json(file)
-        key = (pickle.dumps(values), dtype, has_words)
-    if key in _KEPT:
-        kept: PreTrainedModel = pickle.loads(_KEPT[key])  # noqa: S301  (what this process has written)
-        return kept
-    model = _built(directory, dtype, has_words)
-    try:
-        content = pickle.dumps(model)
-    except (AttributeError, TypeError, RecursionError, pickle.PicklingError):  # of functions that have no name
-        return model
-    # Where other files are named there, transformers takes one of them instead.
-    if len(content) <= _LARGEST_KEPT and "configuration_files" not in values:
-        _KEPT[key] = content
-        if len(_KEPT) > _MOST_KEPT:
-            del _KEPT[next(iter(_KEPT))]
-    return model
-
-
-def _built(directory: Path, dtype: torch.dtype, has_words: bool) -> PreTrainedModel:
-    """The same, by transformers."""
     with refusals(directory / "config.json"):
         config = read_config(directory)
         config.name_or_path = ""  # nothing hangs on where it is

@@ -101,7 +101,7 @@ def in_windows(ids: Tensor, count: int, length: int, bos: int | None) -> Tensor:
 
 
 def _encode_in_parts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The same as at once, but for the memory that takes: what a token is depends only on the characters around it."""
+    """The tokens of ``text`` in less memory than at once: what a token is depends only on the characters around it."""
 
     def part(start: int) -> tuple[list[int], list[int]]:
         """(tokens, where in ``text`` each one starts)."""

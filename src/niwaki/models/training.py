@@ -49,7 +49,6 @@ def trained_matrices(block: DecoderBlock) -> list[Matrix]:
 
 
 def _trained(block: DecoderBlock) -> dict[str, nn.Parameter]:
-    """The parameters that they are in, by path."""
     return {matrix.parameter: block.module.get_parameter(matrix.parameter) for matrix in trained_matrices(block)}
 
 
@@ -114,7 +113,7 @@ class TrainedWeights:
             yield
 
     def gradients(self) -> list[Tensor]:
-        """Those of the values, which are also where an optimizer looks for them."""
+        """The gradients of the values, which are also where an optimizer looks for them."""
         for value in self.values:
             if value.grad is None:  # experts that none of these tokens went to
                 value.grad = torch.zeros_like(value)
@@ -204,7 +203,7 @@ def smallest_weight(block: DecoderBlock) -> float:
 
 
 def root_mean_square(value: Tensor) -> float:
-    """Of what is not zero."""
+    """The root mean square of what is not zero in ``value``."""
     squares = float(value.detach().square().sum(dtype=torch.float64))
     return math.sqrt(squares / max(1, int(value.count_nonzero())))
 
@@ -276,8 +275,6 @@ def input_gradient(
 def _flat(handed: Mapping[str | int, tuple[Tensor, ...]]) -> list[Tensor]:
     return [value for values in handed.values() for value in values]
 
-
-# Fits the remaining weights of a block to the outputs of the dense block, by gradient descent.
 
 #: One batch in this many is held out, the first one at least, to see whether a fit holds.
 _HELD = 16

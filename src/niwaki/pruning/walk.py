@@ -223,7 +223,8 @@ class Walk:
         record.sparsity = sum(run.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
-                record.perplexity[when] = model.measured(states, heldout, run.world, progress=run.progress)
+                run.progress.stage(0, "perplexity", len(states.tokens))
+                record.perplexity[when] = model.measured(states, heldout, run.world, done=run.progress.step)
         run.clock.lap("perplexity")
 
 

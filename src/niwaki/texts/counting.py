@@ -1,7 +1,5 @@
 """How often each token is in a text, all of it and not only its windows."""
 
-import itertools
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +12,7 @@ from niwaki.models.tokens import encode, find_bos
 from niwaki.options import Calibration
 from niwaki.texts.rows import ChatTemplate
 from niwaki.texts.sources import read_text
+from niwaki.texts.texts import characters
 from niwaki.windows import Windows
 
 #: Characters that are counted of a text, which takes half a minute; and how many become tokens at a time.
@@ -22,7 +21,7 @@ MOST, _AT_ONCE = 1 << 25, 1 << 18
 
 @dataclass(frozen=True)
 class Counts:
-    """Of several texts the ``shares`` (tokens,) float64 of each token, texts alike; and how many were counted."""
+    """The ``shares`` (tokens,) float64 of each token in several texts, texts alike; and how many were counted."""
 
     shares: Tensor
     tokens: int
@@ -36,11 +35,11 @@ def count_tokens(model: StreamedModel, calibration: Calibration, without: Tensor
     Those of windows ``without`` (windows, length), which are measured on, are taken off again. CalibrationError where
     nothing is there to count.
     """
-    size, characters, found, notes = model.config.vocab_size, 0, list[Tensor](), list[str]()
+    size, read, found, notes = model.config.vocab_size, 0, list[Tensor](), list[str]()
     for text in calibration.texts:
         if isinstance(text, str):
             counts, length, is_cut, said = _of_text(model, text, calibration)
-            characters += length
+            read += length
             notes += said
             if is_cut:
                 notes.append(f"only the first {length:,} characters of {text} were counted")
@@ -55,25 +54,16 @@ def count_tokens(model: StreamedModel, calibration: Calibration, without: Tensor
     if not all(float(each.sum()) for each in found):
         raise CalibrationError("the text to count tokens in has only what perplexity is measured on; give more text")
     shares = torch.stack([each / each.sum() for each in found]).mean(dim=0)
-    return Counts(shares, total, characters, tuple(notes))
+    return Counts(shares, total, read, tuple(notes))
 
 
 def _of_text(model: StreamedModel, name: str, calibration: Calibration) -> tuple[Tensor, int, bool, tuple[str, ...]]:
     """(counts (tokens,), characters that were counted, whether there are more, notes on how they were read)."""
     template = ChatTemplate.of(model.tokenizer, find_bos(model.tokenizer))
-    opened, counts = read_text(name, calibration.field, template), Counter[int]()
-    pieces = opened.pieces
-    left, characters = "", 0
-    for piece in itertools.chain(pieces, [None]):
-        left += piece or ""
-        characters += len(piece or "")
-        if len(left) >= _AT_ONCE or piece is None or characters >= MOST:
-            counts.update(encode(model.tokenizer, left))
-            left = ""
-        if characters >= MOST:
-            break
-    made = torch.zeros(model.config.vocab_size, dtype=torch.int64)
-    for number, count in counts.items():
-        if number < len(made):
-            made[number] = count
-    return made, characters, next(pieces, None) is not None, opened.notes
+    opened, size, read = read_text(name, calibration.field, template), model.config.vocab_size, 0
+    counts = torch.zeros(size, dtype=torch.int64)
+    while read < MOST and (text := characters(opened.pieces, min(_AT_ONCE, MOST - read))):
+        read += len(text)
+        tokens = torch.tensor(encode(model.tokenizer, text), dtype=torch.int64)
+        counts += torch.bincount(tokens, minlength=size)[:size]
+    return counts, read, next(opened.pieces, None) is not None, opened.notes

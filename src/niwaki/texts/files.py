@@ -14,7 +14,6 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -83,14 +82,10 @@ class _Streams(io.RawIOBase):
         super().close()
 
 
-def _open_streams(path: Path, begin: Callable[[], Any]) -> IO[bytes]:
-    return io.BufferedReader(_Streams(path.open("rb"), begin))
-
-
 _COMPRESSED: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.GzipFile,
-    ".xz": partial(_open_streams, begin=lzma.LZMADecompressor),
-    ".bz2": partial(_open_streams, begin=bz2.BZ2Decompressor),
+    ".xz": lambda path: io.BufferedReader(_Streams(path.open("rb"), lzma.LZMADecompressor)),
+    ".bz2": lambda path: io.BufferedReader(_Streams(path.open("rb"), bz2.BZ2Decompressor)),
     ".zst": _open_zstd,
 }
 #: Suffixes of files, none of which is a data set's name.
@@ -99,7 +94,8 @@ SUFFIXES = {".txt", *ROWS, *_COMPRESSED}
 
 def _bytes(path: Path) -> IO[bytes]:
     """The content of a file, without its compression."""
-    opened: IO[bytes] = _COMPRESSED.get(path.suffix.lower(), partial(Path.open, mode="rb"))(path)
+    unpack = _COMPRESSED.get(path.suffix.lower())
+    opened: IO[bytes] = unpack(path) if unpack else path.open("rb")
     return opened
 
 

@@ -1,4 +1,4 @@
-"""Conversations in which the model answers prompts itself, as text to calibrate on.
+"""Text that the model writes itself, to calibrate on: conversations in which it answers prompts, or whatever it draws.
 
 For a model that follows instructions, what it is calibrated on matters more than by which method it is pruned: with its
 own answers a model keeps most of its skills where it loses half of them with web text (arXiv 2509.12464).
@@ -27,7 +27,7 @@ from niwaki.models.tokens import check_known, encode, find_bos, in_windows
 from niwaki.options import OWN_ANSWERS, Calibration, Measurement
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
-from niwaki.texts.rows import Messages, TemplateError, refused_note, rendered_each
+from niwaki.texts.rows import ChatTemplate, Messages, refused_note
 from niwaki.texts.sources import read_prompts
 from niwaki.texts.texts import Texts, usual_size
 from niwaki.windows import Windows
@@ -148,32 +148,23 @@ def _prompts(
     Why the chat template refuses some goes to ``refused``; CalibrationError where it refuses all.
     """
     tokenizer, path = model.tokenizer, model.checkpoint.path
-    if not tokenizer.chat_template:
+    if (template := ChatTemplate.of(tokenizer, bos=None)) is None:
         raise CalibrationError(
             f"{path} has no chat template, so its model cannot be asked; calibrate on a text, without --answers"
         )
-
-    def said(error: Exception) -> str:
-        number = getattr(error, "number", 0) + 1
-        return f"the model's chat template fails on prompt {number} of {source}: {first_line(error)}"
-
-    try:
-        made = rendered_each(tokenizer.get_chat_template(), conversations, tokenizer.special_tokens_map, ask=True)
-    except ValueError as error:  # of the template, or of a choice of several
-        raise CalibrationError(said(error)) from error
-    refused += (said(each) for each in made if isinstance(each, TemplateError))
-    if len(refused) == len(made):
+    wheres = [f"prompt {number} of {source}" for number in range(1, len(conversations) + 1)]
+    texts = template.texts(wheres, conversations, refused, ask=True)
+    made = {where: text for where, text in zip(wheres, texts, strict=True) if text is not None}
+    if not made:
         raise CalibrationError(refused[0])
-    numbers = [number for number, text in enumerate(made, 1) if isinstance(text, str)]
-    prompts = [encode(tokenizer, text) for text in made if isinstance(text, str)]
+    prompts = [encode(tokenizer, text) for text in made.values()]
     if not all(prompts):
         raise CalibrationError(f"the model's chat template makes nothing of the prompts of {source}")
     check_known([token for prompt in prompts for token in prompt], tokenizer, source)
     longest = max(prompts, key=len)
     if len(longest) > length // 2:
-        number = numbers[prompts.index(longest)]
         raise CalibrationError(
-            f"prompt {number} of {source} has {len(longest):,} tokens, more than half of a window "
+            f"{[*made][prompts.index(longest)]} has {len(longest):,} tokens, more than half of a window "
             f"of {length:,}; use longer windows (--length) or shorter prompts"
         )
     return prompts
@@ -294,12 +285,10 @@ class _Writer(contextlib.ExitStack):
         with products(tf32=False), torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(1_000_003 * (self.seed + 1) + number)
             text = continued(self._whole, padded.to(device), length, done, mask.to(device), self.ends, self.sampling)
-        return [self._cut(text[i, width:].tolist(), self.length - len(prompt)) for i, prompt in enumerate(prompts)]
-
-    def _cut(self, tokens: list[int], room: int) -> list[int]:
-        """Up to the first end."""
-        ends = (i + 1 for i, token in enumerate(tokens) if token in self.ends)
-        return tokens[: min(room, next(ends, room))]
+        answers = text[:, width:].tolist()
+        rooms = [self.length - len(prompt) for prompt in prompts]
+        ends = [next((i + 1 for i, token in enumerate(each) if token in self.ends), self.length) for each in answers]
+        return [each[: min(room, end)] for each, room, end in zip(answers, rooms, ends, strict=True)]
 
     def _unkept(self, error: Exception) -> None:
         self._place = None

@@ -186,7 +186,7 @@ def _tokens(model: StreamedModel, texts: list[str], length: int, name: str = "te
 
 
 def _targets(model: StreamedModel, texts: list[str], length: int) -> tuple[list[list[int]], int]:
-    """Likewise for targets, with the token before them that decoders begin with."""
+    """Each target as tokens after the one that decoders begin with; how many were cut."""
     made, cut = _tokens(model, texts, length, "text_target")
     firsts = [_first(model, target) for target in made]
     return [ids if ids[:1] == [first] else [first, *ids] for ids, first in zip(made, firsts, strict=True)], cut

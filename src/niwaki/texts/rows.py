@@ -50,7 +50,7 @@ class TemplateError(ValueError):
 def rendered(
     template: str, conversations: Sequence[Sequence[Mapping[str, Any]]], special: Mapping[str, Any], *, ask: bool
 ) -> list[str]:
-    """As :func:`rendered_each`; TemplateError where it refuses one."""
+    """The texts of :func:`rendered_each`; TemplateError where it refuses one."""
     texts = list[str]()
     for text in rendered_each(template, conversations, special, ask=ask):
         if isinstance(text, TemplateError):
@@ -204,7 +204,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, bos: int | None) -> ChatTemplate | None:
-        """That of a tokenizer, where it has one; ``bos`` is the token that windows begin with, if any."""
+        """The chat template of a tokenizer, if it has one; ``bos`` is the token that windows begin with, if any."""
         if not getattr(tokenizer, "chat_template", None):
             return None
         with raised_as(CalibrationError, "the model's chat template", ValueError):  # several, of which none is usual
@@ -212,17 +212,20 @@ class ChatTemplate:
         begins = "" if bos is None else str(tokenizer.convert_ids_to_tokens(bos))
         return cls(template, tokenizer.special_tokens_map, begins)
 
-    def texts(self, wheres: Sequence[str], conversations: Sequence[Messages], refused: list[str]) -> list[str | None]:
+    def texts(
+        self, wheres: Sequence[str], conversations: Sequence[Messages], refused: list[str], *, ask: bool = False
+    ) -> list[str | None]:
         """What it makes of each of ``conversations``; None where it refuses one, and why goes to ``refused``.
 
-        CalibrationError, which says where one is, if it takes too long or too much memory.
+        With ``ask`` up to where the model's answer begins. CalibrationError, which says where one is, if it takes too
+        long or too much memory.
         """
 
         def said(error: TemplateError) -> str:
             return f"{wheres[error.number]}: the model's chat template fails: {first_line(error)}"
 
         try:
-            made = rendered_each(self.template, conversations, self.special, ask=False)
+            made = rendered_each(self.template, conversations, self.special, ask=ask)
         except TemplateError as error:
             raise CalibrationError(said(error)) from error
         refused += (said(each) for each in made if isinstance(each, TemplateError))
@@ -246,7 +249,7 @@ class Form(ABC):
 
     @abstractmethod
     def texts(self, rows: Rows) -> Iterator[str]:
-        """That of each row; CalibrationError, which says where a row is, if it has none."""
+        """The text of each row; CalibrationError, which says where a row is, if it has none."""
 
 
 @dataclass(frozen=True)
@@ -368,7 +371,8 @@ def _not_of_numbers(rows: Rows, column: str) -> Rows:
         value = row.get(column) if isinstance(row, dict) else None
         if not isinstance(value, str) or (value.strip() and not _NUMBER.fullmatch(value)):
             break
-        numbers += [value.strip()] * bool(value.strip())
+        if value.strip():
+            numbers.append(value.strip())
     else:
         if numbers:
             raise CalibrationError(

@@ -80,7 +80,7 @@ class _Encoded:
         return cls([*before, *made["input_ids"]], [0] * len(before) + starts)
 
     def after(self, text: str, start: int) -> "_Encoded":
-        """The same, of which what is before the character ``start`` is given, or the token before the text."""
+        """A copy, of which what is before the character ``start`` is given, or the token before the text."""
         return dataclasses.replace(
             self, given=bisect_left(self.starts, start) if start else 1, bytes=len(text[start:].encode())
         )

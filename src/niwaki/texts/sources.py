@@ -307,26 +307,8 @@ def find_data_set(source: str) -> DataSet:
 
 def data_set_rows(source: str) -> Rows:
     """The rows of the data set ``source``, see :func:`find_data_set`; CalibrationError where it is not available."""
-    return _dataset_rows(find_data_set(source), source)
-
-
-def _dataset_text(source: str, field: str | None, template: ChatTemplate | None) -> OpenText:
-    wanted = find_data_set(source)
-    field = wanted.field or TEXT if source in DATASETS else field
-    form, texts = as_texts(_dataset_rows(wanted, source), field, template)
-    joint = wanted.separator if wanted.is_usual(form) else form.joint
-    return OpenText(wanted.described(form), _joined(texts, joint), source, form)
-
-
-def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
-    for i, text in enumerate(texts):
-        yield separator + text if i else text
-
-
-def _dataset_rows(wanted: DataSet, source: str) -> Rows:
-    """The rows of a data set."""
-    _check_data_set(wanted, source)
-    named = f"the data set {_USUAL.get(source, source)}"
+    _check_data_set(source)
+    wanted, named = find_data_set(source), f"the data set {_USUAL.get(source, source)}"
     try:
         import datasets
     except ImportError as error:
@@ -344,6 +326,19 @@ def _dataset_rows(wanted: DataSet, source: str) -> Rows:
         raise CalibrationError(f"{named} is not available ({why}); give a text file, or {_OFFLINE}") from error
 
 
+def _dataset_text(source: str, field: str | None, template: ChatTemplate | None) -> OpenText:
+    wanted = find_data_set(source)
+    field = wanted.field or TEXT if source in DATASETS else field
+    form, texts = as_texts(data_set_rows(source), field, template)
+    joint = wanted.separator if wanted.is_usual(form) else form.joint
+    return OpenText(wanted.described(form), _joined(texts, joint), source, form)
+
+
+def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
+    for i, text in enumerate(texts):
+        yield separator + text if i else text
+
+
 @contextlib.contextmanager
 def _only_cached() -> Iterator[None]:
     """Lets the library look for data sets in its cache alone; it asks a hub that is not there for half a minute."""
@@ -356,17 +351,19 @@ def _only_cached() -> Iterator[None]:
         datasets.config.HF_HUB_OFFLINE = before
 
 
-def _check_data_set(wanted: DataSet, source: str) -> None:
+def _check_data_set(source: str) -> None:
     """CalibrationError where ``source`` is no data set, as its name shows; UnknownNameError where it may be another."""
+    if not source:
+        raise UsageError("the name of a text is empty")
     if source in DATASETS:
-        pass
-    elif (directory := given_path(source)).is_dir():
+        return
+    if (directory := given_path(source)).is_dir():
         below = (name for _, _, names in os.walk(directory) for name in names)
         if len(list(itertools.islice(below, _MOST_FILES + 1))) > _MOST_FILES:  # which the library looks at for hours
             raise CalibrationError(f"the directory {source} has more than {_MOST_FILES:,} files; is it a data set?")
     elif source.startswith((".", "/", "~")) or Path(source).suffix.lower() in SUFFIXES:
         raise CalibrationError(f"there is no file {source}")
-    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", wanted.repository):  # all of the hub's have an owner today
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", find_data_set(source).repository):  # all of the hub's have an owner today
         instead = "give a file, or a data set as OWNER/NAME:CONFIG:SPLIT"
         raise UnknownNameError("text", source, [*EXCERPTS, *DATASETS], instead)
 
@@ -384,12 +381,10 @@ def check_text(source: str) -> None:
 
     CalibrationError where there is no such file, or it has no text; UnknownNameError where no text has this name.
     """
-    if not source:
-        raise UsageError("the name of a text is empty")
     if source in PROMPTS:
         return
     if (path := find_file(source)) is None:
-        _check_data_set(find_data_set(source), source)
+        _check_data_set(source)
         if importlib.util.find_spec("datasets") is None and source != USUAL_CALIBRATION:  # for which there is another
             raise _extra(source)
         return

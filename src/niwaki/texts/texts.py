@@ -1,4 +1,11 @@
-"""All texts of a run: what it calibrates on, and what it measures on."""
+"""All texts of a run: what it calibrates on, and what it measures on, as windows of tokens.
+
+A source of text is a file (any text, or rows in JSON, CSV or Parquet, see :mod:`niwaki.texts.files`; also compressed as
+``.gz``, ``.xz``, ``.bz2`` or ``.zst``), ``demo`` or ``demo-held`` for an excerpt that ships with niwaki (where no file
+is called so; a directory may be), or a data set for the ``datasets`` library, which is streamed. Windows are cut from
+the running text, without padding or special tokens, but for the one that the model's tokenizer itself puts before a
+text (BOS): each window begins with it, as texts did that the model was trained on.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +35,6 @@ from niwaki.texts.pairs import read_pairs
 from niwaki.texts.rows import ChatTemplate
 from niwaki.texts.sources import check_field, find_data_set, find_file, read_text
 from niwaki.windows import Windows
-
-# A text by name to windows of tokens.
-#
-# A source of text is a file (any text, or rows in JSON, CSV or Parquet, see :mod:`niwaki.texts.rows`; also compressed
-# as ``.gz``, ``.xz``, ``.bz2`` or ``.zst``), ``demo`` or ``demo-held`` for an excerpt that ships with niwaki (where
-# no file is called so; a directory may be), or a data set for the ``datasets`` library, which is streamed. Windows
-# are cut from the running text, without padding or special tokens, but for the one that the model's tokenizer itself
-# puts before a text (BOS): each window begins with it, as texts did that the model was trained on.
 
 #: First guess at the number of characters that hold a token; more are read where it is too low.
 _CHARACTERS_PER_TOKEN = 8
@@ -82,8 +81,6 @@ def read_windows(
     """
     if length < 2 or (count is not None and count < 1):
         raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
-    if not source:
-        raise UsageError("the name of a text is empty")
     file, needed, which = find_file(source), count or 1, f"{order} windows"
     wanted, first = needed + spare, find_bos(tokenizer) if bos else None
     step = length - (first is not None)  # tokens of the text in a window
@@ -94,7 +91,7 @@ def read_windows(
         ids, which = _all_tokens(opened.pieces, tokenizer, step, source)
     elif order == "random":
         pool = _LONGEST if file else min(_LONGEST, _RANDOM_POOL * wanted * length * _CHARACTERS_PER_TOKEN)
-        text = _characters(opened.pieces, pool)
+        text = characters(opened.pieces, pool)
         if next(opened.pieces, None) is not None:
             notes.append(f"random windows are from the first {len(text):,} characters of {source}, which has more")
         ids = _random_windows(text, tokenizer, step, wanted, seed)
@@ -124,7 +121,7 @@ def read_windows(
     return Windows(tokens, source, order, f"{opened.origin}; one text{begun}; {which}", (*opened.notes, *notes), first)
 
 
-def _characters(pieces: Iterator[str], count: float) -> str:
+def characters(pieces: Iterator[str], count: float) -> str:
     """At least the next ``count`` characters, or all that are left."""
     parts: list[str] = []
     while count > 0 and (piece := next(pieces, None)) is not None:
@@ -140,7 +137,7 @@ def _all_tokens(
 
     Of a text that is shorter than a window all tokens.
     """
-    text = _characters(pieces, _LONGEST + 1)
+    text = characters(pieces, _LONGEST + 1)
     if len(text) > _LONGEST:
         raise CalibrationError(f"{source} has more than {_LONGEST:,} characters; say how many samples of it to take")
     ids = encode(tokenizer, text)
@@ -155,7 +152,7 @@ def _first_tokens(pieces: Iterator[str], tokenizer: PreTrainedTokenizerBase, cou
     """The first ``count`` tokens, or all if there are fewer, the same as from the whole text at once."""
     text, enough = "", count * _CHARACTERS_PER_TOKEN
     while True:
-        text += _characters(pieces, enough - len(text))
+        text += characters(pieces, enough - len(text))
         ids = encode(tokenizer, text[:enough])
         # The last few could come out differently with more text after them. Some tokenizers make none of any text.
         if len(text) < enough or len(ids) >= count + 16 or not ids:
@@ -237,7 +234,7 @@ class Texts:
 
     @classmethod
     def to_measure(cls, model: StreamedModel, calibration: Calibration, measurement: Measurement, usual: int) -> Texts:
-        """Those of a stage that calibrates on nothing: a text to measure on, if the measurement names one.
+        """The texts of a stage that calibrates on nothing: one to measure on, if the measurement names it.
 
         Else it is the first that the calibration names, from its beginning, as no window of it is calibrated on; none
         where that is the usual one or has to be written first.
@@ -260,7 +257,7 @@ class Texts:
 
     @property
     def windows(self) -> Windows:
-        """Those to calibrate on; UsageError where these are conversations with images."""
+        """The windows to calibrate on; UsageError where these are conversations with images."""
         assert self.calibration is not None
         if isinstance(self.calibration, Conversations):
             raise UsageError(f"{self.calibration.source} has images, and only prune calibrates on images; give a text")
@@ -268,7 +265,7 @@ class Texts:
 
     @property
     def samples(self) -> Samples:
-        """Those to calibrate on: tokens of text, or conversations with images."""
+        """What to calibrate on: tokens of text, or conversations with images."""
         if self.calibration is None:
             return torch.zeros(0, 0, dtype=torch.int64)
         return self.calibration if isinstance(self.calibration, Conversations) else self.calibration.tokens
