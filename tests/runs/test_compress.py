@@ -200,7 +200,7 @@ def test_what_rounding_the_head_and_embeddings_costs(model: Path) -> None:
 )
 def test_a_size_is_never_exceeded(model: Path, runtime: Any, size: float, tmp_path: Path) -> None:
     if runtime == "llama.cpp" and size < 0.35:
-        pytest.skip("with embeddings of 8 bits this is below 4 bits, which is refused below")
+        pytest.skip("this is below 4 bits a weight, which is refused below")
     plan = plan_compression(model, size, runtime=runtime, **LOOKED)
     record = niwaki.compress(model, tmp_path / "out", size, runtime=runtime, **GIVEN)
     if plan.way.nats is not None and runtime == "niwaki":
