@@ -1,4 +1,4 @@
-"""Weights on a mask and a grid, or in a format: the others make up for the rounding of each."""
+"""Weights, or the two sparse factors of a matrix, on a grid or in a format: others make up for the rounding of each."""
 
 import math
 from collections.abc import Callable
