@@ -34,8 +34,10 @@ T = TypeVar("T")
 #: What fitting leaves of the cost of rounding to the nearest, where it is not tried: 0.1 to 0.9 in single matrices.
 _FITTED = 0.6
 #: How much more matrices cost together than each alone, by what the sum is: on two models 1.05 times where it is 0.01
-#: nats, 1.4 to 1.6 where it is 0.06 to 0.08, twice from 0.12 on.
-_TOGETHER, _AT_MOST = 8.0, 2.0
+#: nats, 1.4 to 1.6 where it is 0.06 to 0.08: 1 and so many times the sum.
+_TOGETHER = 8.0
+#: The most that it is, from 0.12 nats on.
+_AT_MOST = 2.0
 
 #: A matrix by block and name.
 Place = tuple[int, str]
@@ -64,8 +66,10 @@ class Look:
     fitted: bool = True
 
 
-#: As for a run, and for a plan in a twentieth of the time.
-CLOSE, COARSE = Look(), Look(1024, 16, fitted=False)
+#: How closely a run looks.
+CLOSE = Look()
+#: How closely a plan looks, in a twentieth of the time.
+COARSE = Look(1024, 16, fitted=False)
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Found(Generic[T]):
     """
 
     def __init__(self, directory: Path | None, kind: type, world: World) -> None:
-        self._directory, self._world = directory, world
+        self._directory, self._world = directory if world.first else None, world
         self._kind = list[tuple[Place, kind]]  # type: ignore[valid-type]
 
     def sensitivity(self, find: Callable[[], list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
@@ -132,27 +136,27 @@ class Found(Generic[T]):
         return found
 
     def of_block(self, block: int) -> dict[Place, T] | None:
-        """That of the matrices of a block; None where that is not known."""
+        """What was found of the matrices of a block; None where nothing was."""
         kept = self._read(f"block-{block}", self._kind)
         return None if kept is None else dict(kept)
 
     def keep(self, block: int, found: dict[Place, T]) -> None:
-        """Receives it."""
+        """Receives what was ``found`` of the matrices of a block."""
         self._write(f"block-{block}", [*found.items()])
 
     def forget(self) -> None:
         """Removes the files, where all is kept elsewhere."""
-        if self._directory and self._world.first:
+        if self._directory:
             for file in (*self._directory.glob("block-*.json"), self._directory / "sensitivity.json"):
                 with contextlib.suppress(OSError):
                     file.unlink(missing_ok=True)
 
     def _read(self, name: str, kind: Any) -> Any:
-        has_it = self._directory and self._world.first
-        return self._world.received(read_cached(self._directory / f"{name}.json", kind) if has_it else None)  # type: ignore[operator]
+        file = self._directory and self._directory / f"{name}.json"
+        return self._world.received(read_cached(file, kind) if file else None)
 
     def _write(self, name: str, value: Any) -> None:
-        if self._directory and self._world.first:
+        if self._directory:
             with contextlib.suppress(NiwakiError):  # it only takes longer the next time
                 write_cached(self._directory / f"{name}.json", value)
 
@@ -206,7 +210,7 @@ def examined(
 def costs_of_bits(
     model: StreamedModel, grid: Grid, samples: Tensor, tf32: TF32, world: World, progress: Progress
 ) -> dict[Place, BitCosts]:
-    """Those of all matrices of ``model`` with each of the :attr:`.Grid.choices`, by this process's ``samples``.
+    """The costs of all matrices of ``model`` with each of the :attr:`.Grid.choices`, by this process's ``samples``.
 
         nats = 1/2 sum_o g_o (E H E^T)_oo,    E = W - numbers of the grid,
 
