@@ -161,7 +161,7 @@ def check_claims(directory: Path) -> dict[str, Any]:
         W = matrix.read(checkpoint)
         if claims.has_factors:
             names.add(formats.FACTORS_FILE)
-            parts = formats.read_factors(checkpoint, matrix, grid)
+            parts = formats.Factored(grid).read_parts(checkpoint, matrix)
             assert formats.is_product(W, parts)
             assert not grid or all(map(grid.has, parts[:2], parts[2:]))
             total += W.numel() - sum(int(part.count_nonzero()) for part in parts[:2])

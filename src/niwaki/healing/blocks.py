@@ -4,22 +4,22 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.effort import Fitting
 from niwaki.healing.objective import divergence
 from niwaki.healing.run import HealingRun, block_memory
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import resident
-from niwaki.models.formats import WeightFormat, format_of
+from niwaki.models.formats import WeightFormat
 from niwaki.models.generation import device_memory
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget
-from niwaki.models.layout import NOT_FITTED
+from niwaki.models.layout import NOT_FITTED, Matrix
 from niwaki.models.pairs import count_tokens
 from niwaki.models.training import Fit, Projection, trained_matrices
 from niwaki.records.record import HealingPoint
@@ -28,8 +28,10 @@ from niwaki.runs.store import WeightStore
 #: Forward passes that the text takes for each block: of the dense and of the healed one, and four of the fit, of which
 #: a backward pass is two and what is held out there less than one.
 _PASSES = 6
-#: The share of a limit of time that the walk over the blocks may take, and the least seconds for the fit of a block.
-_WALK_TIME, _LEAST_TIME = 0.9, 0.1
+#: The share of a limit of time that the walk over the blocks may take.
+_WALK_TIME = 0.9
+#: The least seconds for the fit of a block.
+_LEAST_TIME = 0.1
 
 
 class Held(NamedTuple):
@@ -64,18 +66,14 @@ class BlockRun(HealingRun):
 
     @property
     def _kept(self) -> list[str]:
-        factors = self._format.files if self._format.has_factors else ()
+        factors = self.format.files if self.format.has_factors else ()
         return [*self.model.checkpoint.shards, *factors]
-
-    @property
-    def _format(self) -> WeightFormat:
-        return format_of(self.model.checkpoint)
 
     def _train(self, tokens: Tensor) -> None:
         """The first process saves after each block."""
         run, place, healing = self.run, self.run.place, self.healing
         # Of weights on a grid the scales stay as they are.
-        self._store = WeightStore(run, self._format if self._format.has_factors else WeightFormat())
+        self._store = WeightStore(run, self.format if self.format.has_factors else WeightFormat())
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._budget())
             if place:
@@ -95,25 +93,30 @@ class BlockRun(HealingRun):
             if place:
                 with self._writer(place.directory) as writer:
                     self.write_signless_zeros(writer)
-                    self._write_factors(writer)  # all else is copied
+                    for matrix in self.model.matrices() if self.format.has_factors else ():  # all else is copied
+                        parts = self.format.read_parts(self.model.checkpoint, matrix)
+                        self.format.write(writer, matrix, self.model.checkpoint.read(*matrix.entry), parts)
 
     def _budget(self) -> contextlib.closing[MemoryBudget]:
         """For the hidden states of both models: what the blocks leave."""
         there = self.run.compute.budget
         if there is None:
             there = device_memory(self.model.device)
-        taken = resident() + block_memory(self.model, self.dense, self._format)
+        taken = resident() + block_memory(self.model, self.dense, self.format)
         self.model.budget = self.dense.budget = MemoryBudget(max(0, there - taken))
         return contextlib.closing(self.model.budget)
 
     def _embedded(self, tokens: Tensor) -> Streams:
         """The inputs of the first block, of ``tokens`` of which those that are held out are the first."""
-        held, rest = tokens.split([count := self.held if self.run.world.first else 0, len(tokens) - count])
         healing, world, length, together = self.healing, self.run.world, tokens.shape[1], None
+        held, rest = tokens.split([count := self.held if world.first else 0, len(tokens) - count])
         if world.first:
             together = Held(self.dense.embed(held), self.model.embed(held), self.model.embed(held))
         if healing.limit is not None and not self.run.journal.blocks:
-            self._limit_tokens(together, length)
+            enough = world.received(self._enough(together, length) if together else 0)
+            if enough < healing.tokens:
+                healing.tokens = enough
+                self.run.note(self.record, f"the time is enough to train on {enough:,} tokens")
         rest = rest[: math.ceil(healing.tokens / (length * world.size))]
         there = sum(world.collected(count_tokens(rest)))
         if there < healing.tokens:
@@ -128,13 +131,6 @@ class BlockRun(HealingRun):
             self.run.note(self.record, "hidden states are also spilled to disk (memory limit reached)")
         self.run.clock.lap("prepare")
         return streams
-
-    def _limit_tokens(self, held: Held | None, length: int) -> None:
-        """Trains on no more tokens than there is time for."""
-        enough = self.run.world.received(self._enough(held, length) if held else 0)
-        if enough < self.healing.tokens:
-            self.healing.tokens = enough
-            self.run.note(self.record, f"the time is enough to train on {enough:,} tokens")
 
     def _enough(self, held: Held, length: int) -> int:
         """How many tokens there is time for, by how long what is held out takes in the first block."""
@@ -185,15 +181,10 @@ class BlockRun(HealingRun):
             share = self._left / (len(self.model.blocks) - block.index)
             seconds = max(_LEAST_TIME, share - (monotonic() - began))
         inputs, targets, parts = streams.inputs, streams.targets, self._parts(block)
-        factors = parts if self._format.has_factors else None
-        on_grid = self._projection(parts) if parts and not factors else None
-        fit = Fit(
-            *(block, inputs, targets, self._fitting, run.world, run.progress.step),
-            on_grid=on_grid,
-            factors=factors,
-            project_factors=self._format.project_factors,
-            seconds=seconds,
-        )
+        factors = parts if self.format.has_factors else None
+        on_grid: Projection | None = partial(self._on_grid, parts) if parts and not factors else None
+        world, done, project_factors = run.world, run.progress.step, self.format.project_factors
+        fit = Fit(block, inputs, targets, self._fitting, world, done, on_grid, factors, project_factors, seconds)
         run.progress.stage(block.index, "fit", fit.batches)
         self._store.begin(block.index, self.record)
         self.record.fits.append(fit.run())
@@ -205,20 +196,12 @@ class BlockRun(HealingRun):
         """The parts of the matrices of ``block`` by name, where these have such."""
         found = {}
         for matrix in trained_matrices(block):
-            if parts := self._format.read_parts(self.model.checkpoint, matrix):
+            if parts := self.format.read_parts(self.model.checkpoint, matrix):
                 found[matrix.name] = tuple(part.to(block.device) for part in parts)
         return found
 
-    def _projection(self, parts: Mapping[str, Sequence[Tensor]]) -> Projection:
-        """What rounds weights to their grid."""
-        return lambda matrix, W: self._format.project(matrix, W, parts[matrix.name])
-
-    def _write_factors(self, writer: CheckpointWriter) -> None:
-        """Writes those of the model as it came."""
-        if self._format.has_factors:
-            for matrix in self.model.matrices():
-                parts = self._format.read_parts(self.model.checkpoint, matrix)
-                self._format.write(writer, matrix, self.model.checkpoint.read(*matrix.entry), parts)
+    def _on_grid(self, parts: Mapping[str, Sequence[Tensor]], matrix: Matrix, W: Tensor) -> Tensor:
+        return self.format.project(matrix, W, parts[matrix.name])
 
     def _points(self, held: Held) -> list[HealingPoint]:
         """How far the model is from the dense one as it came, and as it is now."""

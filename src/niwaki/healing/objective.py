@@ -30,9 +30,11 @@ _SMALLEST = 1e-30
 LOGITS = 1 << 22
 #: By how much logits may differ from what is made of the head's products, relative to the largest of them.
 _CLOSE = 1e-3
-#: Where logits are capped, the likeliest words, of which p is kept, and how many are drawn of the others. These nearly
-#: never have 1 % of it together, but nearly all of it where the cap is low.
-_LIKELIEST, _DRAWN = 100, 100
+#: Where logits are capped, the likeliest words, of which p is kept.
+_LIKELIEST = 100
+#: How many words are drawn of the others: these nearly never have 1 % of p together, but nearly all of it where the cap
+#: is low.
+_DRAWN = 100
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Head:
 
     @property
     def width(self) -> int:
-        """Of a state."""
+        """How many numbers a state has."""
         return self.weight.shape[1]
 
     @property
@@ -159,14 +161,18 @@ class States:
 
     width: int
 
+    def of(self, model: PreTrainedModel, dtype: torch.dtype) -> "States":
+        """The same for every model, as :meth:`Logits.of` is the head of one."""
+        return self
+
     @property
     def kept(self) -> Mapping[str, tuple[type[np.generic], tuple[int, ...]]]:
-        """As of :attr:`Head.kept`."""
+        """The same as :attr:`Head.kept`, of states."""
         return {"h": (np.float16, (self.width,))}
 
     @property
     def answers(self) -> int:
-        """As of :attr:`Head.answers`."""
+        """The same as :attr:`Head.answers`, of states."""
         return self.width
 
     def targets(self, states: Tensor) -> tuple[Tensor, ...]:
@@ -179,16 +185,6 @@ class States:
         squares = h.square().sum(1, keepdim=True).clamp_(min=_SMALLEST)
         gradient = (states.float() - h).div_(squares)
         return (gradient.square() * squares).sum(1), gradient.mul_(2)
-
-
-class NoHead(NamedTuple):
-    """That a model has no head, and states of so many numbers."""
-
-    width: int
-
-    def of(self, model: PreTrainedModel, dtype: torch.dtype) -> States:
-        """What stands for the head."""
-        return States(self.width)
 
 
 class Logits(NamedTuple):
@@ -209,13 +205,13 @@ class Logits(NamedTuple):
 
 
 @torch.no_grad()
-def find_logits(model: StreamedModel) -> Logits | NoHead:
+def find_logits(model: StreamedModel) -> Logits | States:
     """How the model makes logits of the products of its head with states after the last norm, if it has a head.
 
     UnsupportedModelError where they are neither multiples of these nor capped by a tanh.
     """
     if not model.has_head:
-        return NoHead(model.config.hidden_size)
+        return States(model.config.hidden_size)
     seen: list[Tensor] = []
     output = model.model.get_output_embeddings()
     decoder = model.decoder if model.pairs is None else model.pairs.decoder

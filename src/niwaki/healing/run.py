@@ -1,4 +1,4 @@
-"""A healing from its first measurement to a directory that only has to be moved into place."""
+"""What all methods of healing share: their choice, the measurements, the dense model's own text, and the output."""
 
 import math
 from abc import ABC, abstractmethod
@@ -136,21 +136,22 @@ def _check_blocks(model: StreamedModel, dense: StreamedModel, too_large: list[st
         )
 
 
-#: The shares of a limit of time that may be taken by writing own text, by all perplexities, and by each time that what
-#: is held out is measured; at least half of it is for training.
-_WRITING_TIME, _MEASURING_TIME, _HELD_TIME = 0.1, 0.25, 0.02
-#: Perplexities of a run: of the dense model, and of the pruned one before and after. Windows for an error of each.
-_MEASURED, _FEW = 3, 2
+#: The share of a limit of time that writing own text may take; at least half of it is for training.
+_WRITING_TIME = 0.1
+#: The share that all perplexities may take.
+_MEASURING_TIME = 0.25
+#: The share that measuring what is held out may take, each time.
+_HELD_TIME = 0.02
+#: Perplexities of a run: of the dense model, and of the pruned one before and after.
+_MEASURED = 3
+#: The fewest windows that a perplexity is of, for its error.
+_FEW = 2
 #: Tokens after which it is known how long writing takes: the first ones take longer.
 _FIRST_WORDS = 8
 
 
 class _TooSlowError(Exception):
-    """Writing would take too long: so many ``seconds``."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(seconds)
-        self.seconds = seconds
+    """Writing would take too long: its argument says how many seconds."""
 
 
 class _Watched(Progress):
@@ -193,6 +194,7 @@ class HealingRun(ABC):
         limit = self.healing.limit
         self.record = self.run.resumed(self.record, len(self.model.blocks))
         self.healing.limit = limit  # another one may be given
+        self.format = format_of(self.model.checkpoint)
 
     def train(self, windows: Windows) -> None:
         """Trains on ``windows``, of which the last are held out; the first process writes the weights."""
@@ -216,11 +218,11 @@ class HealingRun(ABC):
 
     @abstractmethod
     def _train(self, tokens: Tensor) -> None:
-        """Likewise, on these windows alone (windows, length)."""
+        """Trains on the windows ``tokens`` (windows, length) alone, of which the last are held out."""
 
     @property
     def healing(self) -> HealingRecord:
-        """That of the record."""
+        """The record's part about healing."""
         assert self.record.healing
         return self.record.healing
 
@@ -261,9 +263,8 @@ class HealingRun(ABC):
 
     def _writer(self, directory: Path, resume: bool = False) -> CheckpointWriter:
         """What writes the weights, and the factors of those that are products of two."""
-        checkpoint, weight_format = self.model.checkpoint, format_of(self.model.checkpoint)
-        is_added = trains_factors(weight_format, self.healing.method)
-        added = weight_format.added(checkpoint, self.model.matrices()) if is_added else {}
+        checkpoint, is_added = self.model.checkpoint, trains_factors(self.format, self.healing.method)
+        added = self.format.added(checkpoint, self.model.matrices()) if is_added else {}
         return CheckpointWriter(checkpoint, directory, resume, added)
 
     def _with_own_text(self, windows: Windows) -> Tensor:
@@ -277,10 +278,13 @@ class HealingRun(ABC):
             return tokens
         share, length = self.healing.own_text, tokens.shape[1]
         chosen, count = own_text_windows(self.healing.tokens, length, len(tokens), share)
-        own = self._own_text(count + self.held, length, windows.bos)
+        made = count + self.held
+        # The same in all processes, and in a resumed run.
+        own = kept_once(self.run, _OwnText, lambda: _OwnText(self._written(made, length, windows.bos))).text
+        self.run.clock.lap("plan")
         self.record.calibration["synthetic"] = len(own) if len(own) > self.held else 0
         if len(own) <= self.held:
-            if 0 < len(own) < count + self.held:  # where it cannot write, that is said
+            if 0 < len(own) < made:  # where it cannot write, that is said
                 self.run.note(
                     self.record, "there was no time for the dense model to write text to train on; give more --max-time"
                 )
@@ -288,27 +292,22 @@ class HealingRun(ABC):
         own, held = own.split([len(own) - self.held, self.held])
         return torch.cat([mixed_texts(tokens[:chosen], own, share), held])
 
-    def _own_text(self, count: int, length: int, bos: int | None) -> Tensor:
-        """Up to ``count`` windows of it, the same in all processes; a resumed run has those that it began with."""
-        own = kept_once(self.run, _OwnText, lambda: _OwnText(self._written(count, length, bos)))
-        self.run.clock.lap("plan")
-        return own.text
-
     def _written(self, count: int, length: int, bos: int | None) -> Tensor:
-        """Text of the dense model; none, with a note, where it cannot write."""
-        began, limit, run = monotonic(), self.healing.limit, self.run
+        """Up to ``count`` windows of text of the dense model; none, with a note, where it cannot write."""
+        began, run = monotonic(), self.run
+        limit = math.inf if self.healing.limit is None else self.healing.limit
         # Several processes end together, after a part.
-        seconds = math.inf if limit is None or run.world.size > 1 else _WRITING_TIME * limit
+        seconds = math.inf if run.world.size > 1 else _WRITING_TIME * limit
         budget, world, progress = run.compute.budget, run.world, _Watched(run.progress, seconds)
 
         def is_enough() -> bool:
-            return limit is not None and monotonic() - began > _WRITING_TIME / 2 * limit
+            return monotonic() - began > _WRITING_TIME / 2 * limit
 
         try:
             return written_text(self.dense, count, length, budget, world, progress, is_enough, bos)
         except _TooSlowError as error:
-            assert limit is not None
-            reason = f"it would take {duration(error.seconds)} of {duration(limit)}; give more --max-time"
+            (needed,) = error.args
+            reason = f"it would take {duration(needed)} of {duration(limit)}; give more --max-time"
         except UnsupportedModelError as error:
             reason = str(error)
         run.note(self.record, f"the dense model wrote no text to train on: {reason}")
@@ -320,7 +319,7 @@ class HealingRun(ABC):
         self.run.note(self.record, f"the text has {there:,} tokens to train on, each of which is used {times}")
 
     def share(self, tokens: Tensor) -> Tensor:
-        """Those that are held out, for the first process, and this one's of the others, as many as each has."""
+        """This process's share of the windows to train on, as many as each has; in the first behind those held out."""
         world = self.run.world
         count = (len(tokens) - self.held) // world.size
         own = tokens[: len(tokens) - self.held][world.rank :: world.size][:count]
@@ -346,7 +345,7 @@ class HealingRun(ABC):
                 claimed, size = claimed + found, size + matrix.size
         self.record.sparsity = claimed / size
         write_config(directory, checkpoint.config, self.record)
-        format_of(checkpoint).verify(directory, checkpoint, matrices, zeros)
+        self.format.verify(directory, checkpoint, matrices, zeros)
 
     def _measure_first(self, heldout: Windows, dense_text: Windows | None) -> None:
         """The perplexity of the pruned model as it came, and of the dense one on the same text as its tokens."""
@@ -371,8 +370,10 @@ class HealingRun(ABC):
 
 # Text of the dense model's own among the text that is trained on.
 
-#: Tokens of the first part and of the longest: each has twice as many as the one before.
-_FIRST, _LONGEST = 1 << 11, 1 << 15
+#: Tokens of the first part: each has twice as many as the one before.
+_FIRST = 1 << 11
+#: Tokens of the longest part.
+_LONGEST = 1 << 15
 
 
 def written_text(

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from niwaki.errors import NumericalError
-from niwaki.healing.objective import Logits, NoHead
+from niwaki.healing.objective import Logits, States
 from niwaki.layer.linalg import is_finite
 from niwaki.models.formats import Factored, factor_keys, format_of, product
 from niwaki.models.layout import Matrix
@@ -21,7 +21,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import choice
 from niwaki.models.training import root_mean_square
 
-#: Of what the method lora adds to each matrix, see docs/healing.md.
+#: The rank of what the method lora adds to each matrix, see docs/healing.md.
 RANK = 16
 #: Tokens in a window up to which a CPU trains faster in bfloat16 where attention is plain products and a softmax: the
 #: backward pass of torch's own takes twice their time. What they keep grows with the square of the window.
@@ -44,7 +44,7 @@ class Student:
         sizes: The magnitude that changes of each parameter are relative to.
     """
 
-    def __init__(self, stream: StreamedModel, logits: Logits | NoHead, length: int, half: bool = False) -> None:
+    def __init__(self, stream: StreamedModel, logits: Logits | States, length: int, half: bool = False) -> None:
         self.device, self._stream, self._half = stream.device, stream, half
         model = stream.load().eval().requires_grad_(False)
         dtype = torch.bfloat16 if half else stream.dtype
@@ -81,7 +81,7 @@ class Student:
             self._in_format[name] = parts
 
     def _parts(self, matrices: list[Matrix]) -> list[tuple[Matrix, tuple[Tensor, ...]]]:
-        """Those of ``matrices`` that are in the format of the model, with their parts."""
+        """The ``matrices`` that are in the format of the model, with their parts."""
         read = ((matrix, self._format.read_parts(self._stream.checkpoint, matrix)) for matrix in matrices)
         return [(matrix, parts) for matrix, parts in read if parts]
 
@@ -100,11 +100,10 @@ class Student:
     @torch.no_grad()
     def stored(self) -> dict[str, Tensor]:
         """All that is trained as files are to have it: on the CPU, in their dtype, with the same weights zero."""
-        stored = {}
-        for name, value in self.parameters.items():
-            stored[name] = rounded(self._formatted(name, value), self._dtype(name), self.masks.get(name)).cpu()
-            _check_finite(name, stored[name])
-        return stored
+        return {
+            name: rounded(name, self._formatted(name, value), self._dtype(name), self.masks.get(name)).cpu()
+            for name, value in self.parameters.items()
+        }
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """While gradients are computed, the weights are those on the grid, where there is one."""
@@ -140,7 +139,7 @@ class Student:
             yield from self._stream.layout.split(name, value)
 
     def _dtype(self, name: str) -> torch.dtype:
-        """In the checkpoint."""
+        """The dtype that the checkpoint has what is trained in."""
         layout = self._stream.layout
         return layout.checkpoint.dtype(layout.keys(name)[0])
 
@@ -154,7 +153,7 @@ class FactoredStudent(Student):
     and scales stay.
     """
 
-    def __init__(self, stream: StreamedModel, logits: Logits | NoHead, length: int, half: bool = False) -> None:
+    def __init__(self, stream: StreamedModel, logits: Logits | States, length: int, half: bool = False) -> None:
         #: By name in the model, the parameters that are products of factors, and those of them that it computes with.
         self._products: dict[str, tuple[nn.Parameter, list[Matrix]]] = {}
         self._computed: list[tuple[nn.Parameter, list[Matrix]]] = []
@@ -254,7 +253,7 @@ class LowRankStudent(Student):
     Source: Hu et al. 2021, arXiv:2106.09685; masked: Zimmer et al. 2023, arXiv:2312.15230.
     """
 
-    def __init__(self, stream: StreamedModel, logits: Logits | NoHead, length: int, rank: int) -> None:
+    def __init__(self, stream: StreamedModel, logits: Logits | States, length: int, rank: int) -> None:
         self._rank = rank
         self._drawing = torch.Generator().manual_seed(0)
         self._trained: list[dict[str, str]] = [{} for _ in stream.blocks]  # by path in each block: names in the model
@@ -328,9 +327,7 @@ class LowRankStudent(Student):
             if value is None:
                 before = layout.read(name, dtype)
                 value, mask = self._sum(name, before, stored), before != 0
-            value = rounded(value, dtype, mask)
-            _check_finite(name, value)
-            yield from layout.split(name, value)
+            yield from layout.split(name, rounded(name, value, dtype, mask))
 
 
 class _Called(nn.Module):
@@ -344,12 +341,16 @@ class _Called(nn.Module):
         return type(self.block).forward(self.block, *args, **kwargs)
 
 
-def rounded(value: Tensor, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
-    """A copy of ``value`` in ``dtype``, in which nothing on the mask is zero, and no zero is -0.0."""
+def rounded(name: str, value: Tensor, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
+    """A copy of ``value`` in ``dtype``, in which nothing on the mask is zero, and no zero is -0.0.
+
+    NumericalError, which calls it ``name``, where it is not finite.
+    """
     result = value.to(dtype, copy=True).add_(0.0)  # -0.0 is not what sparse kernels expect
     if mask is not None:
         lost = mask & (result == 0)
         result[lost] = torch.full_like(result[lost], torch.finfo(dtype).tiny).copysign(value[lost].to(dtype))
+    _check_finite(name, result)
     return result
 
 

@@ -45,12 +45,12 @@ class Lessons:
             length = int(self._predicting.max())
         parts = {name: (dtype, (count, length, *shape)) for name, (dtype, shape) in head.kept.items()}
         parts["sums"] = (np.int64, (count,))  # of each window, a checksum; 0 where it is not there
-        sizes = {name: math.prod(shape) * np.dtype(dtype).itemsize for name, (dtype, shape) in parts.items()}
+        sizes = {directory / name: math.prod(shape) * np.dtype(kind).itemsize for name, (kind, shape) in parts.items()}
         with output_errors(directory, _HINT):
             directory.mkdir(exist_ok=True)
-            if any(not _has_size(directory / name, size) for name, size in sizes.items()):
-                for name, size in sizes.items():
-                    with (directory / name).open("wb") as file:
+            if any(not path.is_file() or path.stat().st_size != size for path, size in sizes.items()):
+                for path, size in sizes.items():
+                    with path.open("wb") as file:
                         reserve(file, size)
             self._files = [
                 np.memmap(directory / name, dtype, "r+", shape=shape) for name, (dtype, shape) in parts.items()
@@ -59,7 +59,7 @@ class Lessons:
 
     @property
     def size(self) -> int:
-        """Bytes of a window, at most."""
+        """How many bytes a window takes at most."""
         return sum(part[0].nbytes for part in self.parts)
 
     def of(self, windows: Tensor, device: torch.device) -> tuple[Tensor, ...]:
@@ -100,10 +100,6 @@ class Lessons:
         for file in self._files[:-1]:
             total = zlib.crc32(file[window].data, total)
         return total or 1
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 @torch.no_grad()

@@ -16,12 +16,11 @@ from torch import Tensor
 from niwaki.checkpoints.writing import write_tensors
 from niwaki.errors import NumericalError, OutputError
 from niwaki.files import check_space, digest, output_errors
-from niwaki.healing.objective import Logits, NoHead
+from niwaki.healing.objective import Logits, States
 from niwaki.healing.run import HealingRun
 from niwaki.healing.student import RANK, FactoredStudent, LowRankStudent, Student
 from niwaki.healing.teacher import Lessons, teach
 from niwaki.healing.translation import Translation
-from niwaki.models.formats import format_of
 from niwaki.models.pairs import count_tokens
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH
@@ -75,139 +74,24 @@ class Schedule:
         return min(1.0, (share + 1e-3) / _WARMUP) * (1 - share)
 
 
-# The points of a training: what is held out is measured, and all that a stopped run needs is saved.
+# Training of a pruned model's weights towards the dense model's predictions.
 
-#: How many times in a training what is held out is measured, at most and at least.
-_POINTS, _FEW_POINTS = 20, 4
+#: How many times in a training what is held out is measured at most.
+_POINTS = 20
+#: How many times it is measured at least.
+_FEW_POINTS = 4
 #: What a token that is measured costs, relative to one that is trained on: a forward pass without a backward one.
 _MEASURED = 1 / 3
 #: The share of the time since the last point that a point may take, and without a limit of time, of the work.
 _POINT_TIME = 0.1
-#: The share of the time since all was saved that saving it may take, and seconds that it always may.
-_SAVING_TIME, _LITTLE = 0.1, 1.0
-
-
-@dataclass
-class Points:
-    """Measures the ``student`` on the first ``held`` windows of ``lessons``, and keeps the best and the last point.
-
-    The first process says when points are due, measures and saves.
-    """
-
-    student: Student
-    adam: torch.optim.Optimizer
-    lessons: Lessons
-    held: int
-    record: HealingRecord  # which they are added to
-    schedule: Schedule
-    directory: Path  # for what is kept of the last point
-    saved: Callable[[Path], None]  # called when all of a new point is in this file
-    progress: Progress
-    world: World
-    best: dict[str, Tensor] = field(default_factory=dict)  # what is trained at the best point, as files have it
-    losses: list[float] = field(default_factory=list)  # of the steps since the last point
-
-    def __post_init__(self) -> None:
-        affordable = int(_POINT_TIME * self.record.tokens / (_MEASURED * self.record.held))
-        self._count = max(_FEW_POINTS, min(_POINTS, affordable))
-        self._measuring = self._saving = 0.0  # seconds that the last point took, and to save all of it
-        self._saved = time.monotonic()  # when that was done
-
-    def is_due(self, share: float) -> bool:
-        """Whether there is to be a point at this ``share`` of the training."""
-        last, schedule = self.record.points[-1], self.schedule
-        measured = math.floor(self._count * schedule.share(last.tokens, last.seconds))
-        if schedule.steps <= last.steps or math.floor(self._count * share) <= measured:
-            return False
-        # It should take little of the time, where that is limited; the last one always is worth it.
-        since = schedule.spent() - last.seconds
-        return share >= 1 or not schedule.is_limited or self._measuring < _POINT_TIME * since
-
-    def add(self) -> None:
-        """Measures what is held out; now and then, keeps all that a stopped run needs.
-
-        NumericalError where the student's predictions are not finite.
-        """
-        began = time.monotonic()
-        stored, points, schedule = self.student.stored(), self.record.points, self.schedule
-        with self.student.holding(stored):
-            error = self.world.received(self._error())
-        if not math.isfinite(error):
-            raise NumericalError("the pruned model's outputs are NaN or infinite on this text; try dtype float32")
-        if not points or error < points[self.record.best].error:
-            self.best, self.record.best = stored, len(points)
-        loss = sum(self.losses) / len(self.losses) if self.losses else None
-        points.append(HealingPoint(schedule.trained, schedule.steps, schedule.spent(), error, loss))
-        self.losses = []
-        self._measuring = time.monotonic() - began
-        if self.world.first and self._saving < max(_LITTLE, _SAVING_TIME * (time.monotonic() - self._saved)):
-            self._save()
-        schedule.at_the_end = self._measuring + self._saving
-        self.progress.healing(self.record, schedule.now(), schedule.spent())
-
-    def resume(self) -> None:
-        """Goes back to the last point, which was saved."""
-        saved, self.best = dict[str, Tensor](), self.student.stored()
-        if self.world.first:
-            with output_errors(self.directory):
-                saved = load_file(self.directory / point_file(self.record))
-        for name, value in self._kept().items():
-            if name in saved:
-                value.copy_(saved[name])
-            self.world.send(value, 0)
-        self.schedule.resume(self.record.points[-1])
-
-    def restart(self) -> None:
-        """Goes back to the weights of the best point, with all of Adam's state as at the start."""
-        for name, value in self.student.parameters.items():
-            value.data.copy_(self.best[name])
-            for each in self.adam.state[value].values():
-                each.zero_()
-        self.losses = []
-
-    def _error(self) -> float:
-        """The mean KL of what is held out, in nats a token; 0 where that is nothing."""
-        if not self.held:
-            return 0.0
-        total, count = 0.0, 0
-        for windows in torch.arange(self.held).split(max(1, TOKENS_PER_BATCH // self.lessons.tokens.shape[1])):
-            tokens, *kept = self.lessons.of(windows, self.student.device)
-            with torch.no_grad():
-                losses, _ = self.student.head.divergence(self.student.states(tokens), *kept)
-            total, count = total + float(losses.sum(dtype=torch.float64)), count + len(losses)
-        return max(0.0, total / count) if math.isfinite(total) else total
-
-    def _save(self) -> None:
-        """Keeps all that a run that is stopped from now on needs."""
-        began = time.monotonic()
-        file = self.directory / point_file(self.record)
-        write_tensors(file, self._kept())
-        self.saved(file)
-        with output_errors(self.directory):
-            for older in self.directory.glob("point-*.safetensors"):
-                if older != file:
-                    older.unlink()
-        self._saved = time.monotonic()
-        self._saving = self._saved - began
-
-    def _kept(self) -> dict[str, Tensor]:
-        """All that changes, by name; the weights and Adam's state as they are, and not copies."""
-        tensors = {f"best.{name}": value for name, value in self.best.items()}
-        for name, value in self.student.parameters.items():
-            tensors[f"weights.{name}"] = value.detach()
-            tensors |= {f"{key}.{name}": each for key, each in self.adam.state[value].items()}
-        return tensors
-
-
-def point_file(record: HealingRecord) -> str:
-    """The name of the file with all of the last point."""
-    return f"point-{len(record.points)}.safetensors"
-
-
-# Training of a pruned model's weights towards the dense model's predictions.
-
-#: Tokens of the first round of lessons; each further one has twice as many, up to bytes of hidden states.
-_ROUND, _STATES = 1 << 15, 1 << 30
+#: The share of the time since all was saved that saving it may take.
+_SAVING_TIME = 0.1
+#: Seconds that saving may always take.
+_LITTLE = 1.0
+#: Tokens of the first round of lessons; each further one has twice as many.
+_ROUND = 1 << 15
+#: Bytes of hidden states that a round of lessons has at most.
+_STATES = 1 << 30
 #: The share of the time that is left that a round may take, where there is a limit.
 _ROUND_TIME = 0.1
 #: How often the rate may be halved: where that does not help, training ends.
@@ -227,6 +111,11 @@ def optimizer(student: Student) -> torch.optim.Adam:
     return adam
 
 
+def point_file(record: HealingRecord) -> str:
+    """The name of the file with all of the last point."""
+    return f"point-{len(record.points)}.safetensors"
+
+
 @dataclass
 class Training:
     """Adam on KL(dense model | pruned model), one batch of windows after another.
@@ -238,8 +127,9 @@ class Training:
     ``tokens``, or of ``seconds`` where that is less. No weight becomes zero, and none that is zero changes. After
     predictions or gradients that are not finite training goes on from the best point, with half the rate.
 
-    The result has the weights with the lowest error of all points, rounded as files have them. The first point is the
-    pruned model as it came, so the result is never worse than that on what is held out.
+    At a point what is held out is measured, and now and then all that a stopped run needs is saved. The result has the
+    weights with the lowest error of all points, rounded as files have them. The first point is the pruned model as it
+    came, so the result is never worse than that on what is held out.
 
     Each process has windows of its own, and its part of each batch. The first one has those that are ``held``, says
     when points are due, and saves.
@@ -249,34 +139,44 @@ class Training:
     """
 
     student: Student
-    adam: torch.optim.Adam
     lessons: Lessons
-    record: HealingRecord  # what was asked for
+    held: int
+    record: HealingRecord  # what was asked for, to which points are added
     schedule: Schedule
-    points: Points
+    directory: Path  # for what is kept of the last point
+    saved: Callable[[Path], None]  # called when all of a new point is in this file
     teach: Callable[[range], None]  # makes the lessons of these windows
     progress: Progress
     world: World
+    best: dict[str, Tensor] = field(default_factory=dict)  # what is trained at the best point, as files have it
+    losses: list[float] = field(default_factory=list)  # of the steps since the last point
     _pace: float = 0.0  # seconds for the lessons of a token, as far as it is known
+
+    def __post_init__(self) -> None:
+        self._adam = optimizer(self.student)
+        affordable = int(_POINT_TIME * self.record.tokens / (_MEASURED * self.record.held))
+        self._count = max(_FEW_POINTS, min(_POINTS, affordable))
+        self._measuring = self._saving = 0.0  # seconds that the last point took, and to save all of it
+        self._saved = time.monotonic()  # when that was done
 
     def run(self) -> dict[str, Tensor]:
         """What is trained, as files are to have it; it resumes where ``record`` has points.
 
         NumericalError where the pruned model's predictions are not finite as it came.
         """
-        self._ask(range(self.points.held))
+        self._ask(range(self.held))
         if self.record.points:
-            self.points.resume()
+            self._resume()
         else:
-            self.points.add()
+            self._add_point()
         while not self._train():
             self.record.halved += 1
             if self.record.halved > _HALVED:
                 self._say("it ends here; try a lower --rate")
                 break
             self._say("it resumes from the best point, with half the learning rate")
-            self.points.restart()  # what was trained on counts
-        return self.points.best
+            self._restart()  # what was trained on counts
+        return self.best
 
     def _say(self, what: str) -> None:
         trained = f"{self.schedule.trained:,} tokens"
@@ -284,13 +184,13 @@ class Training:
 
     def _train(self) -> bool:
         """Trains to the end; False where it arrives at something that is not finite."""
-        schedule, points = self.schedule, self.points
+        schedule = self.schedule
         for windows in itertools.islice(self._batches(), schedule.steps, None):
             share = schedule.now()
-            share, is_time_for_a_point = self.world.received((share, points.is_due(share)))
+            share, is_time_for_a_point = self.world.received((share, self._is_due(share)))
             if is_time_for_a_point:
                 try:
-                    points.add()
+                    self._add_point()
                 except NumericalError:
                     return False
             if share >= 1:
@@ -306,7 +206,7 @@ class Training:
 
     def _batches(self) -> Iterator[Tensor]:
         """The numbers of the windows of each step, without end."""
-        drawing, count, held = torch.Generator().manual_seed(0), len(self.lessons.tokens), self.points.held
+        drawing, count, held = torch.Generator().manual_seed(0), len(self.lessons.tokens), self.held
         together, start = max(1, self.record.batch // (self._length * self.world.size)), held
         size = max(1, _ROUND // self._length)
         most = _STATES // (4 * self.student.head.width * self._length)
@@ -352,20 +252,105 @@ class Training:
         loss = losses.mean(dim=0, keepdim=True).div_(self.world.size)
         self.world.sum([*found, loss])
         if not math.isfinite(float(loss) + float(torch.nn.utils.get_total_norm(found))):
-            self.adam.zero_grad()
+            self._adam.zero_grad()
             return False
         rate = self.record.rate * 0.5**self.record.halved * self.schedule.rate(share)
-        for group in self.adam.param_groups:
+        for group in self._adam.param_groups:
             group["lr"] = rate * group["size"]
-        self.adam.step()
-        self.adam.zero_grad()
-        self.points.losses.append(float(loss))
+        self._adam.step()
+        self._adam.zero_grad()
+        self.losses.append(float(loss))
         self.schedule.steps += 1
         self.schedule.trained += count_tokens(tokens) * self.world.size
         return True
 
+    def _is_due(self, share: float) -> bool:
+        """Whether there is to be a point at this ``share`` of the training."""
+        last, schedule = self.record.points[-1], self.schedule
+        measured = math.floor(self._count * schedule.share(last.tokens, last.seconds))
+        if schedule.steps <= last.steps or math.floor(self._count * share) <= measured:
+            return False
+        # It should take little of the time, where that is limited; the last one always is worth it.
+        since = schedule.spent() - last.seconds
+        return share >= 1 or not schedule.is_limited or self._measuring < _POINT_TIME * since
 
-#: Bytes on disk for each, in what a stopped run resumes from: it, two moments, and the best so far.
+    def _add_point(self) -> None:
+        """Measures what is held out; now and then, keeps all that a stopped run needs.
+
+        NumericalError where the student's predictions are not finite.
+        """
+        began = time.monotonic()
+        stored, points, schedule = self.student.stored(), self.record.points, self.schedule
+        with self.student.holding(stored):
+            error = self.world.received(self._error())
+        if not math.isfinite(error):
+            raise NumericalError("the pruned model's outputs are NaN or infinite on this text; try dtype float32")
+        if not points or error < points[self.record.best].error:
+            self.best, self.record.best = stored, len(points)
+        loss = sum(self.losses) / len(self.losses) if self.losses else None
+        points.append(HealingPoint(schedule.trained, schedule.steps, schedule.spent(), error, loss))
+        self.losses = []
+        self._measuring = time.monotonic() - began
+        if self.world.first and self._saving < max(_LITTLE, _SAVING_TIME * (time.monotonic() - self._saved)):
+            self._save()
+        schedule.at_the_end = self._measuring + self._saving
+        self.progress.healing(self.record, schedule.now(), schedule.spent())
+
+    def _resume(self) -> None:
+        """Goes back to the last point, which was saved."""
+        saved, self.best = dict[str, Tensor](), self.student.stored()
+        if self.world.first:
+            with output_errors(self.directory):
+                saved = load_file(self.directory / point_file(self.record))
+        for name, value in self._kept().items():
+            if name in saved:
+                value.copy_(saved[name])
+            self.world.send(value, 0)
+        self.schedule.resume(self.record.points[-1])
+
+    def _restart(self) -> None:
+        """Goes back to the weights of the best point, with all of Adam's state as at the start."""
+        for name, value in self.student.parameters.items():
+            value.data.copy_(self.best[name])
+            for each in self._adam.state[value].values():
+                each.zero_()
+        self.losses = []
+
+    def _error(self) -> float:
+        """The mean KL of what is held out, in nats a token; 0 where that is nothing."""
+        if not self.held:
+            return 0.0
+        total, count = 0.0, 0
+        for windows in torch.arange(self.held).split(max(1, TOKENS_PER_BATCH // self._length)):
+            tokens, *kept = self.lessons.of(windows, self.student.device)
+            with torch.no_grad():
+                losses, _ = self.student.head.divergence(self.student.states(tokens), *kept)
+            total, count = total + float(losses.sum(dtype=torch.float64)), count + len(losses)
+        return max(0.0, total / count) if math.isfinite(total) else total
+
+    def _save(self) -> None:
+        """Keeps all that a run that is stopped from now on needs."""
+        began = time.monotonic()
+        file = self.directory / point_file(self.record)
+        write_tensors(file, self._kept())
+        self.saved(file)
+        with output_errors(self.directory):
+            for older in self.directory.glob("point-*.safetensors"):
+                if older != file:
+                    older.unlink()
+        self._saved = time.monotonic()
+        self._saving = self._saved - began
+
+    def _kept(self) -> dict[str, Tensor]:
+        """All that changes, by name; the weights and Adam's state as they are, and not copies."""
+        tensors = {f"best.{name}": value for name, value in self.best.items()}
+        for name, value in self.student.parameters.items():
+            tensors[f"weights.{name}"] = value.detach()
+            tensors |= {f"{key}.{name}": each for key, each in self._adam.state[value].items()}
+        return tensors
+
+
+#: Bytes on disk for each weight, in what a stopped run resumes from: it, two moments, and the best so far.
 _POINT = 4 + 8 + 4
 
 
@@ -373,14 +358,14 @@ _POINT = 4 + 8 + 4
 class WholeRun(HealingRun):
     """Trains the whole model at once, see :class:`.training.Training`."""
 
-    logits: Logits | NoHead = field(kw_only=True)  # of both models
+    logits: Logits | States = field(kw_only=True)  # of both models
     translation: Translation | None = field(kw_only=True, default=None)  # where the pruned model has other tokens
 
     def _train(self, tokens: Tensor) -> None:
         """What is saved meanwhile the first process saves."""
         healing, place, length = self.healing, self.run.place, tokens.shape[1]
         if healing.method == "full":
-            kind = FactoredStudent if format_of(self.model.checkpoint).has_factors else Student
+            kind = FactoredStudent if self.format.has_factors else Student
             student = kind(self.model, self.logits, length, half=self.dense.dtype != torch.float32)
         else:
             student = LowRankStudent(self.model, self.logits, length, RANK if healing.method == "lora" else 0)
@@ -440,7 +425,7 @@ class WholeRun(HealingRun):
         if healing.limit is not None:
             others = sum(spent for stage, spent in run.clock.seconds.items() if stage not in ("heal", "teach"))
             limit = max(1.0, healing.limit - others - self.measuring)
-        held = self.held if place else 0
-        adam, schedule, progress, world = optimizer(student), Schedule(healing.tokens, limit), run.progress, run.world
-        points = Points(student, adam, lessons, held, healing, schedule, scratch, saved, progress, world)
-        return Training(student, adam, lessons, healing, schedule, points, ask, progress, world)
+        held, schedule = self.held if place else 0, Schedule(healing.tokens, limit)
+        return Training(
+            student, lessons, held, healing, schedule, scratch, saved, teach=ask, progress=run.progress, world=run.world
+        )

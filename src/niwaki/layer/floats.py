@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 #: The scales that are tried for a tile, relative to the one that puts its largest weight at the highest number.
 _RATIOS = tuple(2 ** (i / 4) for i in range(4))
-#: Of powers of two, where the next smaller one cuts off what is up to twice too large.
+#: The same for powers of two, where the next smaller one cuts off what is up to twice too large.
 _POWERS = (1.0, 0.5, 2.0)
 
 
@@ -56,7 +56,7 @@ class Floats:
         return (1 << (self.exponent - 1)) - 1
 
     def nearest(self, values: Tensor) -> Tensor:
-        """Of ``values``, float32 and not below 0, the nearest numbers; of two the one with the even code."""
+        """The numbers nearest to ``values``, float32 and not below 0; of two the one with the even code."""
         # By the exponents in the bits of float32, with a bias of 127: searching the numbers takes 17 times as long.
         exponents = (values.view(torch.int32) >> 23).clamp_(min=127 + 1 - self._bias)
         steps = ((exponents - self.mantissa) << 23).view(torch.float32)
@@ -111,7 +111,7 @@ class TiledFloats:
         return torch.where(W < 0, -rounded, rounded).masked_fill_(~kept, 0.0)
 
     def scales(self, W: Tensor, importance: Tensor, stored: Tensor) -> Tensor:
-        """Of the scales that are ``stored`` and some that fit W (rows, columns) those with the least squared error.
+        """The scales with the least squared error, among those ``stored`` and some that fit W (rows, columns).
 
         The error is that of rounding W, weighted by ``importance`` (columns,). Where nothing is gained the stored ones
         stay, so that weights that stay keep their codes.

@@ -15,7 +15,7 @@ from niwaki.quantities import check_grid, parse_bits
 _CANDIDATES = 32
 #: How many weights are looked at together, which a processor's cache is to hold.
 _AT_ONCE = 1 << 18
-#: By bytes of a number, integers as wide.
+#: The integers that are as wide as a number of so many bytes.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -112,7 +112,7 @@ class Grid:
         return torch.cat([self._scales(rows.unflatten(1, shape), importance.view(shape), dtype) for rows in some])
 
     def _scales(self, W: Tensor, importance: Tensor, dtype: torch.dtype) -> Tensor:
-        """(rows, groups), of W (rows, groups, width)."""
+        """The scales (rows, groups) of W (rows, groups, width)."""
         exact = self.exact(W.flatten(1), dtype)
         if bool(exact.all()):
             return exact
@@ -138,7 +138,7 @@ class Grid:
         return torch.where(exact != 0, exact, chosen)
 
     def finest(self, W: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Those of :meth:`exact` for W, which is on the grid with ``scales``: they depend on nothing but W."""
+        """The scales of :meth:`exact` for W, which is on the grid with ``scales``: they depend on nothing but W."""
         exact = self.exact(W, dtype)
         return torch.where(exact != 0, exact, scales)
 

@@ -128,7 +128,7 @@ class Gram:
         return H
 
     def live(self) -> Tensor:
-        """As :meth:`unit`, with 1 on the diagonal of dead inputs, which then need no damping; a new (in, in) tensor."""
+        """:meth:`unit` with 1 on the diagonal of dead inputs, which then need no damping; a new (in, in) tensor."""
         H = self.unit()
         H.diagonal().add_(self.norm == 0)
         return H

@@ -1,4 +1,4 @@
-"""Weights on a mask and a grid, or in a format: the others make up for the rounding of each."""
+"""Weights, or the two sparse factors of a matrix, on a grid or in a format: others make up for the rounding of each."""
 
 import math
 from collections.abc import Callable
@@ -12,10 +12,13 @@ from niwaki.layer.linalg import STRIP, conjugate_gradients, products, resolvent,
 from niwaki.layer.problem import Gram, LayerProblem, Normalized, Solution
 
 _SWEEPS = 20
-#: The penalty of the choice of grid points, in the first and the last sweep; and the weights' own.
-_PENALTIES = (0.3, 0.7)
-_RHO = math.sqrt(_PENALTIES[0] * _PENALTIES[1])
-#: Of the least squares for scales, relative to the squared output of each group.
+#: The penalty of the choice of grid points in the first sweep.
+_FIRST_PENALTY = 0.3
+#: The penalty of that choice in the last sweep.
+_LAST_PENALTY = 0.7
+#: The penalty of the weights themselves.
+_RHO = math.sqrt(_FIRST_PENALTY * _LAST_PENALTY)
+#: The ridge of the least squares for scales, relative to the squared output of each group.
 _RIDGE = 1e-3
 
 
@@ -145,10 +148,11 @@ def _resolvent(gram: Gram) -> Tensor:
 
 
 def _swept(W: Tensor, start: Tensor, R: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:
+    """Z after the sweeps of :func:`onto_grid` for W from ``start``, with ``nearest`` in the place of P."""
     Z, U = start, torch.zeros_like(W)
-    growth = _PENALTIES[1] / _PENALTIES[0]
+    growth = _LAST_PENALTY / _FIRST_PENALTY
     for sweep in range(_SWEEPS):
-        gamma = _PENALTIES[0] * growth ** (sweep / (_SWEEPS - 1))
+        gamma = _FIRST_PENALTY * growth ** (sweep / (_SWEEPS - 1))
         X = torch.addmm(W, (Z - U).sub_(W), R)
         Z = nearest(torch.add(X, U, alpha=_RHO / gamma))
         U.add_(X).sub_(Z)
@@ -184,8 +188,8 @@ def _losses(W: Tensor, Q: Tensor, H: Tensor) -> Tensor:
 
 # Two sparse factors on a grid: the left one makes up for the rounding of both.
 
-#: Of conjugate gradients that refit the left factor. 4 leave a fifth more of what rounding adds to the error, and 40
-#: take off a twentieth.
+#: Steps of conjugate gradients that refit the left factor. 4 leave a fifth more of what rounding adds to the error, and
+#: 40 take off a twentieth.
 _STEPS = 8
 
 
@@ -222,7 +226,7 @@ def factor_flops(rows: int, columns: int) -> float:
     """Floating-point operations of :func:`factors_onto_grid`, counted as those of solvers are."""
     least = min(rows, columns)
     products = 2.0 * least * (columns**2 + 2 * rows * columns + _STEPS * rows * least)
-    return products + factor_flops(rows, least)
+    return products + flops(rows, least)
 
 
 def _refitted(A: Tensor, G: Tensor, target: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Removes whole inputs of a matrix in units, such as those of an attention head, and fits the others."""
+"""Removes whole inputs of a matrix in units, such as those of an attention head, and fits what is left.
+
+Two regressions fit what other removals leave: of one matrix by the moments of its inputs, where blocks are gone, and of
+several matrices whose outputs are summed, where experts are.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -129,9 +133,9 @@ class Ridge:
 
 # Fits several matrices whose outputs are summed, each with inputs for some of the rows only.
 
-#: The ridge, relative to the diagonal of each Gram matrix; it keeps weights near the old ones.
+#: The ridge of experts, relative to the diagonal of each Gram matrix; it keeps weights near the old ones.
 EXPERTS_DAMPING = 0.01
-#: And for n rows of in inputs as much more as this times in / n: what few rows say is not true of other text.
+#: For n rows of in inputs the ridge is as much more as this times in / n: what few rows say is not true of other text.
 EXPERTS_DAMPING_FOR_FEW = 10.0
 #: A sweep that lowers the squared error by less than this fraction is the last one.
 _LEAST_GAIN = 1e-3
@@ -140,17 +144,12 @@ _MOST_SWEEPS = 10
 
 @dataclass(frozen=True)
 class SumFit:
-    """What :func:`fit_sum` found."""
+    """The matrices that :func:`fit_sum` found, and how well they fit."""
 
     W: list[Tensor]  # (out, in) float32 each
     before: float  # squared error with the old weights
     after: float
     sweeps: int
-
-
-def ridge(rows: int, columns: int) -> float:
-    """The ridge for so many ``rows`` of inputs, relative to a diagonal of 1."""
-    return EXPERTS_DAMPING + EXPERTS_DAMPING_FOR_FEW * columns / rows
 
 
 def fit_sum(
@@ -179,7 +178,8 @@ def fit_sum(
             scales = X.norm(dim=0)
             scales[scales == 0] = 1.0  # inputs that are always 0 keep their weights
             X = X / scales
-            L, damping = damped_cholesky(partial(torch.mm, X.T, X), ridge(*X.shape))
+            ridge = EXPERTS_DAMPING + EXPERTS_DAMPING_FOR_FEW * X.shape[1] / len(X)
+            L, damping = damped_cholesky(partial(torch.mm, X.T, X), ridge)
             C = residual[rows].T @ X - damping * (W[part] - old(part)) * scales
             step = torch.cholesky_solve(C.T, L).T
             W[part] += step / scales

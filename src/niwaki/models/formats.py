@@ -47,6 +47,10 @@ class WeightFormat:
     #: Names of the files beside the checkpoint's own that have the parts.
     files: tuple[str, ...] = ()
 
+    def part_keys(self, matrix: Matrix) -> tuple[str, ...]:
+        """The key of each part that ``matrix`` has beside its weights, in the files that have the parts."""
+        return ()
+
     def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
         """Shape and dtype of each part that ``matrix`` has beside its weights, which are ``stored`` so."""
         return []
@@ -91,11 +95,13 @@ class WeightFormat:
 
     def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
         """Key and index of all that is written for ``matrix``."""
-        return [matrix.entry]
+        return [(key, matrix.index) for key in (matrix.key, *self.part_keys(matrix))]
 
     def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, parts: Sequence[Tensor]) -> None:
         """Writes ``stored``, as the checkpoint would have ``matrix``, which is in this format with these ``parts``."""
         writer.write(matrix.key, stored, matrix.index)
+        for key, part in zip(self.part_keys(matrix), parts, strict=bool(parts)):
+            writer.write(key, part, matrix.index)
 
     def read(self, writer: CheckpointWriter, matrix: Matrix) -> Tensor:
         """What :meth:`write` wrote as ``stored``."""
@@ -124,6 +130,9 @@ class OnGrid(WeightFormat):
 
     def _grid(self, matrix: Matrix) -> Grid:
         return self.grid if self.bits_of is None else self.grid.of(self.bits_of(matrix))
+
+    def part_keys(self, matrix: Matrix) -> tuple[str, ...]:
+        return (scale_key(matrix),)
 
     def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
         return [((matrix.shape[0], self.grid.groups(matrix.shape[1])), scale_dtype(stored))]
@@ -157,14 +166,6 @@ class OnGrid(WeightFormat):
     def project(self, matrix: Matrix, W: Tensor, parts: Sequence[Tensor]) -> Tensor:
         (scales,) = parts
         return self._grid(matrix).project(W, scales.float(), scales.dtype, same_zeros=True)
-
-    def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
-        return [matrix.entry, (scale_key(matrix), matrix.index)]
-
-    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, parts: Sequence[Tensor]) -> None:
-        super().write(writer, matrix, stored, parts)
-        for scales in parts:
-            writer.write(scale_key(matrix), scales, matrix.index)
 
     def added(self, checkpoint: Checkpoint, matrices: list[Matrix]) -> dict[str, Entry]:
         return places(checkpoint, matrices, self.grid)
@@ -204,19 +205,6 @@ def factor_keys(key: str, scaled: bool = False) -> tuple[str, ...]:
     return (*factors, *(f"{factor}_scale" for factor in factors)) if scaled else factors
 
 
-def read_factors(checkpoint: Checkpoint, matrix: Matrix, grid: Grid | None = None) -> tuple[Tensor, ...]:
-    """(out, n) and (n, in) in their own dtype, and on a ``grid`` the scales of both.
-
-    CheckpointError where they are not there, or cannot be those of ``matrix``.
-    """
-    file, places = checkpoint.path / FACTORS_FILE, _places(checkpoint, [matrix], grid)
-    why = f", as factors on {grid} have it" if grid else ""
-    parts = tuple(read_beside(file, places, f"factors of {matrix.key!r}", why))
-    for key, scales in zip([*places][2:], parts[2:], strict=True):
-        check_scales(scales, file, key)
-    return parts
-
-
 def check_one_matrix(checkpoint: Checkpoint, what: str) -> None:
     """UsageError where the weights of ``checkpoint`` are products of two factors, which ``what`` would not keep."""
     if checkpoint.pruning.has_factors:
@@ -233,24 +221,6 @@ def check_own_tensors(matrices: Sequence[Matrix]) -> None:
             f"{shared[0].key!r} has the matrices of all experts, which cannot become two factors; leave its blocks "
             "out, or take a pattern of one matrix, such as 0.5"
         )
-
-
-def _like(matrix: Matrix, stored: torch.dtype, grid: Grid | None) -> list[Like]:
-    """Shapes and dtypes of the factors of ``matrix``, and of their scales on a ``grid``."""
-    inner = min(matrix.shape)
-    factors = (matrix.shape[0], inner), (inner, matrix.shape[1])
-    scales = [(rows, grid.groups(columns)) for rows, columns in factors] if grid else []
-    return [*((shape, stored) for shape in factors), *((shape, scale_dtype(stored)) for shape in scales)]
-
-
-def _places(checkpoint: Checkpoint, matrices: Sequence[Matrix], grid: Grid | None) -> dict[str, Entry]:
-    """Where the factors of ``matrices`` go, and their scales."""
-    tensors = {}
-    for matrix in matrices:
-        like = _like(matrix, checkpoint.dtype(matrix.key), grid)
-        for key, (shape, dtype) in zip(factor_keys(matrix.key, grid is not None), like, strict=True):
-            tensors[key] = dtype, shape
-    return new_shard(FACTORS_FILE, tensors)
 
 
 @dataclass(frozen=True)
@@ -271,11 +241,30 @@ class Factored(WeightFormat):
     def _is_product(self, matrix: Matrix) -> bool:
         return Pruning(blocks=self.blocks).includes(matrix.block)
 
+    def part_keys(self, matrix: Matrix) -> tuple[str, ...]:
+        return factor_keys(matrix.key, self.grid is not None) if self._is_product(matrix) else ()
+
     def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
-        return _like(matrix, stored, self.grid) if self._is_product(matrix) else []
+        if not self._is_product(matrix):
+            return []
+        (rows, columns), inner = matrix.shape, min(matrix.shape)
+        factors = (rows, inner), (inner, columns)
+        scales = [(height, self.grid.groups(width)) for height, width in factors] if self.grid else []
+        return [*((shape, stored) for shape in factors), *((shape, scale_dtype(stored)) for shape in scales)]
 
     def read_parts(self, checkpoint: Checkpoint, matrix: Matrix) -> tuple[Tensor, ...]:
-        return read_factors(checkpoint, matrix, self.grid) if self._is_product(matrix) else ()
+        """(out, n) and (n, in) in their own dtype, and on a ``grid`` the scales of both; none of what is no product.
+
+        CheckpointError where they are not there, or cannot be those of ``matrix``.
+        """
+        if not self._is_product(matrix):
+            return ()
+        file, places = checkpoint.path / FACTORS_FILE, self.added(checkpoint, [matrix])
+        why = f", as factors on {self.grid} have it" if self.grid else ""
+        parts = tuple(read_beside(file, places, f"factors of {matrix.key!r}", why))
+        for key, scales in zip([*places][2:], parts[2:], strict=True):
+            check_scales(scales, file, key)
+        return parts
 
     def notes(self, matrices: Iterable[Matrix]) -> list[str]:
         return [STORED_AS_PRODUCTS]
@@ -317,17 +306,13 @@ class Factored(WeightFormat):
             return super().zeros(stored, parts)
         return stored.numel() - sum(int(factor.count_nonzero()) for factor in parts[:2])
 
-    def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
-        keys = factor_keys(matrix.key, self.grid is not None) if self._is_product(matrix) else ()
-        return [matrix.entry, *((key, None) for key in keys)]
-
-    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, parts: Sequence[Tensor]) -> None:
-        super().write(writer, matrix, stored, parts)
-        for key, part in zip(factor_keys(matrix.key, self.grid is not None), parts, strict=bool(parts)):
-            writer.write(key, part)
-
     def added(self, checkpoint: Checkpoint, matrices: list[Matrix]) -> dict[str, Entry]:
-        return _places(checkpoint, [matrix for matrix in matrices if self._is_product(matrix)], self.grid)
+        tensors = {}
+        for matrix in matrices:
+            like = self.parts_like(matrix, checkpoint.dtype(matrix.key))
+            for key, (shape, dtype) in zip(self.part_keys(matrix), like, strict=True):
+                tensors[key] = dtype, shape
+        return new_shard(FACTORS_FILE, tensors)
 
     def verify(self, directory: Path, checkpoint: Checkpoint, matrices: list[Matrix], zeros: Mapping[str, int]) -> None:
         """Also OutputError unless all products are on disk as their factors make them, and these are on the grid."""

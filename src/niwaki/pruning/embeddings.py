@@ -23,7 +23,6 @@ from niwaki.layer.rounding import flops, onto_grid, to_nearest, unsolved
 from niwaki.models.outside import embedding_keys, head_gram
 from niwaki.models.scales import EMBEDDINGS, embedding_places, read_embedding_scales
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import Measurement
 from niwaki.pruning.request import read_texts, rounds_to_nearest
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -99,7 +98,8 @@ class QuantizingEmbeddings(Task):
         run.foreseen["pruning_config"] = {**run.foreseen.get("pruning_config", {}), "embeddings": str(self.grid)}
 
     def read(self, run: Run) -> None:
-        self.texts = read_texts(self.model, run, self._measurement(run), calibrates=self._fits)
+        measurement = run.measured if self.model.has_head else dataclasses.replace(run.measured, samples=0)
+        self.texts = read_texts(self.model, run, measurement, calibrates=self._fits)
         self._before = run.measured.before
         method = LEAST_SQUARES if self._fits else NEAREST
         self._begun = begin_record(
@@ -130,9 +130,6 @@ class QuantizingEmbeddings(Task):
         self.keys = embedding_keys(self.model)
         self.grid.check(checkpoint.entries[key].shape[1] for key in self.keys)
         self.carried = run.carried(checkpoint, checkpoint.size)
-
-    def _measurement(self, run: Run) -> Measurement:
-        return run.measured if self.model.has_head else dataclasses.replace(run.measured, samples=0)
 
     def asked(self) -> dict[str, Any]:
         return {**self._asked, "embeddings": str(self.grid)}
@@ -166,7 +163,7 @@ class QuantizingEmbeddings(Task):
         return record
 
     def _head_gram(self, run: Run) -> Gram:
-        """Of what the head receives on the calibration text, in all processes."""
+        """The Gram matrix of what the head receives on the calibration text, in all processes."""
         states = self.model.embed(self.texts.shared(run.world).windows.tokens)
         for block in self.model.stream():
             run.progress.stage(block.index, "advance", len(states.hidden))

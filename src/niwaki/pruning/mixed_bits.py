@@ -34,8 +34,10 @@ T = TypeVar("T")
 #: What fitting leaves of the cost of rounding to the nearest, where it is not tried: 0.1 to 0.9 in single matrices.
 _FITTED = 0.6
 #: How much more matrices cost together than each alone, by what the sum is: on two models 1.05 times where it is 0.01
-#: nats, 1.4 to 1.6 where it is 0.06 to 0.08, twice from 0.12 on.
-_TOGETHER, _AT_MOST = 8.0, 2.0
+#: nats, 1.4 to 1.6 where it is 0.06 to 0.08: 1 and so many times the sum.
+_TOGETHER = 8.0
+#: The most that it is, from 0.12 nats on.
+_AT_MOST = 2.0
 
 #: A matrix by block and name.
 Place = tuple[int, str]
@@ -64,8 +66,10 @@ class Look:
     fitted: bool = True
 
 
-#: As for a run, and for a plan in a twentieth of the time.
-CLOSE, COARSE = Look(), Look(1024, 16, fitted=False)
+#: How closely a run looks.
+CLOSE = Look()
+#: How closely a plan looks, in a twentieth of the time.
+COARSE = Look(1024, 16, fitted=False)
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,7 @@ def examined(
 def costs_of_bits(
     model: StreamedModel, grid: Grid, samples: Tensor, tf32: TF32, world: World, progress: Progress
 ) -> dict[Place, BitCosts]:
-    """Those of all matrices of ``model`` with each of the :attr:`.Grid.choices`, by this process's ``samples``.
+    """The costs of all matrices of ``model`` with each of the :attr:`.Grid.choices`, by this process's ``samples``.
 
         nats = 1/2 sum_o g_o (E H E^T)_oo,    E = W - numbers of the grid,
 

@@ -24,6 +24,7 @@ from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.sensitivity import measured, pilot_of, row_weights
 from niwaki.models.streamed import StreamedModel
+from niwaki.pruning.mixed_bits import Place
 from niwaki.pruning.request import PatternOf
 from niwaki.records.progress import Progress
 from niwaki.runs.store import Kept
@@ -200,7 +201,7 @@ class LaterInputs:
 
 
 def later_inputs(model: StreamedModel, samples: Samples, tf32: TF32, world: World, progress: Progress) -> LaterInputs:
-    """Those of ``samples``, this process's share, in the dense model; over all processes."""
+    """The later inputs of ``samples``, this process's share, in the dense model; over all processes."""
     later = LaterInputs()
     last = max((max(matrix.blocks, default=-1) for matrix in model.matrices()), default=-1)
     if last < 0:
@@ -221,15 +222,9 @@ def later_inputs(model: StreamedModel, samples: Samples, tf32: TF32, world: Worl
 
 def _sum(gram: InputGram, other: InputGram) -> InputGram:
     """The Gram matrix of the tokens of both, for the matrices of ``gram``."""
-    here, there = (each.tokens + each.borrowed for each in (gram, other))
-    share = there / max(1, here + there)
-    return InputGram(
-        gram.names,
-        gram.H.lerp(other.H, share),
-        gram.mean.lerp(other.mean, share),
-        gram.tokens + other.tokens,
-        gram.borrowed + other.borrowed,
-    )
+    tokens, borrowed = gram.tokens + other.tokens, gram.borrowed + other.borrowed
+    share = (other.tokens + other.borrowed) / max(1, tokens + borrowed)
+    return InputGram(gram.names, gram.H.lerp(other.H, share), gram.mean.lerp(other.mean, share), tokens, borrowed)
 
 
 #: Densities where the cost of sparsity is measured, relative to the requested one.
@@ -241,9 +236,6 @@ _ROWS = 256
 _SOLVER = Wanda()
 #: An outlier, for OWL: a score this many times the mean. Yin et al. 2024, arXiv 2310.05175, table 6.
 _OUTLIER = 5.0
-
-#: A matrix by block and name.
-Place = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -257,7 +249,7 @@ class Plan(Kept):
     bits: dict[Place, int] = field(default_factory=dict)  # of each matrix; empty where all have as many
 
     def pattern(self, matrix: Matrix, usual: PatternOf) -> Pattern:
-        """That of ``matrix``, which without a plan would be its ``usual`` one."""
+        """The pattern of ``matrix``, which without a plan would be its ``usual`` one."""
         pattern, zeros = usual(matrix), self.zeros.get(matrix.place)
         return pattern if zeros is None else _at(pattern, zeros / matrix.size)
 
@@ -284,7 +276,10 @@ def plan(
     matrices = [matrix for matrix in model.matrices() if pattern_of(matrix).at(0.0) is not None]
     if not matrices:
         return Plan()
-    samples = _pilot(samples, planning.pilot, world)
+    if isinstance(samples, Tensor):
+        samples = pilot_of(samples, planning.pilot, world)
+    else:  # those of one process
+        samples = samples[:: max(1, min(math.floor(1 / planning.pilot), len(samples)))]
     importance: dict[Place, Tensor] = {}
     if isinstance(samples, Tensor) and (planning.allocation == "loss" or planning.importance > 0):
         by_block = measured(model, samples, world, progress)
@@ -310,13 +305,6 @@ def plan(
     power = planning.importance
     weights = {place: row_weights(value, power) for place, value in importance.items() if power}
     return Plan(zeros, weights)
-
-
-def _pilot(samples: Samples, share: float, world: World) -> Samples:
-    """This process's part of a ``share`` of the samples of all."""
-    if isinstance(samples, Tensor):
-        return pilot_of(samples, share, world)
-    return samples[:: max(1, min(math.floor(1 / share), len(samples)))]  # those of one process
 
 
 @dataclass
@@ -352,12 +340,11 @@ class _Allocation(ABC):
         """The number of zeros of each matrix."""
 
 
+@dataclass
 class _Outliers(_Allocation):
     """Shares zeros out among blocks by their outliers (OWL); all matrices of a block have the same sparsity."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._ratios: list[float] = []  # of each block
+    _ratios: list[float] = field(default_factory=list)  # of each block
 
     def _measure(self, block: DecoderBlock, inputs: list[tuple[Matrix, Gram]]) -> None:
         scores = torch.cat([(block.weight(matrix).abs() * gram.norm).flatten() for matrix, gram in inputs])

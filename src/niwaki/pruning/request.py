@@ -6,7 +6,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from niwaki.arguments import INTERNAL, check_fields
 from niwaki.checkpoints.reading import Checkpoint
@@ -132,7 +131,17 @@ class Request:
 
     @cached_property
     def _masking(self) -> tuple[Solver, str | None]:
-        return take_masks(self._updating, self.mask_source)
+        """(The solver, with another one's masks where ``mask_from`` names that; ``mask_from``, where it is a model).
+
+        Raises UsageError where it is neither.
+        """
+        source = self.mask_source
+        if source is None or is_model(source):
+            return self._updating, source
+        try:
+            return MaskThenUpdate(make_solver(source), self._updating), None
+        except UnknownNameError as error:
+            raise UsageError(f"there is no directory {source} to take masks from, and {error}") from None
 
     @property
     def solving(self) -> Solver:
@@ -197,19 +206,6 @@ def rounds_to_nearest(grid: Grid, effort: str | Effort | None) -> bool:
     return effort == NO_EFFORT or (effort is None and grid.bits >= _FINE and not grid.is_mixed)
 
 
-def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | None]:
-    """(``solver``, with another one's masks where ``mask_from`` names that; ``mask_from``, where it is a pruned model).
-
-    Raises UsageError where it is neither.
-    """
-    if mask_from is None or is_model(mask_from):
-        return solver, mask_from
-    try:
-        return MaskThenUpdate(make_solver(mask_from), solver), None
-    except UnknownNameError as error:
-        raise UsageError(f"there is no directory {mask_from} to take masks from, and {error}") from None
-
-
 def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: StreamedModel) -> PatternOf:
     """The pattern of each matrix: the same for all, or the mask that it has in another model.
 
@@ -235,15 +231,12 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
 
     def masked(matrix: Matrix) -> Pattern:
         mask = (matrix.read(lender) != 0).to(streamed.device)
-        return Fixed(mask) if wanted is None else _extended(mask, wanted)
+        if wanted is None:
+            return Fixed(mask)
+        extended = Among(wanted, mask, refinable=True)  # with the zeros that are missing, if any are
+        return Fixed(mask, wanted) if torch.equal(extended.mask(mask.float()), mask) else extended
 
     return masked
-
-
-def _extended(mask: Tensor, pattern: Pattern) -> Pattern:
-    """``mask`` as it is where ``pattern`` asks for no zeros beyond its own, else with those that are missing."""
-    extended = Among(pattern, mask, refinable=True)
-    return Fixed(mask, pattern) if torch.equal(extended.mask(mask.float()), mask) else extended
 
 
 def notes_on_masks(pattern: Pattern | None, source: str | None, streamed: StreamedModel) -> list[str]:

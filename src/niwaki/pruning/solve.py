@@ -114,15 +114,11 @@ class BlockSolver:
 
     def _cost_together(self, matrix: Matrix) -> float | None:
         """What a matrix costs each process if all have some of its rows; None if its rows depend on each other."""
-        rows, columns = matrix.shape
+        (rows, columns), size = matrix.shape, self.world.size
         separable = self.request.solving.separable_rows and self.format.is_separable(matrix)
-        if (
-            separable
-            and rows >= self.world.size
-            and self.pattern_of(matrix).for_rows(self.world.rows(rows)) is not None
-        ):
-            return self._flops(math.ceil(rows / self.world.size), columns)
-        return None
+        if not separable or rows < size or self.pattern_of(matrix).for_rows(self.world.rows(rows)) is None:
+            return None
+        return self._flops(math.ceil(rows / size), columns)
 
     def _flops(self, rows: int, columns: int) -> float:
         return self.request.solving.flops(rows, columns) + self.format.round_flops(rows, columns)
@@ -135,7 +131,8 @@ class BlockSolver:
             places = W != 0 if int(W.count_nonzero()) < W.numel() else None
             problem, solution = self._solution(matrix, rows.own(W), gram, self._pattern(matrix, places, rows), rows)
             if places is not None and solution.factors is None:
-                solution = _with_idle(solution, rows)
+                idle = rows.total(int((solution.mask & (solution.W == 0)).count_nonzero()))
+                solution = _with_stats(solution, kept_at_zero=idle) if idle else solution
             parts: tuple[Tensor, ...] = ()
             error, stored_as = _error(problem, solution, rows), block.stored_dtype(matrix)
             if self.format.parts_like(matrix, stored_as):
@@ -172,21 +169,14 @@ class BlockSolver:
         return problem, solution
 
     def _pattern(self, matrix: Matrix, places: Tensor | None, rows: Rows) -> Pattern:
-        """That of these ``rows`` of ``matrix``, whose weights are not zero at ``places``, or nowhere."""
-        pattern: Pattern | None = self.pattern_of(matrix)
+        """The pattern of these ``rows`` of ``matrix``, whose weights are not zero at ``places``, or nowhere."""
+        pattern = self.pattern_of(matrix)
         # A product has no zeros to keep.
-        if pattern is not None and places is not None and not (self.request.revive or pattern.has_factors):
+        if places is not None and not (self.request.revive or pattern.has_factors):
             pattern = Among(pattern, places)
-        if pattern is not None and rows is not ALL:
-            pattern = pattern.for_rows(rows)
-        assert pattern is not None
-        return pattern
-
-
-def _with_idle(solution: Solution, rows: Rows) -> Solution:
-    """With the number of weights that are kept and yet zero, if there are any."""
-    idle = rows.total(int((solution.mask & (solution.W == 0)).count_nonzero()))
-    return _with_stats(solution, kept_at_zero=idle) if idle else solution
+        of_rows = pattern if rows is ALL else pattern.for_rows(rows)
+        assert of_rows is not None
+        return of_rows
 
 
 def _with_stats(solution: Solution, **stats: float | int | str) -> Solution:

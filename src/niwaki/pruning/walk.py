@@ -70,10 +70,8 @@ class Walk:
         streams = self._embedded(samples, heldout)
         run.clock.lap("capture")
         if model.budget.spilled:
-            self.run.note(
-                self.record,
-                f"{model.budget.spilled / 2**20:,.1f} MiB of hidden states were spilled to disk (memory limit reached)",
-            )
+            size = f"{model.budget.spilled / 2**20:,.1f} MiB"
+            run.note(self.record, f"{size} of hidden states were spilled to disk (memory limit reached)")
         for block in model.stream():
             if block.index >= stop and not heldout:
                 break
@@ -168,12 +166,12 @@ class Walk:
             store.restore(block, block.matrices)
         run.clock.lap("write")
         if borrowed:
-            self.run.note(self.record, borrowed)
+            run.note(self.record, borrowed)
         if states and streams.calibration_dense and trained_matrices(block):
             self._fit(block, states, streams.calibration_dense)
 
     def _input_grams(self, block: DecoderBlock, states: HiddenStates) -> list[InputGram]:
-        """Those of all inputs of the block's matrices."""
+        """The Gram matrices of all inputs of the block's matrices."""
         run = self.run
         run.progress.stage(block.index, "capture", len(states.hidden))
         grams = block.input_grams(states, run.progress.step, run.world, self.record.tf32)
@@ -182,14 +180,9 @@ class Walk:
         return grams
 
     def _fit(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates) -> None:
-        run = self.run
-        store = self.store
-        fit = Fit(
-            *(block, states, dense, self.effort.fit, run.world, run.progress.step),
-            on_grid=store.on_grid,
-            factors=store.factors,
-            project_factors=store.format.project_factors,
-        )
+        run, store, fitting = self.run, self.store, self.effort.fit
+        world, done, project_factors = run.world, run.progress.step, store.format.project_factors
+        fit = Fit(block, states, dense, fitting, world, done, store.on_grid, store.factors, project_factors)
         run.progress.stage(block.index, "fit", fit.batches)
         self.record.fits.append(fit.run())
         store.write_trained(block, fit.factors)
@@ -197,29 +190,24 @@ class Walk:
 
     def _keep(self, block: DecoderBlock, matrix: Matrix, solved: Solved) -> None:
         """Writes a matrix that was solved, and records it."""
-        stored, parts, record = solved
-        self.run.progress.solved(record)
+        (stored, parts, record), run = solved, self.run
+        run.progress.solved(record)
         if not block.released:
             block.put(matrix, stored)
         self.store.write(matrix, stored, parts)
         zeros = self.store.format.zeros(stored, parts)
-        self.run.journal.zeros[matrix.key] = self.run.journal.zeros.get(matrix.key, 0) + zeros
+        run.journal.zeros[matrix.key] = run.journal.zeros.get(matrix.key, 0) + zeros
         asked, used = record.stats.get("damping_asked"), record.stats.get("damping")
         if isinstance(asked, float) and isinstance(used, float) and used > asked * 1.01 + 1e-6:
-            self.run.note(
-                self.record,
-                f"block {record.block} {record.name}: damping raised from {asked:g} to {used:g}, "
-                "because the Gram matrix is close to singular",
-            )
+            raised = f"damping raised from {asked:g} to {used:g}, because the Gram matrix is close to singular"
+            run.note(self.record, f"block {record.block} {record.name}: {raised}")
         self.record.matrices.append(record)
 
     def _measure(self, streams: Streams, heldout: Windows | None) -> None:
         """Puts sparsity and perplexity into the record, after the last block."""
         model, record, run = self.model, self.record, self.run
         zeros = "" if run.earlier else _zeros_before(record, self.request.revive)  # of another stage they are no news
-        for said in (zeros, _kept_at_zero(record)):
-            if said:
-                self.run.note(self.record, said)
+        run.note(record, *filter(None, (zeros, _kept_at_zero(record))))
         record.sparsity = sum(run.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
@@ -235,10 +223,9 @@ def _zeros_before(record: Record, revive: bool) -> str:
     )
     weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
     if revived:
-        return (
-            f"{revived:,} of the {zeros:,} weights that were zero in the model no longer are "
-            f"({100 * revived / zeros:.3g} %)" + ", as --revive allows" * revive
-        )
+        share = f"{100 * revived / zeros:.3g} %"
+        allowed = ", as --revive allows" if revive else ""
+        return f"{revived:,} of the {zeros:,} weights that were zero in the model no longer are ({share}){allowed}"
     if revive or zeros < FEW_ZEROS * weights:
         return ""
     return (

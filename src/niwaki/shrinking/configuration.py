@@ -19,11 +19,13 @@ from niwaki.models.structure import find_parts, structure
 from niwaki.shrinking.experts import COUNTS
 from niwaki.shrinking.units import Removal
 
-#: Entries of configurations with a value for each block; that list blocks; that say how many blocks, from the first,
-#: are of one kind; and rules for all these, which no longer hold when blocks are removed.
+#: Entries of configurations with a value for each block.
 _FOR_EACH = ("layer_types", "mlp_layer_types", "no_rope_layers")
+#: Entries that list blocks.
 _LISTS = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs")
+#: Entries that say how many blocks, from the first, are of one kind.
 _FIRST = ("max_window_layers", "first_k_dense_replace")
+#: Rules for all these entries, which no longer hold when blocks are removed.
 _RULES = ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval", "interleave_moe_layer_step")
 #: How many blocks an encoder and a decoder have.
 _DEPTHS = (
@@ -33,19 +35,9 @@ _DEPTHS = (
 )
 #: Attributes of modules that say where a block is, and how many heads and neurons it has.
 _SIZES = {
-    *("layer_idx", "layer_number", "num_heads", "num_attention_heads", "num_key_value_heads"),
-    *(
-        "num_key_value_groups",
-        "intermediate_size",
-        "intermediate_dim",
-        "ffn_dim",
-        "in_features",
-        "out_features",
-        "nf",
-        "nx",
-    ),
-    *COUNTS,
-}
+    "layer_idx", "layer_number", "num_heads", "num_attention_heads", "num_key_value_heads", "num_key_value_groups",
+    "intermediate_size", "intermediate_dim", "ffn_dim", "in_features", "out_features", "nf", "nx", *COUNTS,
+}  # fmt: skip
 #: How much hidden states may differ, relative to their norm, by the dtype of the blocks.
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
@@ -89,6 +81,7 @@ def _without_drafts(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_blocks(model: StreamedModel, kept: Sequence[int]) -> dict[str, Any]:
+    """What changes in the configuration where only the blocks ``kept`` stay."""
     changes: dict[str, Any] = _depths(model, kept)
     for name in (*_FOR_EACH, *_LISTS, *_FIRST):
         value = getattr(model.config, name, None)
@@ -183,9 +176,9 @@ def _traits(block: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Which tensors of a model the smaller one has."""
+    """The tensors of a model, by what becomes of them in the smaller one."""
 
-    left: list[ExtraTensors]  # out
+    left: list[ExtraTensors]  # those that are left out
     outside: list[str]  # keys of those outside blocks
     blocks: list[dict[str, str]]  # of each block keys, with what they become, see :func:`tensors_of_blocks`
 

@@ -27,7 +27,7 @@ _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 @dataclass(frozen=True)
 class ExpertRemoval(Removal):
-    """Of whole experts, as many of each group that the router chooses from."""
+    """The removal of whole experts, as many of each group that the router chooses from."""
 
     paths: list[str | None]  # of the experts in each block; None where there are none
     groups: int
@@ -43,17 +43,11 @@ class FittedExperts:
     stats: dict[str, float | int | str]
 
 
-@dataclass(frozen=True)
-class Mixtures:
-    """The experts of all blocks of a model."""
+def _find_mixtures(model: StreamedModel) -> tuple[list[str | None], int, list[Matrix]]:
+    """(The path of the experts in each block, None where there are none; their number; their last matrices).
 
-    paths: list[str | None]  # of the experts in each block; None where there are none
-    experts: int  # in each
-    down: list[Matrix]  # whose outputs are the experts' own
-
-
-def _find_mixtures(model: StreamedModel) -> Mixtures:
-    """The experts of ``model``; UsageError where there are none, UnsupportedModelError where they are unknown."""
+    UsageError where ``model`` has no experts, UnsupportedModelError where they are unknown.
+    """
     paths = [find_experts(block) for block in model.blocks]
     mixed = dict.fromkeys(matrix.block for matrix in model.matrices() if matrix.expert is not None)
     if not mixed:
@@ -66,7 +60,7 @@ def _find_mixtures(model: StreamedModel) -> Mixtures:
     down = [matrix for matrix in model.matrices() if matrix.parameter == f"{paths[matrix.block]}.{DOWN}"]
     if {matrix.block for matrix in down} != set(mixed):
         raise refused(model, "experts", "the last matrices of experts are not known")
-    return Mixtures(paths, counts.pop(), down)
+    return paths, counts.pop(), down
 
 
 def expert_removal(model: StreamedModel, fraction: float) -> ExpertRemoval:
@@ -74,10 +68,9 @@ def expert_removal(model: StreamedModel, fraction: float) -> ExpertRemoval:
 
     Raises UsageError where there are none or this number cannot be removed, UnsupportedModelError where blocks differ.
     """
-    mixtures = _find_mixtures(model)
-    if "." not in str(next(filter(None, mixtures.paths))):
+    (paths, experts, down), config = _find_mixtures(model), model.config
+    if "." not in str(next(filter(None, paths))):
         raise refused(model, "experts", "their router runs outside of a module that has both")
-    experts, config = mixtures.experts, model.config
     names = [name for name in COUNTS if getattr(config, name, None) == experts]
     if not names:
         raise refused(model, "experts", f"its configuration has no entry for their number, {experts}")
@@ -100,12 +93,11 @@ def expert_removal(model: StreamedModel, fraction: float) -> ExpertRemoval:
             f"experts {fraction:g} of {experts}{of}, {chosen} for each token, would be {count}; its routing allows "
             f"{possible}{steps}"
         )
-    parameters = [
-        _parameters(block, path, experts) if path else []
-        for block, path in zip(model.blocks, mixtures.paths, strict=True)
-    ]
-    left_over = dict.fromkeys(names, experts - count)
-    return ExpertRemoval("experts", experts, count, left_over, parameters, mixtures.down, mixtures.paths, groups)
+    blocks = zip(model.blocks, paths, strict=True)
+    parameters = [_parameters(block, path, experts) if path else [] for block, path in blocks]
+    return ExpertRemoval(
+        "experts", experts, parameters, down, count, dict.fromkeys(names, experts - count), paths, groups
+    )
 
 
 def _parameters(block: nn.Module, path: str, experts: int) -> list[UnitParameter]:
@@ -122,7 +114,7 @@ def _parameters(block: nn.Module, path: str, experts: int) -> list[UnitParameter
 
 @dataclass(frozen=True)
 class ChosenExperts:
-    """Which experts of a block stay, and what all of them have seen."""
+    """The choice of the experts of a block that stay, and what all of them have seen."""
 
     mask: Tensor  # (experts,) bool, of those that stay
     arguments: list[tuple[Any, ...]]  # of the module that has the experts and their router, for each batch
@@ -152,8 +144,31 @@ def fit_experts(block: DecoderBlock, path: str, chosen: ChosenExperts) -> Fitted
     no such fit.
     """
     experts, gates = Router(block.module, path).route(chosen.arguments)
-    routed = Routed(chosen.routed.X, experts, gates, chosen.routed.Y)
-    return _fit_last(Mixture(block, path), routed)
+    mixture, routed = Mixture(block, path), Routed(chosen.routed.X, experts, gates, chosen.routed.Y)
+    down, parameter = mixture.down, mixture.experts.get_parameter(DOWN)
+    residual = routed.Y.to(torch.float32, copy=True)
+    power = max(float(residual.square().sum(dtype=torch.float64)), 1e-30)
+    counts = []
+    for expert in range(len(down)):
+        rows, gates = routed.to(expert)
+        counts.append(len(rows))
+        if len(rows):
+            residual[rows] -= gates * mixture.answer(expert, routed.X[rows])[1]
+
+    def inputs(expert: int) -> tuple[Tensor, Tensor]:
+        rows, X = routed.to(expert)
+        if len(rows):
+            X = X * mixture.answer(expert, routed.X[rows])[0]
+        return rows, X
+
+    fit = fit_sum(lambda expert: down[expert].within(parameter).float(), inputs, len(down), residual)
+    weights = []
+    for expert in range(len(down)):
+        matrix = down[expert]
+        weights.append((matrix, block.stored(matrix, fit.W.pop(0))))  # or all would be there twice
+        block.put(*weights[-1])
+    stats: dict[str, float | int | str] = {"error_before_fit": fit.before / power, "sweeps": fit.sweeps}
+    return FittedExperts(weights, fit.after / power, min(counts), stats)
 
 
 def scores(mixture: Mixture, routed: Routed, experts: int) -> list[float]:
@@ -175,31 +190,3 @@ def highest(scores: list[float], count: int, groups: int) -> list[int]:
         order = sorted(range(start, start + size), key=lambda expert: -scores[expert])
         kept += order[: count // groups]
     return sorted(kept)
-
-
-def _fit_last(mixture: Mixture, routed: Routed) -> FittedExperts:
-    """Fits the last matrices of the experts of ``mixture``, to which ``routed`` goes, and puts them into the block."""
-    parameter = mixture.experts.get_parameter(DOWN)
-    residual = routed.Y.to(torch.float32, copy=True)
-    power = max(float(residual.square().sum(dtype=torch.float64)), 1e-30)
-    counts = []
-    for expert in range(len(mixture.down)):
-        rows, gates = routed.to(expert)
-        counts.append(len(rows))
-        if len(rows):
-            residual[rows] -= gates * mixture.answer(expert, routed.X[rows])[1]
-
-    def inputs(expert: int) -> tuple[Tensor, Tensor]:
-        rows, X = routed.to(expert)
-        if len(rows):
-            X = X * mixture.answer(expert, routed.X[rows])[0]
-        return rows, X
-
-    fit = fit_sum(lambda expert: mixture.down[expert].within(parameter).float(), inputs, len(mixture.down), residual)
-    weights = []
-    for expert in range(len(mixture.down)):
-        matrix = mixture.down[expert]
-        weights.append((matrix, mixture.block.stored(matrix, fit.W.pop(0))))  # or all would be there twice
-        mixture.block.put(*weights[-1])
-    stats: dict[str, float | int | str] = {"error_before_fit": fit.before / power, "sweeps": fit.sweeps}
-    return FittedExperts(weights, fit.after / power, min(counts), stats)

@@ -1,4 +1,4 @@
-"""Blocks, heads and neurons that go together: those that cost least among all that leave a model of a given size."""
+"""Which blocks, heads and neurons go: those without which predictions change least, alone or to a given size."""
 
 import inspect
 import math
@@ -22,7 +22,8 @@ from niwaki.runs.stage import Run, joined, written
 from niwaki.runs.store import Kept
 from niwaki.shrinking.configuration import Tensors
 from niwaki.shrinking.trial import Trial, Way
-from niwaki.shrinking.units import ColumnRemoval, ColumnUnits, heads_of, neurons_of
+from niwaki.shrinking.units import ColumnUnits, Removal, heads_of, neurons_of
+from niwaki.windows import Windows
 
 # Which blocks go: those without which, after the repair, the model's predictions change least.
 
@@ -31,8 +32,10 @@ Blocks = tuple[int, int]
 
 #: What the parts of blocks call the cache that they are given.
 _CACHES = {"past_key_values", "past_key_value", "cache_params", "layer_past", "past_states"}
-#: Tokens that repairs are fitted to, and others on which predictions are compared, of all processes.
-FITTED, _RUNS_COMPARED = 16_384, 2_048
+#: Tokens of all processes that repairs are fitted to.
+FITTED = 16_384
+#: Others of all processes on which predictions without a run of blocks are compared.
+_RUNS_COMPARED = 2_048
 
 
 @torch.no_grad()
@@ -57,8 +60,8 @@ def costs_of_runs(
     runs = [(start, stop) for stop in range(1, depth + 1) for start in range(max(0, stop - longest), stop)]
     runs = [run for run in runs if _can_go(model, range(*run))]
     with model.budget.lent() as budget:
-        states = model.embed(fitted), model.embed(compared)
-        trial = Trial(model, *states, [Way(range(*run)) for run in runs], world, progress, budget)
+        ways = [Way(range(*run)) for run in runs]
+        trial = Trial(model, model.embed(fitted), model.embed(compared), ways, world, progress, budget)
         return dict(zip(runs, trial.costs(), strict=True))
 
 
@@ -70,7 +73,7 @@ def _can_go(model: StreamedModel, blocks: range) -> bool:
 
 
 def operations_of_runs(model: StreamedModel, longest: int) -> float:
-    """Those of :func:`costs_of_runs`, about, see :mod:`niwaki.runs.duration`."""
+    """About how many operations :func:`costs_of_runs` takes, see :mod:`niwaki.runs.duration`."""
     return passes(model, _RUNS_COMPARED, count=len(model.blocks) * longest / 2, head=True)
 
 
@@ -94,7 +97,7 @@ def some_of(samples: Tensor, tokens: int, processes: int) -> Tensor:
 
 
 def kinds_of(model: StreamedModel) -> list[frozenset[str]]:
-    """Of each block how it remembers what was before: the classes of its parts that take a cache.
+    """How each block remembers what was before: the classes of its parts that take a cache.
 
     Programs that continue texts expect each of them at least once in a model, attention among others.
     """
@@ -140,8 +143,10 @@ def cheapest(costs: Mapping[Blocks, float], kinds: Sequence[Hashable], count: in
 LONGEST_RUN = 4
 #: At most so much goes of the blocks, and of the heads and the neurons of each block that stays.
 _MOST = {"blocks": 0.5, "heads": 0.67, "neurons": 0.75}
-#: At most so many numbers of blocks are tried, with at most so many numbers of heads each.
-_BLOCKS, _HEADS = 12, 4
+#: At most so many numbers of blocks are tried.
+_BLOCKS = 12
+#: At most so many numbers of heads are tried with each number of blocks.
+_HEADS = 4
 #: What several kinds have to cost less than the best one alone: what fits gain afterwards is not the same for all.
 _MARGIN = 0.02
 #: Tokens on which predictions are compared where repairs are fitted to text of the model's own.
@@ -218,12 +223,12 @@ class Combinations:
         """The blocks, those of the fewest parameters first: of several kinds the small ones may cost least."""
         return sorted(range(len(self.model.blocks)), key=lambda block: -self._size([], [block]))
 
-    def removals(self, units: Mapping[str, int]) -> list[ColumnRemoval]:
-        """Those of so many ``units`` of each kind."""
+    def removals(self, units: Mapping[str, int]) -> list[Removal]:
+        """The removals of so many ``units`` of each kind."""
         return [kind.without(units[kind.kind]) for kind in self.kinds if kind.kind in units]
 
     def of(self, costs: Mapping[Blocks, float]) -> list[Combination]:
-        """Those to try, where runs of blocks have these ``costs``: for numbers of blocks and heads, as many neurons.
+        """What to try, where runs of blocks have these ``costs``: for numbers of blocks and heads, as many neurons.
 
         Each leaves at most the parameters that are wanted, and would leave more with any fewer units of the last kind.
         """
@@ -238,20 +243,20 @@ class Combinations:
         return found
 
     def operations(self) -> float:
-        """Those of finding the cheapest one, about, see :mod:`niwaki.runs.duration`."""
+        """About how many operations finding the cheapest one takes, see :mod:`niwaki.runs.duration`."""
         few = 1 + sum(min(_HEADS - 1, len(self._counts(kind))) for kind in self.kinds[:-1])
         ways = few * min(_BLOCKS, self.most_blocks + 1)
         searched = operations_of_runs(self.model, min(self.most_blocks, LONGEST_RUN))
         return searched + passes(self.model, _COMPARED, count=ways, head=True)
 
-    def _few(self) -> Iterator[list[ColumnRemoval]]:
+    def _few(self) -> Iterator[list[Removal]]:
         """What goes of the kinds of which few numbers are tried: all kinds but the last."""
         yield []
         for kind in self.kinds[:-1]:
             for count in _evenly(self._counts(kind), _HEADS - 1):
                 yield [kind.without(count)]
 
-    def _last(self, few: list[ColumnRemoval], blocks: Sequence[int]) -> list[ColumnRemoval] | None:
+    def _last(self, few: list[Removal], blocks: Sequence[int]) -> list[Removal] | None:
         """What goes of the last kind beside the rest, an empty list for nothing; None where all is not enough."""
         if self._size(few, blocks) <= self.target:
             return []
@@ -265,7 +270,7 @@ class Combinations:
     def _counts(self, kind: ColumnUnits) -> list[int]:
         return [count for count in kind.counts if count <= _MOST[kind.kind] * kind.units]
 
-    def _size(self, removals: Sequence[ColumnRemoval], blocks: Sequence[int]) -> int:
+    def _size(self, removals: Sequence[Removal], blocks: Sequence[int]) -> int:
         return self.tensors.parameters(self.model, removals, blocks)
 
 
@@ -326,9 +331,9 @@ def costs_of_combinations(
         texts = some_of(own, FITTED, world.size), some_of(given, _COMPARED, world.size)
     fitted, compared = map(world.share, texts)
     with model.budget.lent() as budget:
-        states = model.embed(fitted), model.embed(compared)
+        dense, others = model.embed(fitted), model.embed(compared)
         ways = [Way(each.blocks, each.units) for each in combinations]
-        return Trial(model, *states, ways, world, progress, budget, kinds, importance).costs()
+        return Trial(model, dense, others, ways, world, progress, budget, kinds, importance).costs()
 
 
 # What is decided before anything is removed: text to calibrate on, outputs that matter, and blocks to remove.
@@ -351,9 +356,8 @@ class ShrinkPlan(Kept):
 def planned(
     model: StreamedModel,
     effort: Effort,
-    samples: Tensor,
-    bos: int | None,
-    columns: Sequence[ColumnRemoval],
+    windows: Windows,
+    columns: Sequence[Removal],
     count: int,
     combinations: Combinations | None,
     record: Record,
@@ -361,12 +365,11 @@ def planned(
 ) -> ShrinkPlan:
     """The plan for the removal of ``count`` blocks and of ``columns``, or of one of ``combinations``.
 
-    All is decided by the dense model. ``samples`` (samples, length) int64 are the process's share of the calibration
-    text, of which each window begins with ``bos`` if there is one.
+    All is decided by the dense model. ``windows`` are the process's share of the calibration text.
     """
-    synthetic = None
+    samples, synthetic = windows.tokens, None
     if effort.synthetic:
-        synthetic = written(run, model, record, effort.synthetic, samples, bos)
+        synthetic = written(run, model, record, effort.synthetic, samples, windows.bos)
         run.clock.lap("plan")
     importance: dict[tuple[int, str], Tensor] = {}
     kinds = combinations.kinds if combinations else columns
@@ -388,8 +391,9 @@ def planned(
     if combinations is None:
         return replace(plan, dropped=cheapest(costs, kinds_of(model), count))
     ways = combinations.of(costs)
-    texts = samples, synthetic
-    found = costs_of_combinations(model, *texts, ways, combinations.kinds, importance, run.world, run.progress)
+    found = costs_of_combinations(
+        model, samples, synthetic, ways, combinations.kinds, importance, run.world, run.progress
+    )
     run.clock.lap("influence")
     way, tried = best_of(ways, found), {str(each): cost for each, cost in zip(ways, found, strict=True)}
     run.note(record, note_on(str(way), tried))

@@ -25,14 +25,7 @@ from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, begin_record, usu
 from niwaki.shrinking.configuration import Tensors
 from niwaki.shrinking.experts import expert_removal
 from niwaki.shrinking.search import Combinations, kinds_of, most_blocks, operations_of_runs
-from niwaki.shrinking.units import (
-    Removal,
-    head_removal,
-    mlps,
-    neuron_removal,
-    notes_on,
-    removed_of,
-)
+from niwaki.shrinking.units import Removal, head_removal, mlps, neuron_removal, notes_on, removed_of
 from niwaki.shrinking.walk import Removing
 from niwaki.texts.texts import Texts
 

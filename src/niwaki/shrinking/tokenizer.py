@@ -52,11 +52,14 @@ class TokenizerFile:
         self._content = read_json(self.path)
         try:
             self._model: dict[str, Any] = self._content["model"]
-            self._kind = self._model["type"] if "type" in self._model else self._guessed()
+            # Old files do not say the kind of byte-pair encoding.
+            self._kind = self._model.get("type", "BPE" if "merges" in self._model else "unknown")
             if self._kind not in ("BPE", "Unigram"):
                 raise self._unsupported(f"is of the kind {self._kind}")
             #: By text, the number of each token; first those that are made of text.
-            self.tokens = self._read_tokens()
+            vocab = self._model["vocab"]
+            pairs = vocab.items() if isinstance(vocab, dict) else ((piece, i) for i, (piece, _) in enumerate(vocab))
+            self.tokens = {str(token): int(number) for token, number in pairs}
             self.added = {each["content"]: int(each["id"]) for each in self._content.get("added_tokens") or []}
             #: (first, second, result) of each merge, None where a token of it is missing.
             self._merges = [*self._read_merges()] if self._kind == "BPE" else []
@@ -68,19 +71,10 @@ class TokenizerFile:
             raise CheckpointError(f"{self.path} is not a tokenizer that can be read ({error!r})") from error
         self._texts = {number: token for token, number in self.tokens.items()}
 
-    def _guessed(self) -> str:
-        """Old files do not say the kind of byte-pair encoding."""
-        return "BPE" if "merges" in self._model else "unknown"
-
     def _unsupported(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(
             f"{self.path} {what}, so no tokens can be removed; byte-level BPE, BPE with byte fallback and Unigram can"
         )
-
-    def _read_tokens(self) -> dict[str, int]:
-        vocab = self._model["vocab"]
-        pairs = vocab.items() if isinstance(vocab, dict) else ((piece, i) for i, (piece, _) in enumerate(vocab))
-        return {str(token): int(number) for token, number in pairs}
 
     def _read_merges(self) -> Iterator[tuple[str, str, str] | None]:
         for merge in self._model["merges"]:
@@ -94,13 +88,10 @@ class TokenizerFile:
         for name, known in _MERGING.items():
             if (value := self._model.get(name)) not in known:
                 raise self._unsupported(f"has {name} {value!r}")
-        if not (self._is_byte_level or self._model.get("byte_fallback")):
-            raise self._unsupported("is BPE of characters without bytes")
-
-    @property
-    def _is_byte_level(self) -> bool:
         steps = (self._content.get(name) for name in ("normalizer", "pre_tokenizer", "decoder"))
-        return any(_BYTE_LEVEL in _values(step, "type") for step in steps)
+        is_byte_level = any(_BYTE_LEVEL in _values(step, "type") for step in steps)
+        if not (is_byte_level or self._model.get("byte_fallback")):
+            raise self._unsupported("is BPE of characters without bytes")
 
     def _always(self) -> frozenset[int]:
         names = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -141,7 +132,7 @@ class TokenizerFile:
         return made
 
     def shares(self) -> dict[int, float]:
-        """By number, how common each token was in the text that the tokenizer is from, as far as the file tells.
+        """How common each token was in the text that the tokenizer is from, by its number, as far as the file tells.
 
         Unigram says its probability. Merges are in the order of how common they were, and by Zipf's law that is about
         one over their rank.
@@ -206,17 +197,15 @@ def _renumber(step: Any, new: Mapping[int, int]) -> None:
 
 #: Files of the same tokens in other forms, which the output is without.
 _OTHERS = (
-    "tokenizer.model*",
-    "spiece.model",
-    "sentencepiece*.model",
-    "tekken.json",
-    "*.tiktoken",
-    "vocab.bpe",
+    "tokenizer.model*", "spiece.model", "sentencepiece*.model", "tekken.json", "*.tiktoken", "vocab.bpe",
     "encoder.json",
-)
+)  # fmt: skip
 #: What a tokenizer is loaded from beside tokenizer.json.
 _BESIDE = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-_CONFIG, _ADDED, _VOCABULARY, _MERGES = "tokenizer_config.json", "added_tokens.json", "vocab.json", "merges.txt"
+_CONFIG = "tokenizer_config.json"
+_ADDED = "added_tokens.json"
+_VOCABULARY = "vocab.json"
+_MERGES = "merges.txt"
 
 
 def left_out(directory: Path) -> set[str]:

@@ -115,7 +115,7 @@ def _filled(file: TokenizerFile, kept: set[int], order: list[int], size: int) ->
 
 
 def renumbered(kept: Collection[int]) -> Mapping[int, int]:
-    """By the old number of each token that stays its new one: the same order without gaps."""
+    """The new number of each token that stays, by its old one: the same order without gaps."""
     return {number: new for new, number in enumerate(sorted(kept))}
 
 
@@ -123,9 +123,9 @@ def renumbered(kept: Collection[int]) -> Mapping[int, int]:
 
 #: Files of a model directory that name tokens by their numbers.
 FILES = (
-    *("config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json"),
+    "config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json",
     "video_preprocessor_config.json",
-)
+)  # fmt: skip
 _SIZE = "vocab_size"
 #: The part of a configuration that is of the language model, where it has others too.
 _TEXT = "text_config"
@@ -219,7 +219,9 @@ class ModelTokens:
         self.rows: int = model.config.vocab_size
         self.keys = _keys_of_rows(model)
         self.file = TokenizerFile(self._directory)
-        self._named = _named_tokens(self._directory)
+        files = [file for name in FILES if (file := self._directory / name).is_file()]
+        #: The tokens that configurations name by their numbers, each with a file that does.
+        self._named = {number: file for file in files for number in named(read_json(file), file)}
 
     @property
     def weights(self) -> int:
@@ -234,7 +236,7 @@ class ModelTokens:
         return self.rows - sum(number < self.rows for number in known)
 
     def choose(self, shares: Tensor, size: Size) -> Mapping[int, int]:
-        """By the number of each token that stays its new one; ``shares`` (tokens,) are those of a text.
+        """The new number of each token that stays, by its old one; ``shares`` (tokens,) are those of a text.
 
         UsageError where the ``size`` is less than what has to stay, or all there is.
         """
@@ -256,12 +258,6 @@ class ModelTokens:
                 )
         special = {number for number in tokenizer.all_special_ids if number in tokens}
         return {*self._named, *special, *added_in(self._directory), *_of_template(tokenizer)}
-
-
-def _named_tokens(directory: Path) -> dict[int, Path]:
-    """The numbers of tokens that configurations of a model name, each with a file that does."""
-    files = [directory / name for name in FILES if (directory / name).is_file()]
-    return {number: file for file in files for number in named(read_json(file), file)}
 
 
 def _of_template(tokenizer: Any) -> set[int]:

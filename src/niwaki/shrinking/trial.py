@@ -1,4 +1,4 @@
-"""Smaller models side by side, in one pass over the dense model's weights: how far their predictions are from its."""
+"""How far smaller models, repaired where blocks are gone, are from the dense one: side by side, in one pass over it."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,7 +95,7 @@ def add_inputs(H: Tensor, inputs: Tensor, outputs: Tensor) -> None:
 
 
 def add_residuals(C: Tensor, inputs: Tensor, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Likewise adds r u^T / |y|^2 to C (width, in), where r is what ``outputs`` lack to be ``wanted``.
+    """Adds r u^T / |y|^2 to C (width, in), see :func:`add_inputs`, where r is what ``outputs`` lack to be ``wanted``.
 
     Returns r and r / |y|^2 (tokens, width).
     """
@@ -105,29 +105,14 @@ def add_residuals(C: Tensor, inputs: Tensor, outputs: Tensor, wanted: Tensor) ->
     return residuals, weighted
 
 
-def summed_inputs(matrix: Matrix, inputs: SpillList, outputs: SpillList, world: World) -> Tensor:
-    """H of :func:`add_inputs` for the inputs of ``matrix`` and the outputs of its block, by batch, of all processes."""
-    H = torch.zeros(matrix.shape[1], matrix.shape[1], device=outputs[0].device)
-    for some, states in zip(inputs, outputs, strict=True):
-        add_inputs(H, some, states)
-    world.sum([H])
-    check(H)
-    return H
-
-
-def summed_residuals(matrix: Matrix, inputs: SpillList, outputs: SpillList, wanted: SpillList, world: World) -> Tensor:
-    """Likewise C of :func:`add_residuals`."""
-    C = torch.zeros(matrix.shape, device=outputs[0].device)
-    for some, states, others in zip(inputs, outputs, wanted, strict=True):
-        add_residuals(C, some, states, others)
-    world.sum([C])
-    check(C)
-    return C
-
-
-def with_change(states: Tensor, inputs: Tensor, change: Tensor) -> Tensor:
-    """The outputs ``states`` of a block after a ``change`` (out, in) of its last matrix, which has these ``inputs``."""
-    return (states.float() + (inputs @ change.T).view(states.shape)).to(states.dtype)
+def summed(shape: tuple[int, int], add: Callable[..., object], world: World, *values: SpillList) -> Tensor:
+    """What ``add``, :func:`add_inputs` or :func:`add_residuals`, sums over all batches of ``values`` and processes."""
+    total = torch.zeros(shape, device=values[0][0].device)
+    for batch in zip(*values, strict=True):
+        add(total, *batch)
+    world.sum([total])
+    check(total)
+    return total
 
 
 def check(*moments: Tensor) -> None:
@@ -272,7 +257,7 @@ class Trial:
         return divergences(self.model, self.compared, [way.states or self.compared for way in self.ways], self.world)
 
     def _grams(self, block: DecoderBlock) -> dict[str, Gram]:
-        """Of the inputs that the dense model has, by the name of each matrix that loses columns."""
+        """The Gram matrices of the dense model's inputs, by the name of each matrix that loses columns."""
         if not self.kinds:
             return {}
         matrices = [kind.matrices[block.index] for kind in self.kinds]
@@ -311,9 +296,8 @@ class Trial:
         if counts:
             with named(matrix.label):
                 rows = self.importance.get(matrix.place)
-                for count, each in zip(
-                    counts, removals_of_units(LayerProblem(W, gram), units.size, counts, rows), strict=True
-                ):
+                removals = removals_of_units(LayerProblem(W, gram), units.size, counts, rows)
+                for count, each in zip(counts, removals, strict=True):
                     yield count, each.W
 
     def _dense(self, block: DecoderBlock, is_before_gap: bool) -> _Repair | None:
@@ -324,7 +308,7 @@ class Trial:
             block.advance(self.fitted)
             return None
         inputs = advance_with_inputs(block, matrix, self.fitted, self.budget)
-        H = summed_inputs(matrix, inputs, self.fitted.hidden, self.world)
+        H = summed((matrix.shape[1], matrix.shape[1]), add_inputs, self.world, inputs, self.fitted.hidden)
         ridge = (block.weight(matrix), H) if self.kinds else Ridge(H, DAMPING)
         return _Repair(matrix, inputs, copied(self.fitted, self.budget), ridge)
 
@@ -344,8 +328,8 @@ class Trial:
         """Adds to the outputs of the block before ``gap`` what its last matrix, repaired, would add."""
         assert way.states
         if gap.start not in residuals:
-            parts = repair.matrix, repair.inputs, repair.outputs, self.fitted.hidden
-            residuals[gap.start] = summed_residuals(*parts, self.world)
+            inputs, outputs, shape = repair.inputs, repair.outputs, repair.matrix.shape
+            residuals[gap.start] = summed(shape, add_residuals, self.world, inputs, outputs, self.fitted.hidden)
         C, ridge = residuals[gap.start], repair.ridge
         if isinstance(ridge, tuple):
             weights, H = ridge
@@ -355,8 +339,9 @@ class Trial:
                 H, C = H * kept * kept.unsqueeze(1), C * kept
             ridge = Ridge(H, DAMPING)
         change = ridge.change(C)
-        for i, inputs in enumerate(gap.inputs):
-            way.states.hidden[i] = with_change(way.states.hidden[i], inputs, change)
+        for i, batch in enumerate(gap.inputs):
+            hidden = way.states.hidden[i]
+            way.states.hidden[i] = (hidden.float() + (batch @ change.T).view(hidden.shape)).to(hidden.dtype)
 
 
 def copied(states: HiddenStates, budget: MemoryBudget) -> SpillList:

@@ -20,9 +20,12 @@ _UP = {
 }
 #: Names of the number of neurons in configurations.
 _WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
-#: Block formats of other programs and the tiles of GPUs take rows of multiples of the first, and packed models of the
-#: second, which in MLPs of at least so many neurons is no coarse step.
-_MULTIPLE, _OF_LARGE, _LARGE = 32, 64, 2048
+#: Block formats of other programs and the tiles of GPUs take rows of multiples of it.
+_MULTIPLE = 32
+#: Packed models take rows of multiples of it.
+_OF_LARGE = 64
+#: In MLPs of at least so many neurons that is no coarse step.
+_LARGE = 2048
 
 
 @dataclass(frozen=True)
@@ -41,25 +44,26 @@ class UnitParameter:
 
 
 @dataclass(frozen=True)
-class Removal:
-    """What is removed from each block."""
+class Units:
+    """The parts that blocks have as many of, and of which the same number can go from each."""
 
     kind: str  # "heads", "neurons" or "experts"
     units: int  # in a block: experts, neurons, or groups of heads that share keys and values
-    count: int  # units to remove
-    config: dict[str, Any]  # what changes in the configuration
     parameters: list[list[UnitParameter]]  # of each block
     matrices: list[Matrix]  # those that are fitted
 
-
-@dataclass(frozen=True)
-class ColumnRemoval(Removal):
-    """Heads or neurons, whose outputs are columns of the input of one matrix in each block, which is fitted."""
-
     @property
     def size(self) -> int:
-        """Columns per unit."""
+        """Columns per unit, where its outputs are columns of the input of one matrix in each block."""
         return self.matrices[0].shape[1] // self.units
+
+
+@dataclass(frozen=True)
+class Removal(Units):
+    """What is removed from each block."""
+
+    count: int  # units to remove
+    config: dict[str, Any]  # what changes in the configuration
 
 
 #: The matrix that units go into, which is fitted, and all parameters with entries for them, this matrix first.
@@ -67,24 +71,15 @@ _Fitted = tuple[Matrix, list[UnitParameter]]
 
 
 @dataclass(frozen=True)
-class ColumnUnits:
+class ColumnUnits(Units):
     """The heads or the neurons of a model, of which the same number can go from each block."""
 
-    kind: str  # "heads" or "neurons"
-    units: int  # in a block; groups of heads that share keys and values
     counts: Sequence[int]  # how many can go, in ascending order
     configuration: Callable[[int], dict[str, Any]]  # what changes if so many go
-    parameters: list[list[UnitParameter]]  # of each block
-    matrices: list[Matrix]  # those that are fitted
 
-    @property
-    def size(self) -> int:
-        """Columns per unit."""
-        return self.matrices[0].shape[1] // self.units
-
-    def without(self, count: int) -> ColumnRemoval:
-        """The removal of so many of each block."""
-        return ColumnRemoval(self.kind, self.units, count, self.configuration(count), self.parameters, self.matrices)
+    def without(self, count: int) -> Removal:
+        """The removal of so many units of each block."""
+        return Removal(self.kind, self.units, self.parameters, self.matrices, count, self.configuration(count))
 
 
 def neurons_of(model: StreamedModel) -> ColumnUnits:
@@ -98,16 +93,14 @@ def neurons_of(model: StreamedModel) -> ColumnUnits:
     if not names:
         raise refused(model, "neurons", f"its configuration has no entry for their number, {width}")
     step = _step(width)
-    return ColumnUnits(
-        "neurons",
-        width,
-        range(step, width, step),
-        lambda count: dict.fromkeys(names, width - count),
-        *_separate(blocks),
-    )
+
+    def configuration(count: int) -> dict[str, Any]:
+        return dict.fromkeys(names, width - count)
+
+    return ColumnUnits("neurons", width, *_separate(blocks), range(step, width, step), configuration)
 
 
-def neuron_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
+def neuron_removal(model: StreamedModel, fraction: float) -> Removal:
     """Removes ``fraction`` of the MLP neurons of each block, rounded as in :func:`_rounded`.
 
     Raises UsageError where these are none or all, UnsupportedModelError as :func:`neurons_of`.
@@ -178,10 +171,10 @@ def heads_of(model: StreamedModel) -> ColumnUnits:
     allowed = [count for count in range(1, groups) if accepted(model.config, configuration(count))]
     if not allowed:
         raise refused(model, "heads", f"none of its {groups} {_named(heads, groups)} can be removed")
-    return ColumnUnits("heads", groups, allowed, configuration, *_separate(blocks))
+    return ColumnUnits("heads", groups, *_separate(blocks), allowed, configuration)
 
 
-def head_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
+def head_removal(model: StreamedModel, fraction: float) -> Removal:
     """Removes ``fraction`` of the attention heads of each block, those that share keys and values together.
 
     Raises UsageError where this number of heads cannot be removed, UnsupportedModelError as :func:`heads_of`.
@@ -216,7 +209,7 @@ def _mlp(model: StreamedModel, index: int) -> _Fitted:
 
 
 def mlps(matrices: Iterable[Matrix]) -> list[tuple[Matrix, list[Matrix]]]:
-    """Of each MLP among the ``matrices`` of a block: the matrix that neurons go into, and those that they come from."""
+    """For each MLP among the ``matrices`` of a block the matrix that neurons go into, and those that they come from."""
     by_name = {matrix.name: matrix for matrix in matrices if matrix.is_module}
     found = []
     for name, down in by_name.items():

@@ -32,9 +32,8 @@ from niwaki.shrinking.configuration import Tensors, check_outputs, configuration
 from niwaki.shrinking.experts import ExpertRemoval, choose_experts, fit_experts
 from niwaki.shrinking.search import Combinations, ShrinkPlan, planned
 from niwaki.shrinking.trial import bridge, last_matrix
-from niwaki.shrinking.units import ColumnRemoval, Removal, notes_on, removed_of
+from niwaki.shrinking.units import Removal, notes_on, removed_of
 from niwaki.texts.texts import Texts
-from niwaki.windows import Windows
 
 # The tensors of a block with fewer units: as they are written, and as the smaller block in memory has them.
 
@@ -126,7 +125,7 @@ class BlockTensors:
         return replace(block, module=smaller, matrices=matrices)
 
     def _without(self, removal: Removal, kept: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
-        """By parameter, what leaves out units."""
+        """What leaves out units of each parameter, by its name."""
         return {each.name: partial(each.without, kept=kept) for each in removal.parameters[self._index]}
 
 
@@ -141,7 +140,7 @@ def free(block: nn.Module) -> None:
 
 @dataclass
 class Changes(Kept):
-    """Which units of a block stay, and the weights of matrices with all of their units."""
+    """The units of a block that stay, and the weights of matrices with all of their units."""
 
     kept: dict[str, Tensor] = field(default_factory=dict)  # by kind: (units,) bool
     weights: dict[str, Tensor] = field(default_factory=dict)  # by the name of a matrix, as the checkpoint has it
@@ -153,7 +152,7 @@ class Removing:
     """The walk over the blocks: inputs in, units chosen and removed, what is left fitted and written."""
 
     model: StreamedModel
-    columns: list[ColumnRemoval]  # or what the plan decides, by the combinations
+    columns: list[Removal]  # or what the plan decides, by the combinations
     experts: ExpertRemoval | None
     combinations: Combinations | None
     tensors: Tensors
@@ -171,7 +170,7 @@ class Removing:
 
     @property
     def removals(self) -> list[Removal]:
-        """All of them."""
+        """All removals: of heads, of neurons and of experts."""
         return [*self.columns, *([self.experts] if self.experts else [])]
 
     def write(self, texts: Texts, measure_before: bool, count: int, carried: CarriedFiles | None) -> None:
@@ -183,7 +182,10 @@ class Removing:
         run.progress.begin(record, depth, (depth - count) * len(kinds) + mixed)
         if heldout and measure_before and "before" not in record.perplexity:
             record.perplexity["before"] = run.perplexity(model, heldout, shared=True)
-        plan = self._planned(windows, count)
+        columns, sized = self.columns, self.combinations
+        plan = kept_once(
+            run, ShrinkPlan, lambda: planned(model, self.effort, windows, columns, count, sized, record, run)
+        )
         self._importance = plan.importance
         if self.combinations:
             self.columns = self.combinations.removals(plan.units)
@@ -223,8 +225,9 @@ class Removing:
         removed = 1 - (after - others) / (before - others)
         parameters = {"before": before, "after": after}
         heads, neurons, experts = (self.removed[kind] for kind in ("heads", "neurons", "experts"))
-        gone = plan.influence, plan.dropped, heads, neurons, experts
-        record.structure = StructureRecord(parameters, removed, *gone, combinations=plan.tried)
+        record.structure = StructureRecord(
+            parameters, removed, plan.influence, plan.dropped, heads, neurons, experts, combinations=plan.tried
+        )
 
     def _note_zeros(self) -> None:
         """Says, of a model that was pruned, that fits make other numbers of its zeros."""
@@ -235,14 +238,6 @@ class Removing:
                 "not zero any more: fits take no account of zeros; shrink before you prune"
             )
             self.run.note(self.record, said)
-
-    def _planned(self, windows: Windows, count: int) -> ShrinkPlan:
-        """The plan for all processes; a resumed run has the one it began with."""
-        model, effort, record, run = self.model, self.effort, self.record, self.run
-        removed = self.columns, count, self.combinations
-        return kept_once(
-            run, ShrinkPlan, lambda: planned(model, effort, windows.tokens, windows.bos, *removed, record, run)
-        )
 
     def _walk(self, samples: Tensor, smaller: dict[int, nn.Module], shards: Shards | None) -> HiddenStates:
         """Removes and writes; the outputs after the last block, with zeros for neurons and heads that were removed.
@@ -357,7 +352,7 @@ class Removing:
         if removal.kind in self.removed:
             self.removed[removal.kind].append((~kept).nonzero().squeeze(1).tolist())
 
-    def _remove(self, block: DecoderBlock, removal: ColumnRemoval, states: HiddenStates, changes: Changes) -> None:
+    def _remove(self, block: DecoderBlock, removal: Removal, states: HiddenStates, changes: Changes) -> None:
         """Chooses heads or neurons to remove, and puts zeros into ``block`` for them."""
         matrix, run = removal.matrices[block.index], self.run
         run.progress.stage(block.index, "capture", len(states.hidden))
@@ -383,11 +378,11 @@ class Removing:
         """Puts what the blocks behind ``block`` did, which are gone, into its last matrix."""
         run = self.run
         if (matrix := last_matrix(block, states)) is None:
-            note = (
+            run.note(
+                self.record,
                 f"what the blocks removed after block {block.index} did is not put back: that block has no last matrix "
-                "whose products are added to its outputs as they are"
+                "whose products are added to its outputs as they are",
             )
-            run.note(self.record, note)
             return
         run.progress.stage(block.index, "fit", len(states.hidden))
         began = time.perf_counter()

@@ -16,11 +16,11 @@ from niwaki.layer.patterns._base import BySparsity, Slices, short_number
 _WORD = 64
 #: The least rows and columns of a matrix.
 _LEAST = _WORD
-#: Of a value on a grid: with 4, and as many bytes, one matrix loses half of what two factors do, or less.
+#: The bits of a value on a grid: with 4, and as many bytes, one matrix loses half of what two factors do, or less.
 _BITS_ON_GRID = 8
 #: The least weights of the square factor, for each of its columns.
 _LEAST_IN_COLUMN = 2
-#: Of a value or a scale, as models are stored; a value takes them, or those of its grid, and every place of a mask one.
+#: The bits of a value or a scale, as models are stored. Every place of a mask has one bit.
 _BITS = 16
 #: The share of the kept weights that the square factor has: where the matrix is square too, and elsewhere.
 _SHARES = 0.3, 0.2
@@ -81,7 +81,7 @@ class TwoFactors(BySparsity):
         return (square, total - square) if rows < columns else (total - square, square)
 
     def _share(self, shape: Sequence[int]) -> float:
-        """That the square factor has of the weights that are kept."""
+        """The share of the kept weights that the square factor has."""
         rows, columns = shape
         return (_SHARES_ON_GRID if self.grid else _SHARES)[rows != columns]
 

@@ -91,7 +91,7 @@ def kth_smallest(values: Tensor, k: int, rows: Rows = ALL) -> Tensor:
 
 
 def _kth_by_counting(values: Tensor, k: int, rows: Rows = ALL) -> Tensor:
-    """As :func:`kth_smallest`, of float32 or float64: 16 bits of the result at a time, highest first."""
+    """:func:`kth_smallest` of float32 or float64: 16 bits of the result at a time, highest first."""
     kind = torch.int32 if values.dtype == torch.float32 else torch.int64
     width, limits = 8 * values.element_size(), torch.iinfo(kind)
     bits = values.view(kind)

@@ -13,8 +13,10 @@ from niwaki.layer.patterns import Fixed, Pattern, Unstructured, make_pattern
 from niwaki.layer.patterns.rows import ALL
 from niwaki.layer.problem import Gram, LayerProblem, Monitor, Solution
 
-#: What is added to the damping for each input of a token, and the most that is: see benchmarks/LOG.md, "Damping".
-_SAMPLING, _MOST_SAMPLING = 13.0, 0.28
+#: What is added to the damping for each input of a token: see benchmarks/LOG.md, "Damping".
+_SAMPLING = 13.0
+#: The most that is added for that.
+_MOST_SAMPLING = 0.28
 #: Weights up to 2 to this power, or down to its inverse, have squares and sums of them that float32 holds.
 _LARGEST = 50
 N = TypeVar("N", int, float)
@@ -148,10 +150,12 @@ def parameter(default: T, range_: str, accepts: Callable[[T], bool]) -> T:
 
 
 def at_least(least: int, default: N) -> N:
+    """A parameter with this default, which is at least ``least``."""
     return parameter(default, f"{least} or more", lambda value: value >= least)
 
 
 def above_0(default: float) -> float:
+    """A parameter with this default, which is above 0."""
     return parameter(default, "above 0", lambda value: value > 0)
 
 
