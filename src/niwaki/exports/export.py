@@ -95,7 +95,7 @@ class Export(Stage):
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if self.format == "packed":
-            if not any(stage.name in ("prune", "quantize", "embeddings") for stage in before):
+            if not any(stage.makes_zeros or stage.grid for stage in before):
                 raise UsageError(f"{self.name} comes after prune or quantize: there are no zeros to leave out yet")
             if any(stage.keep_format for stage in before):
                 raise UsageError("weights that stay in FP8 or MXFP4 cannot be packed; prune without keep_format")
@@ -132,7 +132,7 @@ class Exporting(Task):
         checkpoint = Checkpoint(run.reading)
         checkpoint.config = {**checkpoint.config, **run.foreseen}
         form = _opened(stage.format, checkpoint, run.model, run.progress, run.foreseen)
-        has_zeros = Checkpoint(run.reading).pruning.pattern or any(each.name == "prune" for each in run.stages)
+        has_zeros = Checkpoint(run.reading).pruning.pattern or any(stage.makes_zeros for stage in run.stages)
         if isinstance(form, Packed) and not has_zeros:
             form.check_groups(run.model)
         run.carried(checkpoint, form.size, form.kept)

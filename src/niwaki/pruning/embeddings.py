@@ -29,7 +29,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.card import write_config
 from niwaki.runs.duration import measuring, nearest, passes
-from niwaki.runs.stage import Run, Stage, Task, begin_record, usually_asked
+from niwaki.runs.stage import Run, Stage, Task, usually_asked
 from niwaki.texts.conversations import has_images
 from niwaki.texts.texts import Texts
 
@@ -64,7 +64,6 @@ class QuantizeEmbeddings(Stage):
 
     @property
     def rounds_to_nearest(self) -> bool:
-        """Whether all weights are rounded to the nearest, so that no text is read."""
         return rounds_to_nearest(self.wanted, self.effort)
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
@@ -95,17 +94,16 @@ class QuantizingEmbeddings(Task):
         self._fits = not stage.rounds_to_nearest and self.model.has_head
         if self._fits and has_images(run.calibration):
             self._fits = False
-            self.model.notes.append("calibrated on images: embeddings and head are rounded to the nearest")
+            self.notes = ("calibrated on images: embeddings and head are rounded to the nearest",)
         run.foreseen["pruning_config"] = {**run.foreseen.get("pruning_config", {}), "embeddings": str(self.grid)}
 
     def read(self, run: Run) -> None:
         self.texts = read_texts(self.model, run, self._measurement(run), calibrates=self._fits)
         self._before = run.measured.before
         method = LEAST_SQUARES if self._fits else NEAREST
-        self._begun = begin_record(
+        self._begun = self.begin_record(
             run,
             self.model,
-            self.texts,
             method=method,
             solver={"name": method},
             pattern=NO_ZEROS,

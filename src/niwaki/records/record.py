@@ -425,7 +425,7 @@ class Record(JsonFile):
         whole = self
         if self.only_heals:
             whole = dataclasses.replace(earlier, command=self.command, healing=self.healing, device=self.device)
-        elif only_rounds and earlier.method != "shrink":
+        elif only_rounds and not earlier.of_shrinking:
             same = {name: getattr(earlier, name) for name in ("method", "solver", "effort", "pattern", "mask_from")}
             whole = dataclasses.replace(self, **same)
         structure = earlier.structure or self.structure
@@ -484,6 +484,11 @@ class Record(JsonFile):
     def only_heals(self) -> bool:
         """Whether the record is from ``niwaki heal``, which does not know how the model was pruned before."""
         return self.method == "heal"
+
+    @property
+    def of_shrinking(self) -> bool:
+        """Whether no stage after the one that shrank the model had matrices, so that ``matrices`` are of that."""
+        return self.method == "shrink"
 
     @property
     def only_shrinks(self) -> bool:

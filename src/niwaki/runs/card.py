@@ -66,12 +66,12 @@ def notes(record: Record) -> str:
     return f"{_NOTES if listed else ''}{listed}\n\n{full}\n"
 
 
-def restate(directory: Path, old: str, new: str = "") -> None:
-    """Leaves out the note ``old`` of the record in ``directory``, if there is one, and adds ``new``."""
+def restate(directory: Path, old: str, new: str) -> None:
+    """Puts the note ``new`` into the record in ``directory``, if it has one, and leaves out ``old``."""
     file = directory / "niwaki.json"
-    if file.is_file() and (new or old.encode() in file.read_bytes()):
+    if file.is_file():
         record = Record.load(file)
-        record.notes = [note for note in record.notes if note != old] + [new] * bool(new)
+        record.notes = [*(note for note in record.notes if note != old), new]
         record.save(file)
 
 

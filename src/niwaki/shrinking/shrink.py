@@ -21,7 +21,7 @@ from niwaki.quantities import NOTHING_TO_REMOVE, parse_parameters, parse_share
 from niwaki.records.record import Record
 from niwaki.runs.card import pruning_config
 from niwaki.runs.duration import measuring, pruning
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, begin_record, usually_asked
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, usually_asked
 from niwaki.shrinking.configuration import Tensors
 from niwaki.shrinking.experts import expert_removal
 from niwaki.shrinking.search import Combinations, kinds_of, most_blocks, operations_of_runs
@@ -72,6 +72,10 @@ class Shrink(Stage):
         return {name: parse_share(name, getattr(self, name)) for name in SHARES}
 
     @property
+    def removes_blocks(self) -> bool:
+        return self.blocks > 0
+
+    @property
     def settled_effort(self) -> Effort:
         """The effort, with the epochs that it has where all matrices are treated alike."""
         return self.effort_for(predicts=True)
@@ -86,7 +90,7 @@ class Shrink(Stage):
         return dataclasses.replace(settled, plan=dataclasses.replace(settled.plan, allocation="uniform"))
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
-        if others := [stage.name for stage in before if stage.name != "vocabulary"]:
+        if others := [stage.name for stage in before if not stage.changes_tokens]:
             raise UsageError(
                 f"shrink comes first, not after {others[-1]}: it fits what is left without regard to zeros"
             )
@@ -191,10 +195,9 @@ class Shrinking(Task):
         stage, removals = self._stage, self._removals
         depth, shares, sized = len(self.model.blocks), stage.shares, stage.parameters is not None
         effort = describe_effort(self._effort) if self._effort != Effort() else {}
-        record = begin_record(
+        record = self.begin_record(
             run,
             self.model,
-            self.texts,
             method="shrink",
             solver={
                 "name": "shrink",

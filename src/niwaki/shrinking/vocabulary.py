@@ -25,7 +25,7 @@ from niwaki.models.tokens import encode
 from niwaki.records.record import Record, StructureRecord
 from niwaki.runs.card import write_config
 from niwaki.runs.duration import measuring
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, begin_record, usually_asked
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, usually_asked
 from niwaki.shrinking.tokenizer import left_out, write_tokenizer
 from niwaki.shrinking.tokens import FILES, PRIOR, ModelTokens, Size, mapped
 from niwaki.texts.counting import count_tokens
@@ -127,10 +127,9 @@ class ShrinkingVocabulary(Task):
         removed, counts, model = self._rows - self._size, self._counts, self.model
         made = model.checkpoint.pruning.pattern
         stay = float(counts.shares[[number for number in self._new if number < self._rows]].sum())
-        record = begin_record(
+        record = self.begin_record(
             run,
             model,
-            self.texts,
             method="shrink",
             solver={"name": "vocabulary", "size": str(stage.size), "prior": PRIOR},
             pattern=", ".join(filter(None, [made, f"{removed:,} of {self._rows:,} tokens"])),
