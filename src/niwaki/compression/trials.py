@@ -34,7 +34,7 @@ from niwaki.records.recipe import RECIPE, Recipe
 from niwaki.records.record import Record
 from niwaki.records.speed import Speed
 from niwaki.records.wording import size as in_bytes
-from niwaki.runs.card import begin_recipe, digests_of_texts, with_texts, with_weights
+from niwaki.runs.card import begin_recipe, digests_of_texts, with_weights
 from niwaki.runs.stage import current_session
 from niwaki.runs.workplace import check_output, is_complete, new_directory, trials_place
 from niwaki.stages import table_of
@@ -439,10 +439,8 @@ class Trials:
     def _recipe(self, source: Path) -> Recipe:
         """What all trials have in their recipes; the files are read once for it."""
         if self._common is None:
-            calibration = Calibration.of(self.calibration)
-            options = calibration, Measurement.of(self.measurement), Compute.of(self.compute)
-            asked = begin_recipe([], str(self.model), *options)
-            self._common = with_weights(with_texts(asked, calibration), source)
+            options = Calibration.of(self.calibration), Measurement.of(self.measurement), Compute.of(self.compute)
+            self._common = with_weights(begin_recipe([], str(self.model), *options), source)
         return self._common
 
     def _earlier(self, way: Way, directory: Path, source: Path) -> Record | None:

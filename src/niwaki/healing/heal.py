@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from niwaki.arguments import INTERNAL, check_fields, checked_names
+from niwaki.arguments import INTERNAL, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
@@ -159,7 +159,7 @@ class Heal(Stage):
     reads_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         numbers = {
             "tokens": self.tokens_asked,
             "max_time": self.limit,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from niwaki.arguments import check_fields, checked_names
+from niwaki.arguments import checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.choices import LEAST_SQUARES, NEAREST, NO_ZEROS
@@ -23,7 +23,6 @@ from niwaki.layer.rounding import flops, onto_grid, to_nearest, unsolved
 from niwaki.models.outside import embedding_keys, head_gram
 from niwaki.models.scales import EMBEDDINGS, embedding_places, read_embedding_scales
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import Measurement
 from niwaki.pruning.request import read_texts, rounds_to_nearest
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -53,9 +52,6 @@ class QuantizeEmbeddings(Stage):
     keeps_factors: ClassVar[bool] = True
     keeps_matrices: ClassVar[bool] = True
     only_formats_follow: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def wanted(self) -> Grid:
@@ -98,7 +94,8 @@ class QuantizingEmbeddings(Task):
         run.foreseen["pruning_config"] = {**run.foreseen.get("pruning_config", {}), "embeddings": str(self.grid)}
 
     def read(self, run: Run) -> None:
-        self.texts = read_texts(self.model, run, self._measurement(run), calibrates=self._fits)
+        measurement = run.measured if self.model.has_head else dataclasses.replace(run.measured, samples=0)
+        self.texts = read_texts(self.model, run, measurement, calibrates=self._fits)
         self._before = run.measured.before
         method = LEAST_SQUARES if self._fits else NEAREST
         self._begun = self.begin_record(
@@ -110,9 +107,6 @@ class QuantizingEmbeddings(Task):
             mask_from=None,
             embeddings=str(self.grid),
         )
-        self._asked = usually_asked(self.model, self.texts, self._begun)
-        if not run.is_first:
-            del self._asked["model"]
 
     def _open(self, run: Run) -> None:
         """Opens the model that is read, and checks that its embeddings can be on the grid."""
@@ -129,11 +123,8 @@ class QuantizingEmbeddings(Task):
         self.grid.check(checkpoint.entries[key].shape[1] for key in self.keys)
         self.carried = run.carried(checkpoint, checkpoint.size)
 
-    def _measurement(self, run: Run) -> Measurement:
-        return run.measured if self.model.has_head else dataclasses.replace(run.measured, samples=0)
-
     def asked(self) -> dict[str, Any]:
-        return {**self._asked, "embeddings": str(self.grid)}
+        return {**usually_asked(self.model, self.texts, self._begun), "embeddings": str(self.grid)}
 
     def expected(self, speed: float) -> float:
         operations = measuring(self.model, self.texts, self._before)
@@ -164,7 +155,7 @@ class QuantizingEmbeddings(Task):
         return record
 
     def _head_gram(self, run: Run) -> Gram:
-        """Of what the head receives on the calibration text, in all processes."""
+        """The Gram matrix of what the head receives on the calibration text, in all processes."""
         states = self.model.embed(self.texts.shared(run.world).windows.tokens)
         for block in self.model.stream():
             run.progress.stage(block.index, "advance", len(states.hidden))

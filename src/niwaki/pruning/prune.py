@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from niwaki.arguments import INTERNAL, check_fields, checked_names, given_fields
+from niwaki.arguments import INTERNAL, checked_names, given_fields
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.choices import NO_ZEROS
@@ -93,9 +93,6 @@ class Quantize(Stage):
 
     name: ClassVar[str] = "quantize"
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     @cached_property
     def _as_prune(self) -> Prune:
         return Prune(0.0, self.solver, self.effort, quantize=self.grid, left_out=self.left_out)
@@ -143,7 +140,6 @@ class Pruning(Task):
         self.request = request
         request.check()
         self._open(run)
-        self.texts = Texts(None, {})
         run.foreseen["pruning_config"] = pruning_config(self._begun(run))
 
     def read(self, run: Run) -> None:
@@ -175,7 +171,6 @@ class Pruning(Task):
         if request.grid:
             request.grid.check(width for matrix in model.matrices() for width in request.widths(matrix))
         self.pattern_of: PatternOf = patterns_of(request.wanted, request.mask_model, model)
-        self._is_first = run.is_first
 
     def _settle(self, run: Run) -> None:
         """Sets the effort and the measurement that can be done, and notes on what cannot."""
@@ -260,7 +255,7 @@ class Pruning(Task):
     def asked(self) -> dict[str, Any]:
         request, record, lender = self.request, self.record, self.request.mask_model
         measured = "both" if self.measurement.before else "after"
-        asked = {
+        return {
             **usually_asked(self.model, self.texts, record),
             "mask_from": Checkpoint(locate_model(lender)).fingerprint() if lender else request.mask_source,
             "solver": record.solver,
@@ -273,7 +268,6 @@ class Pruning(Task):
             "blocks": record.blocks or [0, len(self.model.blocks)],
             "tf32": record.tf32,
         }
-        return asked if self._is_first else {name: value for name, value in asked.items() if name != "model"}
 
     def expected(self, speed: float) -> float | None:
         samples = self.texts.samples

@@ -620,7 +620,7 @@ class Record(JsonFile):
 
 
 def _geometric_mean(values: list[float]) -> float:
-    """0 where one is 0, and of no values."""
+    """The geometric mean of ``values``; 0 where one is 0, and where there are none."""
     if not values or min(values) <= 0:
         return 0.0
     return math.exp(sum(map(math.log, values)) / len(values))
@@ -634,7 +634,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def _version(library: str) -> str:
-    """Read once: the files it is in are long."""
+    """The version of an installed ``library``, read once, because the files it is in are long."""
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -645,7 +645,7 @@ def _version(library: str) -> str:
 
 
 def facts(record: Record) -> dict[str, str]:
-    """By name what was asked for and what it came to, without what was measured of the model."""
+    """What was asked for and what it came to, by name, without what was measured of the model."""
     structure, sparsities = record.structure, [100 * matrix.sparsity for matrix in record.matrices] or [0.0]
     low, high = min(sparsities), max(sparsities)
     between = f", {low:.1f} to {high:.1f} % in one" if high - low > 0.1 else ""

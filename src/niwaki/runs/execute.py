@@ -13,7 +13,7 @@ from niwaki.records.perplexity import Agreement
 from niwaki.records.record import MOST_STAGES, Record, StageRecord
 from niwaki.records.wording import counted
 from niwaki.runs import card
-from niwaki.runs.card import with_result, with_texts, with_weights, write_recipe
+from niwaki.runs.card import with_result, with_weights, write_recipe
 from niwaki.runs.carried import BASE, check_claims
 from niwaki.runs.duration import products_per_second
 from niwaki.runs.similarity import FEW_SENTENCES
@@ -37,13 +37,13 @@ def execute(run: Run, restart: bool = False) -> Record:
     """
     world, stages = run.world, run.stages
     tasks = _opened(run)
-    if world.first and run.recipe:
-        run.recipe = with_texts(run.recipe, run.calibration)
-        if run.follows:
-            run.recipe = with_weights(run.recipe, run.source)
-            for difference in run.follows.differences(run.recipe):
-                run.progress.note(f"not as in the recipe: {difference}")
+    if world.first and run.recipe and run.follows:
+        run.recipe = with_weights(run.recipe, run.source)
+        for difference in run.follows.differences(run.recipe):
+            run.progress.note(f"not as in the recipe: {difference}")
     asked = [{"stage": stage.name, **task.asked()} for stage, task in zip(stages, tasks, strict=True)]
+    for each in asked[1:]:
+        each.pop("model", None)
     world.check_same(asked[0] if len(asked) == 1 else {f"stage {i + 1}": each for i, each in enumerate(asked)})
     run.clock.lap("prepare")
     with workplace(run.out, asked, restart) if world.first else contextlib.nullcontext() as place:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from niwaki.arguments import check_fields
 from niwaki.checkpoints.reading import Checkpoint, Pruning
 from niwaki.effort import Effort
 from niwaki.errors import UnsupportedModelError
@@ -35,8 +36,6 @@ from niwaki.texts.own import synthesize, with_answers
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
-# The time that each stage of a run takes.
-
 
 class Clock:
     """A stopwatch for ``Record.seconds``: each lap counts as time of a stage."""
@@ -53,10 +52,9 @@ class Clock:
     def add(self, seconds: dict[str, float]) -> None:
         """Counts the time of an earlier run, or of earlier stages, also."""
         for stage, value in seconds.items():
-            if stage == "total":
-                continue
-            self.seconds[stage] += value
-            self._began -= value
+            if stage != "total":
+                self.seconds[stage] += value
+                self._began -= value
 
     def total(self) -> float:
         return time.perf_counter() - self._began
@@ -187,14 +185,13 @@ class Run:
         return measured
 
 
-@runtime_checkable
-class Stage(Protocol):
+class Stage(ABC):
     """Something that is done to a model: a value, which knows nothing of directories, journals or processes."""
 
     name: ClassVar[str]
     #: Whether it only writes what there is in another form: then the model before it has the card and the record.
     is_format: ClassVar[bool] = False
-    #: Whether it makes weights zero, and not only as what is left of a grid's numbers.
+    #: Whether it makes weights zero; what a grid rounds to zero does not count.
     makes_zeros: ClassVar[bool] = False
     #: Whether it can follow a stage that makes two sparse factors of each matrix, and leaves them such.
     keeps_factors: ClassVar[bool] = False
@@ -208,6 +205,9 @@ class Stage(Protocol):
     reads_on: ClassVar[bool] = False
     #: Whether what it writes stays in FP8 or MXFP4.
     keep_format: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def reads(self) -> tuple[str | Path, ...]:
@@ -244,15 +244,21 @@ class Stage(Protocol):
         """Why what it leaves is not to be healed, whatever the model; "" where it may be."""
         return ""
 
+    @abstractmethod
     def check_order(self, before: tuple[Stage, ...]) -> None:
         """UsageError where it cannot follow these stages."""
 
+    @abstractmethod
     def open(self, run: Run) -> Task:
         """Checks all that names, options and configurations say. NiwakiError where it cannot work.
 
         No text is read here and no weights, so that what is wrong with any stage of a run is said at once. Where it is
         not the first stage, ``run.reading`` is not yet the model that it will read, but the one that was given.
         """
+
+
+# A class among the stages that are given is refused by `make_stages`, in a sentence that says what it lacks.
+Stage.register(type)
 
 
 def label(number: int, count: int, name: str) -> str:
@@ -276,7 +282,7 @@ class Task(ABC):
         self.texts = replace(self.texts, heldout=heldout)
 
     def heldout_after(self) -> dict[str, Windows] | None:
-        """By name, the same text as it measures on, as the tokens that are left; None where all are.
+        """The text that it measures on as the tokens that are left, by name; None where all are left.
 
         Where some are gone the tasks after it are opened again, to read their texts as such.
         """
@@ -290,7 +296,10 @@ class Task(ABC):
 
     @abstractmethod
     def asked(self) -> dict[str, Any]:
-        """By name, all that has to be the same for a run to resume, or for processes to share one."""
+        """All that has to be the same for a run to resume, or for processes to share one, by name.
+
+        What it says of the "model" counts for the first stage only: that of others is what stages before it wrote.
+        """
 
     @abstractmethod
     def work(self, run: Run) -> Record:
@@ -316,8 +325,8 @@ class Task(ABC):
         What config.json says of the model that is ``read``, by default ``model``, is kept as far as the stage leaves it
         true; what is not kept, and not among ``others``, is dropped with a note.
         """
-        assert self.texts
-        notes, made = [*model.notes, *self.notes], (read or model.checkpoint).pruning
+        texts, made = self.texts or Texts(None, {}), (read or model.checkpoint).pruning
+        notes = [*model.notes, *self.notes]
         kept: dict[str, Any] = {"embeddings": made.embeddings}  # which only a stage of their own changes
         if run.stage.keeps_matrices:
             blocks = made.blocks and [*made.blocks]
@@ -329,11 +338,11 @@ class Task(ABC):
         return Record(
             command=current_session().command,
             model=run.model,
-            calibration=self.texts.described(run.calibration.seed),
+            calibration=texts.described(run.calibration.seed),
             device=device_name(model.device, run.world),
             dtype=str(model.dtype).removeprefix("torch."),
             versions=versions(),
-            notes=[*notes, *self.texts.notes],
+            notes=[*notes, *texts.notes],
             left_dense=model.left_dense,
             **{**kept, **others},
         )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from niwaki.arguments import INTERNAL, check_fields, checked_names
+from niwaki.arguments import INTERNAL, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import PLAIN_EFFORT, SHRINK_EFFORT, Effort, describe as describe_effort, make_effort
 from niwaki.errors import UnsupportedModelError, UsageError
@@ -57,7 +57,7 @@ class Shrink(Stage):
     name: ClassVar[str] = "shrink"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         gone = self.blocks or any(self.shares.values())
         if self.parameters is not None:
             parse_parameters(self.parameters)
@@ -152,7 +152,7 @@ class Shrinking(Task):
         self.carried = run.carried(checkpoint, output, scratch=self._scratch_size(removals))
         check_dtypes(checkpoint, (matrix.key for removal in removals for matrix in removal.matrices))
         self._measured = "both" if run.measurement.before else "after"
-        self._stage, self._removals, self.texts = stage, removals, Texts(None, {})
+        self._stage, self._removals = stage, removals
         for each in removals:
             run.foreseen |= each.config
         run.foreseen["pruning_config"] = pruning_config(self._begun(run))

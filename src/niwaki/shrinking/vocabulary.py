@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from niwaki.arguments import INTERNAL, check_fields, checked_names
+from niwaki.arguments import INTERNAL, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import read_json
 from niwaki.checkpoints.writing import Shards, write_tensors
@@ -59,7 +59,7 @@ class ShrinkVocabulary(Stage):
     changes_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         Size.of(self.size)
         if self.effort is not None and not self.settled_effort.healing:
             raise UsageError(
@@ -165,14 +165,9 @@ class ShrinkingVocabulary(Task):
         return {
             **usually_asked(self.model, self.texts, self.record),
             "solver": self.record.solver,
-            "tokens": self._fingerprint(),
+            "tokens": Windows(torch.tensor([[*self._new]]), "tokens").fingerprint(),  # which stay
             "measure": self._measured,
         }
-
-    def _fingerprint(self) -> str:
-        """Which tokens stay, as a number that tells two choices apart."""
-        kept = torch.tensor([*self._new])
-        return Windows(kept[None], "tokens").fingerprint()
 
     def expected(self, speed: float) -> float:
         return measuring(self.model, self.texts, self._measured == "both") / speed
