@@ -1,9 +1,10 @@
 """Lists of stages: what pruning, shrinking and healing are made of, and any list of the user's own."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -12,11 +13,11 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
 from niwaki.effort import Effort
 from niwaki.errors import UsageError, named
-from niwaki.files import is_model
 from niwaki.healing.heal import Heal, refusal
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.solvers import Solver
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.locate import locate_model
 from niwaki.options import (
     HEALING_BATCH,
@@ -35,14 +36,14 @@ from niwaki.records.progress import Progress
 from niwaki.records.recipe import Recipe
 from niwaki.records.record import Record
 from niwaki.runs.card import begin_recipe
-from niwaki.runs.execute import check, check_order, execute
-from niwaki.runs.stage import Stage, current_session, label
+from niwaki.runs.execute import check_order, execute
+from niwaki.runs.stage import Run, Stage, current_session, label
+from niwaki.runs.workplace import check_output
 from niwaki.shrinking.shrink import SHARES, Shrink
 from niwaki.shrinking.vocabulary import ShrinkVocabulary
 from niwaki.stages import make_stages, stages_of, table_of
 from niwaki.texts.conversations import has_images
 from niwaki.texts.sources import usual_calibration
-from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
 
@@ -364,91 +365,79 @@ def _execute(
     follows: Recipe | None = None,
 ) -> Record:
     """Does ``stages``, with the healing that their efforts ask for as stages too; errors name the ``caller``."""
-    calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
-    measurement.only_text(caller)
-    speaker = progress if progress and current_session().world.first else Progress()
-    calibration, whole, how = _planned(model, stages, calibration, compute, speaker)
-    recipe = None
-    try:
-        recipe = begin_recipe([table_of(stage) for stage in stages], str(model), calibration, measurement, compute)
-    except UsageError as error:  # such as what is of the caller's own making
-        speaker.note(f"the result will have no recipe.toml: {error}")
-    others = {"recipe": recipe, "follows": follows, "restart": restart, "progress": progress}
-    return execute(model, out, whole, calibration, measurement, compute, **how, **others)  # type: ignore[arg-type]
+    with begun(caller, model, out, stages, calibration, measurement, compute, progress) as run:
+        run.follows = follows
+        try:
+            tables = [table_of(stage) for stage in stages]
+            run.recipe = begin_recipe(tables, run.model, run.calibration, run.measurement, run.compute)
+        except UsageError as error:  # such as what is of the caller's own making
+            run.progress.note(f"the result will have no recipe.toml: {error}")
+        return execute(run, restart)
 
 
-def check_run(
+@contextlib.contextmanager
+def begun(
+    caller: str,
     model: str | Path,
     out: str | Path,
-    stages: Sequence[Stage],
-    calibration: Calibration,
-    measurement: Measurement,
-    compute: Compute,
-) -> list[Texts]:
-    """Raises what :func:`run` would before anything is computed; the texts of the stages that have some."""
-    measurement.only_text("run")
-    calibration, whole, how = _planned(model, stages, calibration, compute, Progress())
-    return check(model, out, whole, calibration, measurement, compute, **how)
+    given: Sequence[Stage],
+    calibration: Calibration | Text,
+    measurement: Measurement | Text | None,
+    compute: Compute | str,
+    progress: Progress | None = None,
+) -> Iterator[Run]:
+    """A run of the stages ``given``, and of the healing of their efforts, of which none is opened.
 
-
-def _planned(
-    model: str | Path, stages: Sequence[Stage], calibration: Calibration, compute: Compute, speaker: Progress
-) -> tuple[Calibration, list[Stage], dict[str, Any]]:
-    """The calibration that is there, all stages, also of the healing of efforts, and what errors call them.
-
-    Errors also say which of several stages they come from.
+    The calibration text is there, the order of the stages is right and so is the place of the output. Errors also say
+    which of several stages they come from, or the ``caller``.
     """
-    given = [label(number, len(stages), stage.name) for number, stage in enumerate(stages)]
-    check_order(stages, given)
-    calibrates = any(not (stage.is_format or getattr(stage, "rounds_to_nearest", False)) for stage in stages)
-    if calibrates and not any(isinstance(stage, Heal) for stage in stages):  # which needs more text than there is
-        calibration = usual_calibration(calibration, speaker)
-    whole, labels, reads = list[Stage](), list[str](), list[Path]()
-    for stage, name in zip(stages, given, strict=True):
+    calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
+    measurement.only_text(caller)
+    world = current_session().world
+    progress = progress if progress and world.first else Progress()
+    names = [label(number, len(given), stage.name) for number, stage in enumerate(given)]
+    check_order(given, names)
+    calibrates = any(not (stage.is_format or stage.rounds_to_nearest) for stage in given)
+    if calibrates and not any(stage.reads_on for stage in given):
+        calibration = usual_calibration(calibration, progress)
+    progress.status(f"reading {model}")
+    source = locate_model(str(model))
+    stages, labels, reads = list[Stage](), list[str](), list[Path]()
+    for stage, name in zip(given, names, strict=True):
         with named(name):
-            own = _with_healing(model, stage, calibration, compute)
-            reads += [locate_model(str(path)) for path in _other_models(stage)]
-        whole += own
+            own = _with_healing(stage, source, calibration, compute)
+            reads += [locate_model(str(path)) for path in stage.reads]
+        stages += own
         labels += [name] * len(own)
-    return calibration, whole, {"labels": labels, "reads": reads}
+    check_order(stages, labels)
+    target = check_output(source, out, *reads) if world.first else Path(out)
+    asked = tuple(stages), tuple(labels), calibration, measurement, compute
+    with contextlib.closing(MemoryBudget()) as budget:
+        yield Run(str(model), source, target, *asked, world, progress, budget)
 
 
-def _other_models(stage: Stage) -> Iterator[str | Path]:
-    """The models that ``stage`` reads beside the one that it changes."""
-    if isinstance(stage, Heal) and stage.teacher is not None:
-        yield stage.teacher
-    mask = stage.mask_from if isinstance(stage, Prune) else None
-    if mask is not None and is_model(mask):
-        yield mask
-
-
-def _with_healing(model: str | Path, stage: Stage, calibration: Calibration, compute: Compute) -> list[Stage]:
+def _with_healing(stage: Stage, source: Path, calibration: Calibration, compute: Compute) -> list[Stage]:
     """``stage``, and what its effort heals as a stage behind it.
 
     What cannot be healed as a whole is left as it is, with a note that says so first.
     """
-    if not isinstance(stage, Prune | Quantize | Shrink | ShrinkVocabulary) or not (
-        times := stage.settled_effort.healing
-    ):
+    if not (times := stage.settled_effort.healing):
         return [stage]
     # The memory that is left may differ between processes.
-    if why := current_session().world.received(_refusal(model, stage, calibration, compute)):
-        note = f"skipping the effort's healing: {why}"
-        return [dataclasses.replace(stage, left_out=note)]
+    if why := current_session().world.received(_refusal(stage, source, calibration, compute)):
+        return [dataclasses.replace(cast("Any", stage), left_out=f"skipping the effort's healing: {why}")]
     return [stage, Heal(times=times)]
 
 
-def _refusal(model: str | Path, stage: Stage, calibration: Calibration, compute: Compute) -> str:
-    """Why what ``stage`` leaves is not to be healed; "" where it is."""
-    if isinstance(stage, Prune) and stage.blocks:
-        return "only some blocks are pruned, and training would change all"
-    if isinstance(stage, Prune) and stage.keep_format:
-        return "the format is kept, which trained weights would leave"
+def _refusal(stage: Stage, source: Path, calibration: Calibration, compute: Compute) -> str:
+    """Why what ``stage`` leaves of the model in ``source`` is not to be healed; "" where it is."""
+    if stage.not_healed:
+        return stage.not_healed
     if has_images(calibration):
         return "it is calibrated on images"
     if _windows(calibration) <= current_session().world.size:
         return "some text is held out, and there is only one window of it for each process"
-    return refusal(Checkpoint(locate_model(str(model))), compute)
+    return refusal(Checkpoint(source), compute)
 
 
 def _windows(calibration: Calibration) -> int:

@@ -23,7 +23,8 @@ import niwaki
 from niwaki import Compute, Heal, Measurement, Prune, Shrink
 from niwaki.errors import UnsupportedModelError
 from niwaki.models.sentence_vectors import agreement, pooling_of, scores_of, sentence_vectors, similarity
-from niwaki.runs.similarity import sentences_of, texts_of
+from niwaki.models.streamed import StreamedModel
+from niwaki.runs.similarity import texts_of
 from niwaki.runs.stage import Stage
 from niwaki.windows import Windows
 from support.covering import some
@@ -157,6 +158,10 @@ def test_one_sentence_has_no_pairs() -> None:
     found = similarity(vector, vector, "mean", "a text")
     assert found.cosine == pytest.approx(1)
     assert (found.standard_error, found.rank_correlation) == (0, 1)
+
+
+def sentences_of(stream: StreamedModel, windows: Windows) -> list[Tensor]:
+    return [each["input_ids"] for each in texts_of(stream, windows)[0]]
 
 
 def test_sentences_of_a_text(model: Path) -> None:

@@ -125,7 +125,7 @@ def test_whatever_the_base_card_is_like(model: Path, out: Path, base: bytes) -> 
 
 
 def test_a_hub_name_is_the_base_model(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("niwaki.runs.execute.locate_model", lambda name: model)
+    monkeypatch.setattr("niwaki.recipes.locate_model", lambda name: model)
     record = prune("someone/tiny", out, 0.5, solver="magnitude", calibration=random_tokens(2, 8))
     assert record.model == "someone/tiny"
     assert front_matter(out)["base_model"] == "someone/tiny"

@@ -23,10 +23,11 @@ from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning.mixed_bits import CLOSE, COARSE, Look
 from niwaki.pruning.prune import Prune
 from niwaki.quantities import check_how_small, parse_compressed_size, parse_parameters, parse_positive
-from niwaki.recipes import check_run, run
+from niwaki.recipes import begun, run
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
+from niwaki.runs.execute import check as check_run
 from niwaki.runs.stage import USUAL_WINDOWS, Stage, current_session, remembering, session
 from niwaki.runs.workplace import check_output
 from niwaki.shrinking.configuration import numbers
@@ -407,7 +408,10 @@ def compress(
     measured.only_text("compress")
 
     def check(stages: Sequence[Stage], text: Calibration) -> None:
-        texts = check_run(model, out, stages, text, measured, where) if stages else []
+        if not stages:
+            return
+        with begun("run", model, out, stages, text, measured, where) as asked:
+            texts = check_run(asked)
         if loss is not None and texts:
             check_windows(min(len(each.only.tokens) if each.only else 0 for each in texts))
 

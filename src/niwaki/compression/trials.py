@@ -34,7 +34,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.recipe import RECIPE, Recipe
 from niwaki.records.record import Record
 from niwaki.records.wording import size as in_bytes
-from niwaki.runs.card import begin_recipe, digests_of_texts, with_texts, with_weights
+from niwaki.runs.card import begin_recipe, digests_of_texts, with_weights
 from niwaki.runs.stage import current_session
 from niwaki.runs.workplace import check_output, is_complete, new_directory, trials_place
 from niwaki.stages import table_of
@@ -374,7 +374,7 @@ class Trials:
     def _recipe(self) -> Recipe:
         """What all trials have in their recipes; the files are read once for it."""
         asked = begin_recipe([], str(self.model), self.calibration, self.measurement, self.compute)
-        return with_weights(with_texts(asked, self.calibration), self._source)
+        return with_weights(asked, self._source)
 
     def best(self, ways: Sequence[Way], bound: LossBound | SpeedBound) -> Record:
         """Writes the smallest within the bound, or of those that are fast enough the largest."""

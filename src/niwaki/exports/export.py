@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from niwaki.arguments import check_fields, checked, checked_names
+from niwaki.arguments import checked, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
 from niwaki.errors import UsageError
@@ -90,12 +90,9 @@ class Export(Stage):
     is_format: ClassVar[bool] = True
     keeps_factors: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if self.format == "packed":
-            if not any(stage.name in ("prune", "quantize", "embeddings") for stage in before):
+            if not any(stage.makes_zeros or stage.grid for stage in before):
                 raise UsageError(f"{self.name} comes after prune or quantize: there are no zeros to leave out yet")
             if any(stage.keep_format for stage in before):
                 raise UsageError("weights that stay in FP8 or MXFP4 cannot be packed; prune without keep_format")
@@ -130,9 +127,9 @@ class Exporting(Task):
     def __init__(self, stage: Export, run: Run) -> None:
         self._format = stage.format
         checkpoint = Checkpoint(run.reading)
+        has_zeros = checkpoint.pruning.pattern or any(stage.makes_zeros for stage in run.stages)
         checkpoint.config = {**checkpoint.config, **run.foreseen}
         form = _opened(stage.format, checkpoint, run.model, run.progress, run.foreseen)
-        has_zeros = Checkpoint(run.reading).pruning.pattern or any(each.name == "prune" for each in run.stages)
         if isinstance(form, Packed) and not has_zeros:
             form.check_groups(run.model)
         run.carried(checkpoint, form.size, form.kept)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from niwaki.arguments import INTERNAL, check_fields, checked_names
+from niwaki.arguments import INTERNAL, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
@@ -43,7 +43,7 @@ from niwaki.records.record import CalibrationRecord, HealingRecord, Record, cali
 from niwaki.records.wording import counted
 from niwaki.runs.carried import BASE
 from niwaki.runs.duration import passes, training
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, begin_record
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
 from niwaki.texts.same_text import same_text
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
@@ -104,7 +104,7 @@ def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | Non
     if is_same:
         raise UsageError(f"{path} cannot teach itself; --teacher is the dense model that it was pruned from")
     zeros = {matrix.place: zeros_of(matrix, model.checkpoint) for matrix in matrices}
-    solved = record.matrices if record and record.method != "shrink" else []
+    solved = record.matrices if record and not record.of_shrinking else []
     said = {(matrix.block, matrix.name) for matrix in solved}
     pruned = [matrix for matrix in matrices if matrix.place in said]
     if record and pruned:
@@ -156,9 +156,10 @@ class Heal(Stage):
     name: ClassVar[str] = "heal"
     keeps_factors: ClassVar[bool] = True
     keeps_matrices: ClassVar[bool] = True
+    reads_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         numbers = {
             "tokens": self.tokens_asked,
             "max_time": self.limit,
@@ -185,10 +186,14 @@ class Heal(Stage):
         """The number of tokens per step."""
         return parse_number(self.batch) if isinstance(self.batch, str) else self.batch
 
+    @property
+    def reads(self) -> tuple[str | Path, ...]:
+        return () if self.teacher is None else (self.teacher,)
+
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if not before and self.teacher is None:
             raise UsageError("there is nothing to heal yet: prune or shrink first, or name the dense model as teacher")
-        if self.method == "blocks" and any(getattr(stage, "blocks", 0) for stage in before if stage.name == "shrink"):
+        if self.method == "blocks" and any(stage.removes_blocks for stage in before):
             raise UsageError(
                 "the method blocks trains each block towards the dense one, and shrink leaves fewer of them"
             )
@@ -197,7 +202,7 @@ class Heal(Stage):
                 "the method blocks trains each block towards the dense one on the same tokens, and vocabulary removes "
                 "some of them"
             )
-        if self.method == "lora" and any(getattr(stage, "makes_factors", False) for stage in before):
+        if self.method == "lora" and any(stage.makes_factors for stage in before):
             raise UsageError("products of low rank would make dense matrices of two sparse factors: try full or norms")
 
     def open(self, run: Run) -> "Healing":
@@ -254,14 +259,14 @@ class Healing(Task):
         """Opens the model that is read, and checks that it can be trained."""
         checkpoint = Checkpoint(run.reading)
         self.format = format_of(checkpoint)
-        self.student, self.method, self.notes = choose(checkpoint, self.dense, run.compute, method)
+        self.student, self.method, self._notes = choose(checkpoint, self.dense, run.compute, method)
         self.carried = run.carried(checkpoint, checkpoint.size)
         if self.carried and trains_factors(self.format, self.method):
             self.carried = self.carried.only(lambda name: name.as_posix() not in self.format.files)
         self.translation = find_translation(self.student, self.dense)
         self.base = run.earlier or base_record(checkpoint.path)
         if "pruning_config" in self.dense.checkpoint.config:  # it may be meant: one with fewer zeros, say
-            self.notes.append(
+            self._notes.append(
                 f"{self.teacher} was pruned itself; the pruned model comes near it, and not the model before that"
             )
 
@@ -362,10 +367,9 @@ class Healing(Task):
         base, length, made = self.base, self.texts.windows.tokens.shape[1], self.student.checkpoint.pruning
         rate = self.stage.rate or (BLOCKS_RATE if self.method == "blocks" else HEALING_RATE)
         settings: dict[str, Any] = {"method": self.method, "rate": rate, **self._settings}
-        record = begin_record(
+        record = self.begin_record(
             run,
             self.dense,
-            self.texts,
             self.student.checkpoint,
             method="heal",
             solver={"name": "heal", **settings},
@@ -382,7 +386,7 @@ class Healing(Task):
         )
         # A format that comes after it stores weights in its own way.
         stored = [] if run.stages[-1].is_format else self.format.notes(self.student.matrices())
-        record.notes += [*self.notes, *stored, *notes_of(self.student)]
+        record.notes += [*self._notes, *stored, *notes_of(self.student)]
         return record
 
 

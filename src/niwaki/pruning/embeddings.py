@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from niwaki.arguments import check_fields, checked_names
+from niwaki.arguments import checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.choices import LEAST_SQUARES, NEAREST, NO_ZEROS
@@ -28,7 +28,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.card import write_config
 from niwaki.runs.duration import measuring, nearest, passes
-from niwaki.runs.stage import Run, Stage, Task, begin_record, usually_asked
+from niwaki.runs.stage import Run, Stage, Task, usually_asked
 from niwaki.texts.conversations import has_images
 from niwaki.texts.texts import Texts
 
@@ -53,9 +53,6 @@ class QuantizeEmbeddings(Stage):
     keeps_matrices: ClassVar[bool] = True
     only_formats_follow: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     @property
     def wanted(self) -> Grid:
         """The grid as an object."""
@@ -63,7 +60,6 @@ class QuantizeEmbeddings(Stage):
 
     @property
     def rounds_to_nearest(self) -> bool:
-        """Whether all weights are rounded to the nearest, so that no text is read."""
         return rounds_to_nearest(self.wanted, self.effort)
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
@@ -94,7 +90,7 @@ class QuantizingEmbeddings(Task):
         self._fits = not stage.rounds_to_nearest and self.model.has_head
         if self._fits and has_images(run.calibration):
             self._fits = False
-            self.model.notes.append("calibrated on images: embeddings and head are rounded to the nearest")
+            self.notes = ("calibrated on images: embeddings and head are rounded to the nearest",)
         run.foreseen["pruning_config"] = {**run.foreseen.get("pruning_config", {}), "embeddings": str(self.grid)}
 
     def read(self, run: Run) -> None:
@@ -102,19 +98,15 @@ class QuantizingEmbeddings(Task):
         self.texts = read_texts(self.model, run, measurement, calibrates=self._fits)
         self._before = run.measured.before
         method = LEAST_SQUARES if self._fits else NEAREST
-        self._begun = begin_record(
+        self._begun = self.begin_record(
             run,
             self.model,
-            self.texts,
             method=method,
             solver={"name": method},
             pattern=NO_ZEROS,
             mask_from=None,
             embeddings=str(self.grid),
         )
-        self._asked = usually_asked(self.model, self.texts, self._begun)
-        if not run.is_first:
-            del self._asked["model"]
 
     def _open(self, run: Run) -> None:
         """Opens the model that is read, and checks that its embeddings can be on the grid."""
@@ -132,7 +124,7 @@ class QuantizingEmbeddings(Task):
         self.carried = run.carried(checkpoint, checkpoint.size)
 
     def asked(self) -> dict[str, Any]:
-        return {**self._asked, "embeddings": str(self.grid)}
+        return {**usually_asked(self.model, self.texts, self._begun), "embeddings": str(self.grid)}
 
     def expected(self, speed: float) -> float:
         operations = measuring(self.model, self.texts, self._before)

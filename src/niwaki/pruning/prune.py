@@ -2,11 +2,13 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from niwaki.arguments import INTERNAL, check_fields, checked_names, given_fields
+from niwaki.arguments import INTERNAL, checked_names, given_fields
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.choices import NO_ZEROS
@@ -39,7 +41,7 @@ from niwaki.records.wording import in_words
 from niwaki.runs.card import pruning_config, write_config
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.duration import measuring, nearest, pruning
-from niwaki.runs.stage import Run, Stage, Task, begin_record, usually_asked
+from niwaki.runs.stage import Run, Stage, Task, usually_asked
 from niwaki.runs.store import WeightStore
 from niwaki.runs.workplace import Workplace
 from niwaki.texts.conversations import has_images
@@ -52,9 +54,20 @@ class Prune(Request, Stage):
     """The stage that makes weights zero and updates the others: see :func:`niwaki.prune` for its arguments."""
 
     name: ClassVar[str] = "prune"
+    makes_zeros: ClassVar[bool] = True
+
+    @property
+    def reads(self) -> tuple[str | Path, ...]:
+        return (self.mask_model,) if self.mask_model else ()
+
+    @property
+    def not_healed(self) -> str:
+        if self.blocks:
+            return "only some blocks are pruned, and training would change all"
+        return "the format is kept, which trained weights would leave" if self.keep_format else ""
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
-        if any(_has_grid(stage) for stage in before):
+        if any(stage.grid for stage in before):
             raise UsageError("prune first and quantize then: pruned again, weights would leave the grid")
 
     def open(self, run: Run) -> "Pruning":
@@ -80,25 +93,20 @@ class Quantize(Stage):
 
     name: ClassVar[str] = "quantize"
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    @property
+    @cached_property
     def _as_prune(self) -> Prune:
         return Prune(0.0, self.solver, self.effort, quantize=self.grid, left_out=self.left_out)
 
     @property
     def settled_effort(self) -> Effort:
-        """The effort that applies, as for :class:`Prune`."""
         return self._as_prune.settled_effort
 
     @property
     def rounds_to_nearest(self) -> bool:
-        """Whether all weights are rounded to the nearest, so that no text is read."""
         return self._as_prune.rounds_to_nearest
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
-        if any(_has_grid(stage) for stage in before):
+        if any(stage.grid for stage in before):
             raise UsageError("weights are on a grid already; quantize once")
 
     def open(self, run: Run) -> "Pruning":
@@ -123,11 +131,6 @@ def _said(value: object) -> str:
     return in_words(describe(value)) if isinstance(value, Solver) else str(value)
 
 
-def _has_grid(stage: Stage) -> bool:
-    """Whether a stage puts weights on a grid."""
-    return isinstance(stage, Quantize) or (isinstance(stage, Prune) and stage.quantize is not None)
-
-
 class Pruning(Task):
     """:class:`Prune`, opened for a run: the model that it reads, the texts, and what of the request suits these."""
 
@@ -137,14 +140,13 @@ class Pruning(Task):
         self.request = request
         request.check()
         self._open(run)
-        self.texts = Texts(None, {})
         run.foreseen["pruning_config"] = pruning_config(self._begun(run))
 
     def read(self, run: Run) -> None:
         calibrates = not self.request.rounds_to_nearest
         texts = read_texts(self.model, run, self.measurement, calibrates=calibrates)
         self.texts = run.sentences.apart(self.model, texts)
-        self.model.notes += notes_on_masks(self.request.wanted, self.request.mask_model, self.model)
+        self.notes += tuple(notes_on_masks(self.request.wanted, self.request.mask_model, self.model))
         self.record: Record = self._begun(run)
         run.seen = self.record.calibration or run.seen
 
@@ -169,10 +171,9 @@ class Pruning(Task):
         if request.grid:
             request.grid.check(width for matrix in model.matrices() for width in request.widths(matrix))
         self.pattern_of: PatternOf = patterns_of(request.wanted, request.mask_model, model)
-        self._is_first = run.is_first
 
     def _settle(self, run: Run) -> None:
-        """Sets the effort and the measurement that can be done; the model gets a note on what cannot."""
+        """Sets the effort and the measurement that can be done, and notes on what cannot."""
         given, shares, reasons = self.request.settled_effort, self.request.shares_zeros, []
         self.measurement = run.measured
         if not self.model.has_head:
@@ -186,7 +187,9 @@ class Pruning(Task):
             reasons[0] += f", and the effort is {described(describe_effort(self.effort))}"
         if self.request.only_rounds:  # there are no zeros to share out, and no weights to choose
             self.effort = dataclasses.replace(self.effort, plan=Planning())
-        self.model.notes += reasons
+        if run.compute.tf32 == "always" and not has_tf32(self.model.device):
+            reasons.append(f"--tf32 always has no effect: {self.model.device} has no TF32, products are in float32")
+        self.notes = tuple(reasons)
 
     def _needed(self) -> int:
         """Bytes that a run takes without its hidden states, estimated from above: solvers differ."""
@@ -212,10 +215,9 @@ class Pruning(Task):
         if request.mask_model is not None:
             within = "" if request.wanted is None else f", within {request.wanted}"
             pattern = f"the mask of {request.mask_model}{within}"
-        record = begin_record(
+        record = self.begin_record(
             run,
             model,
-            self.texts,
             method=request.method,
             solver={"name": request.method} if has_no_solver else plain(describe(request.solving)),
             effort={} if request.rounds_to_nearest else describe_effort(self.effort),
@@ -227,9 +229,6 @@ class Pruning(Task):
             blocks=[chosen.start, chosen.stop] if len(chosen) < len(model.blocks) else None,
             flops=self._flops(),
         )
-        if run.compute.tf32 == "always" and tf32 == "never":
-            note = f"--tf32 always has no effect: {model.device} has no TF32, products are in float32"
-            record.notes.insert(len(model.notes), note)
         record.notes += [*filter(None, [request.left_out]), *notes_of(model)]
         widest = max(matrix.shape[1] for matrix in model.matrices())
         if record.calibration and (tokens := record.calibration_tokens) < widest:
@@ -256,7 +255,7 @@ class Pruning(Task):
     def asked(self) -> dict[str, Any]:
         request, record, lender = self.request, self.record, self.request.mask_model
         measured = "both" if self.measurement.before else "after"
-        asked = {
+        return {
             **usually_asked(self.model, self.texts, record),
             "mask_from": Checkpoint(locate_model(lender)).fingerprint() if lender else request.mask_source,
             "solver": record.solver,
@@ -269,7 +268,6 @@ class Pruning(Task):
             "blocks": record.blocks or [0, len(self.model.blocks)],
             "tf32": record.tf32,
         }
-        return asked if self._is_first else {name: value for name, value in asked.items() if name != "model"}
 
     def expected(self, speed: float) -> float | None:
         samples = self.texts.samples
@@ -289,7 +287,7 @@ class Pruning(Task):
     def work(self, run: Run) -> Record:
         if not run.is_first:
             self._open(run)
-            self.model.notes += notes_on_masks(self.request.wanted, self.request.mask_model, self.model)
+            self.notes += tuple(notes_on_masks(self.request.wanted, self.request.mask_model, self.model))
             self.record = self._begun(run)
         measures = self.texts.heldout or run.sentences.windows
         if not measures and self.request.rounds_to_nearest and self.measurement.samples != 0:
@@ -306,16 +304,16 @@ class Pruning(Task):
 
     def _write(self, walk: Walk, run: Run, place: Workplace, carried: CarriedFiles) -> None:
         """The walk over the blocks and all that is written."""
-        model, checkpoint = self.model, self.written
+        request, model, checkpoint = self.request, self.model, self.written
         added = self.format.added(checkpoint, model.matrices())
         run.begin_output(carried, [*checkpoint.shards, SCALES, FACTORS])
         with CheckpointWriter(checkpoint, place.directory, place.journal.blocks > 0, added) as walk.store.writer:
             walk.blocks(self.texts)
-            if self.request.keep_format:
+            if request.keep_format:
                 walk.store.check_written(model.matrices)
         run.clock.lap("write")
         if run.earlier:
-            walk.record = walk.record.after(run.earlier, only_rounds=run.stages[run.number].name == "quantize")
+            walk.record = walk.record.after(run.earlier, only_rounds=request.only_rounds)
         write_config(place.directory, checkpoint.config, walk.record)
         self.format.verify(place.directory, checkpoint, model.matrices(), place.journal.zeros)
         run.clock.lap("check")

@@ -425,7 +425,7 @@ class Record(JsonFile):
         whole = self
         if self.only_heals:
             whole = dataclasses.replace(earlier, command=self.command, healing=self.healing, device=self.device)
-        elif only_rounds and earlier.method != "shrink":
+        elif only_rounds and not earlier.of_shrinking:
             same = {name: getattr(earlier, name) for name in ("method", "solver", "effort", "pattern", "mask_from")}
             whole = dataclasses.replace(self, **same)
         structure = earlier.structure or self.structure
@@ -484,6 +484,11 @@ class Record(JsonFile):
     def only_heals(self) -> bool:
         """Whether the record is from ``niwaki heal``, which does not know how the model was pruned before."""
         return self.method == "heal"
+
+    @property
+    def of_shrinking(self) -> bool:
+        """Whether no stage after the one that shrank the model had matrices, so that ``matrices`` are of that."""
+        return self.method == "shrink"
 
     @property
     def only_shrinks(self) -> bool:
@@ -615,7 +620,7 @@ class Record(JsonFile):
 
 
 def _geometric_mean(values: list[float]) -> float:
-    """0 where one is 0, and of no values."""
+    """The geometric mean of ``values``; 0 where one is 0, and where there are none."""
     if not values or min(values) <= 0:
         return 0.0
     return math.exp(sum(map(math.log, values)) / len(values))
@@ -629,7 +634,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def _version(library: str) -> str:
-    """Read once: the files it is in are long."""
+    """The version of an installed ``library``, read once, because the files it is in are long."""
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -640,7 +645,7 @@ def _version(library: str) -> str:
 
 
 def facts(record: Record) -> dict[str, str]:
-    """By name what was asked for and what it came to, without what was measured of the model."""
+    """What was asked for and what it came to, by name, without what was measured of the model."""
     structure, sparsities = record.structure, [100 * matrix.sparsity for matrix in record.matrices] or [0.0]
     low, high = min(sparsities), max(sparsities)
     between = f", {low:.1f} to {high:.1f} % in one" if high - low > 0.1 else ""

@@ -66,12 +66,12 @@ def notes(record: Record) -> str:
     return f"{_NOTES if listed else ''}{listed}\n\n{full}\n"
 
 
-def restate(directory: Path, old: str, new: str = "") -> None:
-    """Leaves out the note ``old`` of the record in ``directory``, if there is one, and adds ``new``."""
+def restate(directory: Path, old: str, new: str) -> None:
+    """Puts the note ``new`` into the record in ``directory``, if it has one, and leaves out ``old``."""
     file = directory / "niwaki.json"
-    if file.is_file() and (new or old.encode() in file.read_bytes()):
+    if file.is_file():
         record = Record.load(file)
-        record.notes = [note for note in record.notes if note != old] + [new] * bool(new)
+        record.notes = [*(note for note in record.notes if note != old), new]
         record.save(file)
 
 
@@ -179,9 +179,9 @@ def pruning_config(record: Record) -> dict[str, Any]:
 def _data(record: Record, inherited: Mapping[str, Any]) -> ModelCardData:
     """What is at the top of the card, for programs."""
     kept: dict[str, Any] = {key: inherited.get(key) for key in _INHERITED}
-    measured = record.perplexity.get("after")
+    measured, base = record.perplexity.get("after"), record.teacher or record.model
     return ModelCardData(
-        base_model=base_name(record.teacher or record.model),
+        base_model=base if base.count("/") == 1 else Path(base).name or base,  # of a directory only the name is told
         base_model_relation="quantized" if record.only_quantizes else "finetune",  # the hub knows no pruning
         library_name="transformers",
         model_name=record.outcome if measured else None,
@@ -189,11 +189,6 @@ def _data(record: Record, inherited: Mapping[str, Any]) -> ModelCardData:
         tags=sorted({*inherited.get("tags", []), "niwaki", *_tags(record)}),
         **kept,
     )
-
-
-def base_name(model: str) -> str:
-    """What to call a model that was given by a hub id, or by a directory of which only the name is told."""
-    return model if model.count("/") == 1 else Path(model).name or model
 
 
 def _public(record: Record) -> Record:
@@ -284,22 +279,21 @@ _WEIGHTS = (".safetensors", ".gguf")
 def begin_recipe(
     stages: list[Table], model: str, calibration: Calibration, measurement: Measurement, compute: Compute
 ) -> Recipe:
-    """The recipe of a run that is asked for, without digests; UsageError where two of its texts have the same name."""
+    """The recipe of a run that is asked for, with digests of local texts alone.
+
+    UsageError where two of its texts have the same name.
+    """
     names = [public_name(text) for text in calibration.texts if isinstance(text, str)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two texts are called {twice}, and recipes name no directories")
     here = _table(compute)
     here.pop("max_memory", None)  # which changes no result
-    return Recipe(stages, _table(calibration), _table(measurement), here, model={"name": public_name(model)})
-
-
-def with_texts(recipe: Recipe, calibration: Calibration) -> Recipe:
-    """The ``recipe`` with digests of local texts."""
-    return dataclasses.replace(recipe, texts=digests_of_texts(calibration))
+    what = {"model": {"name": public_name(model)}, "texts": digests_of_texts(calibration)}
+    return Recipe(stages, _table(calibration), _table(measurement), here, **what)
 
 
 def digests_of_texts(calibration: Calibration) -> dict[str, str]:
-    """Those of local texts, by the names of their files."""
+    """The digests of local texts, by the names of their files."""
     texts = {}
     for text in calibration.texts:
         with contextlib.suppress(UsageError, OSError):  # what is no path, or cannot be read, is for others to say

@@ -76,7 +76,7 @@ class CarriedFiles:
         return [f"not carried over ({amount}), because they belong to the dense weights: {several(groups)}"]
 
     def only(self, wanted: Callable[[Path], bool]) -> "CarriedFiles":
-        """Those of them whose names are ``wanted``."""
+        """The same without the files whose names are not ``wanted``."""
         return replace(self, names=[name for name in self.names if wanted(name)])
 
     def copy(self, directory: Path) -> None:
@@ -142,7 +142,7 @@ def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: Coll
 
 
 def _of_weights(names: Collection[Path], ours: Collection[str], modules: Collection[str]) -> list[Path]:
-    """Those of ``names`` that have dense weights or belong to such, but not ``ours`` and what is in ``modules``.
+    """The ``names`` of files with dense weights or that belong to such, without ``ours`` and what is in ``modules``.
 
     A folder with weights in it is another form of the model, or what was left of its training.
     """

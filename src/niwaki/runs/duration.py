@@ -53,23 +53,23 @@ def _overhead(model: StreamedModel, width: int) -> float:
 
 
 def _width(model: StreamedModel) -> int:
-    """That of its hidden states, by the matrices, as configurations have many names for it."""
+    """The width of hidden states, by the matrices, as configurations have many names for it."""
     return max(min(matrix.shape) for matrix in model.matrices())
 
 
 def measuring(model: StreamedModel, texts: Texts, before: bool) -> float:
-    """Those of measuring perplexity, of the model ``before`` too."""
+    """Operations of measuring perplexity, of the model ``before`` too."""
     tokens = sum(windows.tokens.numel() for windows in texts.heldout.values())
     return passes(model, tokens, count=2 if before else 1, head=True)
 
 
 def nearest(rows: int, columns: int) -> float:
-    """Those of rounding a matrix to the nearest numbers of a grid."""
+    """Operations of rounding a matrix to the nearest numbers of a grid."""
     return _NEAREST * rows * columns
 
 
 def pruning(model: StreamedModel, effort: Effort, tokens: float, solving: float) -> float:
-    """Those of pruning that calibrates on ``tokens``, whose solvers need ``solving`` operations themselves."""
+    """Operations of pruning that calibrates on ``tokens``, whose solvers need ``solving`` operations themselves."""
     own = effort.synthetic * tokens
     fitted = effort.fit.epochs * (tokens + own)
     return (
@@ -84,10 +84,10 @@ def pruning(model: StreamedModel, effort: Effort, tokens: float, solving: float)
 
 
 def looking(model: StreamedModel, tokens: float) -> float:
-    """Those of finding out on ``tokens`` what bits, zeros and fewer neurons would cost in each matrix."""
+    """Operations of finding out on ``tokens`` what bits, zeros and fewer neurons would cost in each matrix."""
     return _LOOKING * passes(model, tokens, count=2.5 + (1 + _BACKWARD) / 2, head=True)
 
 
 def training(model: StreamedModel, tokens: float, *, head: bool = False) -> float:
-    """Those of training on ``tokens``."""
+    """Operations of training on ``tokens``."""
     return passes(model, tokens, count=_TRAINING * (1 + _BACKWARD), head=head)

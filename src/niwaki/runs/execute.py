@@ -4,71 +4,49 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError, named
 from niwaki.files import input_errors, output_errors, replace_file, weights_size
 from niwaki.models.device import find_device, peak_memory
-from niwaki.models.hidden_states import MemoryBudget
-from niwaki.models.locate import locate_model
-from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.perplexity import Agreement
-from niwaki.records.progress import Progress
-from niwaki.records.recipe import Recipe
 from niwaki.records.record import MOST_STAGES, Record, StageRecord
 from niwaki.records.wording import counted
 from niwaki.runs import card
-from niwaki.runs.card import with_result, with_texts, with_weights, write_recipe
+from niwaki.runs.card import with_result, with_weights, write_recipe
 from niwaki.runs.carried import BASE, check_claims
 from niwaki.runs.duration import products_per_second
-from niwaki.runs.similarity import FEW_SENTENCES, Sentences
-from niwaki.runs.stage import Clock, Run, Stage, Task, current_session
-from niwaki.runs.workplace import Journal, check_output, workplace
+from niwaki.runs.similarity import FEW_SENTENCES
+from niwaki.runs.stage import Clock, Run, Stage, Task
+from niwaki.runs.workplace import Journal, workplace
 from niwaki.texts.texts import Texts
 
 
-def execute(
-    model: str | Path,
-    out: str | Path,
-    stages: Sequence[Stage],
-    calibration: Calibration,
-    measurement: Measurement,
-    compute: Compute,
-    *,
-    labels: Sequence[str],
-    reads: Sequence[Path] = (),
-    recipe: Recipe | None = None,
-    follows: Recipe | None = None,
-    restart: bool = False,
-    progress: Progress | None = None,
-) -> Record:
-    """Does ``stages`` to ``model``, one after the other, and writes the result to the directory ``out``.
+def execute(run: Run, restart: bool = False) -> Record:
+    """Does the stages of ``run``, one after the other, and writes the result.
 
     All of them are opened and checked, and then read their texts, before anything is computed or written. A run that is
-    interrupted resumes after the last block that is done, of the stage that was at work. ``labels`` are what errors
-    call the stages, see :func:`check_order`; ``reads`` are directories of other models that stages read. ``recipe``
-    says what is asked for and goes into the output; where the run ``follows`` another, it is compared with that.
+    interrupted resumes after the last block that is done, of the stage that was at work. Its recipe goes into the
+    output; where the run follows another, the two are compared.
 
     Returns:
-        The record of all stages, which is also in ``out/niwaki.json``.
+        The record of all stages, which is also in ``niwaki.json`` in the output.
 
     Raises:
         NiwakiError: see :mod:`niwaki.errors`.
     """
-    with contextlib.ExitStack() as stack:
-        where = model, out, stages, calibration, measurement, compute, labels, reads, progress
-        run = stack.enter_context(_begun(*where))
-        world, source, target, progress = run.world, run.source, run.out, run.progress
-        run.recipe, run.follows = recipe, follows
-        tasks = _opened(run, labels)
-        _compare_recipe(run)
-        if world.first and run.recipe:
-            run.recipe = with_texts(run.recipe, calibration)
-        asked = [{"stage": stage.name, **task.asked()} for stage, task in zip(stages, tasks, strict=True)]
-        world.check_same(asked[0] if len(asked) == 1 else {f"stage {i + 1}": each for i, each in enumerate(asked)})
-        run.clock.lap("prepare")
-        place = stack.enter_context(workplace(target, asked, restart)) if world.first else None
+    world, stages = run.world, run.stages
+    tasks = _opened(run)
+    if world.first and run.recipe and run.follows:
+        run.recipe = with_weights(run.recipe, run.source)
+        for difference in run.follows.differences(run.recipe):
+            run.progress.note(f"not as in the recipe: {difference}")
+    asked = [{"stage": stage.name, **task.asked()} for stage, task in zip(stages, tasks, strict=True)]
+    for each in asked[1:]:
+        each.pop("model", None)
+    world.check_same(asked[0] if len(asked) == 1 else {f"stage {i + 1}": each for i, each in enumerate(asked)})
+    run.clock.lap("prepare")
+    with workplace(run.out, asked, restart) if world.first else contextlib.nullcontext() as place:
         run.place, journal = place, world.received(place.journal if place else Journal(asked))
         record = Record.from_json(journal.result) if journal.result else None
         done = journal.done
@@ -81,60 +59,22 @@ def execute(
             # In the first process that which is written.
             run.number, run.earlier, run.journal = number, record, place.journal if place else journal
             if number:
-                run.reading = world.received(place.source if place else None) or source
+                run.reading = world.received(place.source if place else None) or run.source
             if len(asked) > 1:
-                words = filter(None, [stages[number].name, str(stages[number])])
-                progress.turn(number + 1, len(asked), ", ".join(words))
+                words = filter(None, [run.stage.name, str(run.stage)])
+                run.progress.turn(number + 1, len(asked), ", ".join(words))
             record = _done(run, _reread(run, tasks))
         assert record
         if place:
             place.move()
-    progress.end(record)
+    run.progress.end(record)
     return record
 
 
-def check(
-    model: str | Path,
-    out: str | Path,
-    stages: Sequence[Stage],
-    calibration: Calibration,
-    measurement: Measurement,
-    compute: Compute,
-    *,
-    labels: Sequence[str],
-    reads: Sequence[Path] = (),
-) -> list[Texts]:
+def check(run: Run) -> list[Texts]:
     """Raises what :func:`execute` would before anything is computed; the texts of the stages that have some."""
-    with _begun(model, out, stages, calibration, measurement, compute, labels, reads, None) as run:
-        run.only_checks = True
-        return [task.texts for task in _opened(run, labels) if task.texts]
-
-
-@contextlib.contextmanager
-def _begun(
-    model: str | Path,
-    out: str | Path,
-    stages: Sequence[Stage],
-    calibration: Calibration,
-    measurement: Measurement,
-    compute: Compute,
-    labels: Sequence[str],
-    reads: Sequence[Path],
-    progress: Progress | None,
-) -> Iterator[Run]:
-    """A run of which no stage is opened, where the order of the stages and the place of the output are right."""
-    world = current_session().world
-    progress = progress if progress and world.first else Progress()
-    check_order(stages, labels)
-    progress.status(f"reading {model}")
-    source = locate_model(str(model))
-    target = check_output(source, out, *reads) if world.first else Path(out)
-    with contextlib.closing(MemoryBudget()) as budget:
-        yield Run(
-            *(str(model), source, target, tuple(stages), calibration, measurement, compute, world, progress, budget),
-            reading=source,
-            sentences=Sentences(dense=source),
-        )
+    run.only_checks = True
+    return [task.texts for task in _opened(run) if task.texts]
 
 
 def _say_first(run: Run, tasks: Sequence[Task], done: int) -> None:
@@ -160,27 +100,27 @@ def check_order(stages: Sequence[Stage], labels: Sequence[str]) -> None:
                 raise UsageError(
                     f"only formats follow embeddings, which are put on a grid last; {stage.name} comes after"
                 )
-            if not stage.keeps_factors and any(getattr(each, "makes_factors", False) for each in stages[:number]):
+            if not stage.keeps_factors and any(each.makes_factors for each in stages[:number]):
                 raise UsageError(
                     f"{stage.name} would make dense matrices of two sparse factors: only healing and formats follow"
                 )
             stage.check_order(tuple(stages[:number]))
 
 
-def _opened(run: Run, labels: Sequence[str]) -> list[Task]:
+def _opened(run: Run) -> list[Task]:
     """All stages, opened, and then with their texts; what is measured on is the same for all.
 
     That is the text after all windows that any of them trains on.
     """
     tasks = list[Task]()
-    for number, (stage, label) in enumerate(zip(run.stages, labels, strict=True)):
+    for number, label in enumerate(run.labels):
         run.number = number
         with named(label):
-            tasks.append(stage.open(run))
-    for number, (task, label) in enumerate(zip(tasks, labels, strict=True)):
+            tasks.append(run.stage.open(run))
+    for number, label in enumerate(run.labels):
         run.number = number
         with named(label):
-            task.read(run)
+            tasks[number].read(run)
     texts = [task.texts for task in tasks if task.texts]
     if len(texts) > 1:
         most = max(texts, key=lambda each: len(each.samples))
@@ -189,14 +129,6 @@ def _opened(run: Run, labels: Sequence[str]) -> list[Task]:
                 task.measure_on(most.heldout)
     run.number = 0
     return tasks
-
-
-def _compare_recipe(run: Run) -> None:
-    """Says where what the run reads has not the digests of the recipe that it follows, if it follows one."""
-    if run.world.first and run.recipe and run.follows:
-        run.recipe = with_weights(run.recipe, run.source)
-        for difference in run.follows.differences(with_texts(run.recipe, run.calibration)):
-            run.progress.note(f"not as in the recipe: {difference}")
 
 
 def _say_duration(run: Run, tasks: Sequence[Task]) -> None:
@@ -217,7 +149,7 @@ def _reread(run: Run, tasks: Sequence[Task]) -> Task:
     changed = [heldout for one in tasks[: run.number] if (heldout := one.heldout_after()) is not None]
     if not changed or not task.texts:
         return task
-    again = run.stages[run.number].open(run)
+    again = run.stage.open(run)
     again.read(run)
     again.measure_on(changed[-1])
     return again
@@ -240,8 +172,8 @@ def _done(run: Run, task: Task) -> Record:
 
 def _compare(run: Run, record: Record) -> None:
     """Measures sentence vectors, or scores, where the model predicts no words."""
-    sentences, stage = run.sentences, run.stages[run.number]
-    if not sentences.windows or not run.place or stage.is_format:
+    sentences = run.sentences
+    if not sentences.windows or not run.place or run.stage.is_format:
         return
     run.progress.status("comparing with the dense model")
     paths = {"pruned": run.source} if run.is_first and sentences.dense != run.source else {}
@@ -259,7 +191,7 @@ def _compare(run: Run, record: Record) -> None:
 
 def _finish(run: Run, record: Record) -> None:
     """Completes the record, writes the last one and its card, and says in the journal that the stage is done."""
-    place, earlier, stage = run.place, run.earlier, run.stages[run.number]
+    place, earlier, stage = run.place, run.earlier, run.stage
     assert place
     if len(run.stages) > 1:
         others = earlier.stages if earlier else []
@@ -278,7 +210,10 @@ def _finish(run: Run, record: Record) -> None:
     if earlier:
         run.clock.add(earlier.seconds)
     record.seconds = {**run.clock.seconds, "total": run.clock.total()}
-    _measure(run, record)
+    with input_errors(run.source):
+        record.size = {"before": weights_size(run.source), "after": weights_size(place.directory)}
+    if {"before", "after"} <= record.perplexity.keys():
+        record.loss = record.perplexity["after"].lost_from(record.perplexity["before"]).nats
     is_format, *after = (each.is_format for each in run.stages[run.number :])
     made = None
     if run.recipe and not after:  # reading all weights takes its time, and nobody waits for it here
@@ -293,15 +228,6 @@ def _finish(run: Run, record: Record) -> None:
     place.finish_stage(record)
 
 
-def _measure(run: Run, record: Record) -> None:
-    """Puts into ``record`` how large the model was and is, and what it lost."""
-    assert run.place
-    with input_errors(run.source):
-        record.size = {"before": weights_size(run.source), "after": weights_size(run.place.directory)}
-    if {"before", "after"} <= record.perplexity.keys():
-        record.loss = record.perplexity["after"].lost_from(record.perplexity["before"]).nats
-
-
 @contextlib.contextmanager
 def _report_interruption(run: Run, task: Task) -> Iterator[None]:
     """Says what stays of a run that ends early, if anything does."""
@@ -309,7 +235,7 @@ def _report_interruption(run: Run, task: Task) -> Iterator[None]:
         yield
     except BaseException as error:
         place, count = run.place, len(run.stages)
-        where = f"stage {run.number + 1} of {count}, {run.stages[run.number].name}" if count > 1 else ""
+        where = f"stage {run.number + 1} of {count}, {run.stage.name}" if count > 1 else ""
         if place and place.has_more_to_come:
             run.progress.stopped(*task.extent(run), where)
         elif isinstance(error, KeyboardInterrupt) and place and not place.journal.complete:

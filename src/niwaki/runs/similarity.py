@@ -48,24 +48,14 @@ def in_tokens_of(model: StreamedModel, sentences: list[Tensor], other: StreamedM
     return made
 
 
-def sentences_of(model: StreamedModel, windows: Windows) -> list[Tensor]:
-    """Tokens (length,) int64 of each sentence in the text of ``windows``, as the model's tokenizer gives them alone.
-
-    They are at most as long as a window. Where the model has no tokenizer, or the text has fewer sentences than
-    windows, it is the windows themselves.
-    """
-    return [each["input_ids"] for each in _of(model, windows, False)[0]]
-
-
 def texts_of(model: StreamedModel, windows: Windows) -> tuple[list[Inputs], bool]:
-    """What a classifier scores: the same sentences, or each with the next one, for a reranker; and whether in pairs.
+    """What a model makes vectors or scores of: the sentences in the text of ``windows``; and whether in pairs.
 
-    An encoder with a single score is a reranker: it reads a question and an answer.
+    They are what the model's tokenizer makes of each alone, at most as long as a window. A reranker, which is an
+    encoder with a single score, reads a question and an answer: of each sentence with the next one it reads both. Where
+    the model has no tokenizer, or the text has fewer sentences than windows, it is the windows themselves.
     """
-    return _of(model, windows, model.sees_ahead and model.model.config.num_labels == 1)
-
-
-def _of(model: StreamedModel, windows: Windows, in_pairs: bool) -> tuple[list[Inputs], bool]:
+    in_pairs = model.has_scores and model.sees_ahead and model.model.config.num_labels == 1
     with contextlib.suppress(CalibrationError):  # a model may come without one
         tokenizer, longest = model.tokenizer, windows.tokens.shape[1]
         text = str(tokenizer.decode(windows.tokens.flatten().tolist(), skip_special_tokens=True))
@@ -100,8 +90,8 @@ class Sentences:
     windows: Windows | None = None
     dense: Path = Path()
     _seen: int = -1  # windows that the stage which reads on furthest has
-    _vectors: tuple[list[Tensor], Tensor] | None = None  # of sentences, by the dense model
-    _scores: tuple[list[Inputs], bool, list[Tensor]] | None = None  # of texts, maybe in pairs, likewise
+    #: The dense model, the texts of the windows, whether these are in pairs, and what the model makes of them.
+    _known: tuple[StreamedModel, list[Inputs], bool, Tensor | list[Tensor]] | None = None
 
     def apart(self, model: StreamedModel, texts: Texts) -> Texts:
         """``texts`` of a stage on ``model``; without those to measure perplexity on where it predicts no words."""
@@ -114,23 +104,23 @@ class Sentences:
     def measured(self, path: Path, device: str, dtype: str) -> Similarity | Agreement:
         """How near the vectors or scores of the model in ``path`` are to those of the dense one."""
         assert self.windows
-        dense, model = (StreamedModel(Checkpoint(each), device, dtype) for each in (self.dense, path))
-        text = self.windows.source
-        if self._vectors is None and self._scores is None:
-            if dense.has_scores:
-                texts, in_pairs = texts_of(dense, self.windows)
-                self._scores = texts, in_pairs, scores_of(dense, texts)
-            else:
-                sentences = sentences_of(dense, self.windows)
-                self._vectors = sentences, sentence_vectors(dense, sentences)
-        if self._scores:
-            texts, in_pairs, scores = self._scores
-            own = in_tokens_of(dense, [each["input_ids"] for each in texts], model)
-            # Where there are other tokens nothing tells which of a pair's two texts each is of.
-            same = [not in_pairs or len(ids) == len(each["input_ids"]) for each, ids in zip(texts, own, strict=True)]
-            texts = [{**each, "input_ids": ids} for each, ids in compress(zip(texts, own, strict=True), same)]
-            return agreement([*compress(scores, same)], scores_of(model, texts), in_pairs, text)
-        assert self._vectors
-        sentences, vectors = self._vectors
-        found = sentence_vectors(model, in_tokens_of(dense, sentences, model))
-        return similarity(vectors, found, pooling_of(model), text)
+        model = StreamedModel(Checkpoint(path), device, dtype)
+        if self._known is None:
+            dense = StreamedModel(Checkpoint(self.dense), device, dtype)
+            texts, in_pairs = texts_of(dense, self.windows)
+            self._known = dense, texts, in_pairs, _made(dense, texts)
+        dense, texts, in_pairs, known = self._known
+        own = in_tokens_of(dense, [each["input_ids"] for each in texts], model)
+        # Where there are other tokens nothing tells which of a pair's two texts each is of.
+        same = [not in_pairs or len(ids) == len(each["input_ids"]) for each, ids in zip(texts, own, strict=True)]
+        made = _made(model, [{**each, "input_ids": ids} for each, ids in compress(zip(texts, own, strict=True), same)])
+        if isinstance(known, Tensor) and isinstance(made, Tensor):
+            return similarity(known, made, pooling_of(model), self.windows.source)
+        return agreement([*compress(known, same)], [*made], in_pairs, self.windows.source)
+
+
+def _made(model: StreamedModel, texts: list[Inputs]) -> Tensor | list[Tensor]:
+    """What ``model`` makes of ``texts``: the scores of each, or a matrix of their vectors."""
+    return (
+        scores_of(model, texts) if model.has_scores else sentence_vectors(model, [each["input_ids"] for each in texts])
+    )

@@ -10,12 +10,14 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from niwaki.arguments import check_fields
 from niwaki.checkpoints.reading import Checkpoint, Pruning
+from niwaki.effort import Effort
 from niwaki.errors import UnsupportedModelError
 from niwaki.files import check_space
 from niwaki.models.device import device_name
@@ -34,8 +36,6 @@ from niwaki.texts.own import synthesize, with_answers
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
-# The time that each stage of a run takes.
-
 
 class Clock:
     """A stopwatch for ``Record.seconds``: each lap counts as time of a stage."""
@@ -52,10 +52,9 @@ class Clock:
     def add(self, seconds: dict[str, float]) -> None:
         """Counts the time of an earlier run, or of earlier stages, also."""
         for stage, value in seconds.items():
-            if stage == "total":
-                continue
-            self.seconds[stage] += value
-            self._began -= value
+            if stage != "total":
+                self.seconds[stage] += value
+                self._began -= value
 
     def total(self) -> float:
         return time.perf_counter() - self._began
@@ -73,6 +72,7 @@ class Run:
     source: Path  # where that is
     out: Path
     stages: tuple[Stage, ...]
+    labels: tuple[str, ...]  # what errors call them
     calibration: Calibration
     measurement: Measurement
     compute: Compute
@@ -84,7 +84,7 @@ class Run:
     sentences: Sentences = field(default_factory=Sentences)  # of models that predict no words
     clock: Clock = field(default_factory=Clock)  # of the stage at work
     number: int = 0  # of the stage that is opened or at work, from 0
-    reading: Path = Path()  # the model that it reads
+    reading: Path = field(init=False)  # the model that it reads
     earlier: Record | None = None  # of all stages before it
     journal: Journal = field(default_factory=lambda: Journal([{}]))
     place: Workplace | None = None  # of the first process
@@ -94,6 +94,14 @@ class Run:
     foreseen: dict[str, Any] = field(default_factory=dict)
     #: Whether it ends once all stages are opened and have read their texts.
     only_checks: bool = False
+
+    def __post_init__(self) -> None:
+        self.reading = self.sentences.dense = self.source
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that is opened or at work."""
+        return self.stages[self.number]
 
     @property
     def is_first(self) -> bool:
@@ -142,7 +150,7 @@ class Run:
         """
         if not self.world.first:
             return None
-        matrices_stay = self.stages[self.number].keeps_matrices
+        matrices_stay = self.stage.keeps_matrices
         if keep is None:
             check_claims(checkpoint)
             keep = claimed_files(checkpoint.pruning, matrices_stay)
@@ -177,13 +185,14 @@ class Run:
         return measured
 
 
-@runtime_checkable
-class Stage(Protocol):
+class Stage(ABC):
     """Something that is done to a model: a value, which knows nothing of directories, journals or processes."""
 
     name: ClassVar[str]
     #: Whether it only writes what there is in another form: then the model before it has the card and the record.
     is_format: ClassVar[bool] = False
+    #: Whether it makes weights zero; what a grid rounds to zero does not count.
+    makes_zeros: ClassVar[bool] = False
     #: Whether it can follow a stage that makes two sparse factors of each matrix, and leaves them such.
     keeps_factors: ClassVar[bool] = False
     #: Whether matrices keep the zeros, the grid and the factors that config.json says they have.
@@ -192,18 +201,64 @@ class Stage(Protocol):
     only_formats_follow: ClassVar[bool] = False
     #: Whether stages after it read other tokens than those before.
     changes_tokens: ClassVar[bool] = False
+    #: Whether it reads more text than the other stages, so that the usual one is not replaced by a shorter one.
+    reads_on: ClassVar[bool] = False
     #: Whether what it writes stays in FP8 or MXFP4.
     keep_format: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def reads(self) -> tuple[str | Path, ...]:
+        """The models that it reads beside the one that it changes."""
+        return ()
+
+    @property
+    def grid(self) -> object:
+        """The grid that it puts weights on; None for no grid."""
+        return None
+
+    @property
+    def rounds_to_nearest(self) -> bool:
+        """Whether it only rounds weights to the nearest numbers of a grid, so that no text is read."""
+        return False
+
+    @property
+    def makes_factors(self) -> bool:
+        """Whether matrices become products of two sparse factors."""
+        return False
+
+    @property
+    def removes_blocks(self) -> bool:
+        """Whether it is asked to remove blocks."""
+        return False
+
+    @property
+    def settled_effort(self) -> Effort:
+        """The effort, also where none was given."""
+        return Effort()
+
+    @property
+    def not_healed(self) -> str:
+        """Why what it leaves is not to be healed, whatever the model; "" where it may be."""
+        return ""
+
+    @abstractmethod
     def check_order(self, before: tuple[Stage, ...]) -> None:
         """UsageError where it cannot follow these stages."""
 
+    @abstractmethod
     def open(self, run: Run) -> Task:
         """Checks all that names, options and configurations say. NiwakiError where it cannot work.
 
         No text is read here and no weights, so that what is wrong with any stage of a run is said at once. Where it is
         not the first stage, ``run.reading`` is not yet the model that it will read, but the one that was given.
         """
+
+
+# A class among the stages that are given is refused by `make_stages`, in a sentence that says what it lacks.
+Stage.register(type)
 
 
 def label(number: int, count: int, name: str) -> str:
@@ -218,6 +273,8 @@ class Task(ABC):
     texts: Texts | None = None
     #: In the first process the files that its output has from the model that it reads.
     carried: CarriedFiles | None = None
+    #: What its record is to say of how it works on the model, after what there is to say of that.
+    notes: tuple[str, ...] = ()
 
     def measure_on(self, heldout: dict[str, Windows]) -> None:
         """From now on it measures on these texts, by their names, and no others."""
@@ -225,7 +282,7 @@ class Task(ABC):
         self.texts = replace(self.texts, heldout=heldout)
 
     def heldout_after(self) -> dict[str, Windows] | None:
-        """By name, the same text as it measures on, as the tokens that are left; None where all are.
+        """The text that it measures on as the tokens that are left, by name; None where all are left.
 
         Where some are gone the tasks after it are opened again, to read their texts as such.
         """
@@ -239,7 +296,10 @@ class Task(ABC):
 
     @abstractmethod
     def asked(self) -> dict[str, Any]:
-        """By name, all that has to be the same for a run to resume, or for processes to share one."""
+        """All that has to be the same for a run to resume, or for processes to share one, by name.
+
+        What it says of the "model" counts for the first stage only: that of others is what stages before it wrote.
+        """
 
     @abstractmethod
     def work(self, run: Run) -> Record:
@@ -258,6 +318,34 @@ class Task(ABC):
     def extent(self, run: Run) -> tuple[int, int]:
         """How many blocks are done and kept, of how many; 0 of 0 where that is not counted in blocks."""
         return 0, 0
+
+    def begin_record(self, run: Run, model: StreamedModel, read: Checkpoint | None = None, **others: Any) -> Record:
+        """The record, with the fields that need nothing else than that it works on ``model``, and ``others``.
+
+        What config.json says of the model that is ``read``, by default ``model``, is kept as far as the stage leaves it
+        true; what is not kept, and not among ``others``, is dropped with a note.
+        """
+        texts, made = self.texts or Texts(None, {}), (read or model.checkpoint).pruning
+        notes = [*model.notes, *self.notes]
+        kept: dict[str, Any] = {"embeddings": made.embeddings}  # which only a stage of their own changes
+        if run.stage.keeps_matrices:
+            blocks = made.blocks and [*made.blocks]
+            kept |= {"quantization": made.quantization, "blocks": blocks, "sparsity": made.sparsity}
+        else:
+            notes += _dropped(made, others)
+        if model.checkpoint.is_encoded and not others.get("kept_format"):
+            notes.append("the model's files are in FP8 or MXFP4; what is written is in bfloat16")
+        return Record(
+            command=current_session().command,
+            model=run.model,
+            calibration=texts.described(run.calibration.seed),
+            device=device_name(model.device, run.world),
+            dtype=str(model.dtype).removeprefix("torch."),
+            versions=versions(),
+            notes=[*notes, *texts.notes],
+            left_dense=model.left_dense,
+            **{**kept, **others},
+        )
 
 
 # What runs have from the call that they belong to, such as the command line, and not from their arguments.
@@ -337,34 +425,6 @@ def usually_asked(model: StreamedModel, texts: Texts, record: Record) -> dict[st
         "dtype": record.dtype,
         "versions": record.versions,
     }
-
-
-def begin_record(run: Run, model: StreamedModel, texts: Texts, read: Checkpoint | None = None, **others: Any) -> Record:
-    """The record of the stage of ``run`` that is opened, with the fields that need nothing else and ``others``.
-
-    What config.json says of the model that is ``read``, by default ``model``, is kept as far as the stage leaves it
-    true; what is not kept, and not among ``others``, is dropped with a note.
-    """
-    session, notes, made = current_session(), [*model.notes], (read or model.checkpoint).pruning
-    kept: dict[str, Any] = {"embeddings": made.embeddings}  # which no stage changes but those that put them on a grid
-    if run.stages[run.number].keeps_matrices:
-        blocks = made.blocks and [*made.blocks]
-        kept |= {"quantization": made.quantization, "blocks": blocks, "sparsity": made.sparsity}
-    else:
-        notes += _dropped(made, others)
-    if model.checkpoint.is_encoded and not others.get("kept_format"):
-        notes.append("the model's files are in FP8 or MXFP4; what is written is in bfloat16")
-    return Record(
-        command=session.command,
-        model=run.model,
-        calibration=texts.described(run.calibration.seed),
-        device=device_name(model.device, session.world),
-        dtype=str(model.dtype).removeprefix("torch."),
-        versions=versions(),
-        notes=[*notes, *texts.notes],
-        left_dense=model.left_dense,
-        **{**kept, **others},
-    )
 
 
 def _dropped(made: Pruning, others: dict[str, Any]) -> list[str]:

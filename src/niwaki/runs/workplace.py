@@ -16,6 +16,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
@@ -140,17 +141,13 @@ def _in_words(there: Any, here: Any) -> str:
         if "name" not in names:
             return ", ".join(f"{name} {_in_words(there.get(name), here.get(name))}" for name in names)
         there, here = there.get("name"), here.get("name")
-    if any(isinstance(side, str) and _is_digest(side) for side in (there, here)):
+    if any(isinstance(side, str) and re.fullmatch("[0-9a-f]{64}", side) for side in (there, here)):
         return ""
     return "{} there, {} here".format(*("none" if side is None else shown(side).strip("'") for side in (there, here)))
 
 
 def _digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
-def _is_digest(value: str) -> bool:
-    return len(value) == 64 and set(value) <= set("0123456789abcdef")
 
 
 #: Characters that the name of a workplace, and of a file that is being written, has more than that of the output.
@@ -395,8 +392,12 @@ class Workplace:
 
     def _remove(self, kept: set[str]) -> None:
         for path in self.path.iterdir():
-            if path.name not in kept:
-                _delete(path)
+            if path.name in kept:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -519,10 +520,3 @@ def _remove_empty(directories: list[Path]) -> None:
     for directory in directories:
         with contextlib.suppress(OSError):
             directory.rmdir()
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from niwaki.arguments import INTERNAL, check_fields, checked_names
+from niwaki.arguments import INTERNAL, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import PLAIN_EFFORT, SHRINK_EFFORT, Effort, describe as describe_effort, make_effort
 from niwaki.errors import UnsupportedModelError, UsageError
@@ -21,7 +21,7 @@ from niwaki.quantities import NOTHING_TO_REMOVE, parse_parameters, parse_share
 from niwaki.records.record import Record
 from niwaki.runs.card import pruning_config
 from niwaki.runs.duration import measuring, pruning
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, begin_record, usually_asked
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, usually_asked
 from niwaki.shrinking.configuration import Tensors
 from niwaki.shrinking.experts import expert_removal
 from niwaki.shrinking.search import Combinations, kinds_of, most_blocks, operations_of_runs
@@ -50,7 +50,7 @@ class Shrink(Stage):
     name: ClassVar[str] = "shrink"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         gone = self.blocks or any(self.shares.values())
         if self.parameters is not None:
             parse_parameters(self.parameters)
@@ -63,6 +63,10 @@ class Shrink(Stage):
     def shares(self) -> dict[str, float]:
         """The fraction of units to remove, by kind."""
         return {name: parse_share(name, getattr(self, name)) for name in SHARES}
+
+    @property
+    def removes_blocks(self) -> bool:
+        return self.blocks > 0
 
     @property
     def settled_effort(self) -> Effort:
@@ -79,7 +83,7 @@ class Shrink(Stage):
         return dataclasses.replace(settled, plan=dataclasses.replace(settled.plan, allocation="uniform"))
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
-        if others := [stage.name for stage in before if stage.name != "vocabulary"]:
+        if others := [stage.name for stage in before if not stage.changes_tokens]:
             raise UsageError(
                 f"shrink comes first, not after {others[-1]}: it fits what is left without regard to zeros"
             )
@@ -141,7 +145,7 @@ class Shrinking(Task):
         self.carried = run.carried(checkpoint, output, scratch=self._scratch_size(removals))
         check_dtypes(checkpoint, (matrix.key for removal in removals for matrix in removal.matrices))
         self._measured = "both" if run.measurement.before else "after"
-        self._stage, self._removals, self.texts = stage, removals, Texts(None, {})
+        self._stage, self._removals = stage, removals
         for each in removals:
             run.foreseen |= each.config
         run.foreseen["pruning_config"] = pruning_config(self._begun(run))
@@ -184,10 +188,9 @@ class Shrinking(Task):
         stage, removals = self._stage, self._removals
         depth, shares, sized = len(self.model.blocks), stage.shares, stage.parameters is not None
         effort = describe_effort(self._effort) if self._effort != Effort() else {}
-        record = begin_record(
+        record = self.begin_record(
             run,
             self.model,
-            self.texts,
             method="shrink",
             solver={
                 "name": "shrink",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from niwaki.arguments import INTERNAL, check_fields, checked_names
+from niwaki.arguments import INTERNAL, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import read_json
 from niwaki.checkpoints.writing import Shards, write_tensors
@@ -25,7 +25,7 @@ from niwaki.models.tokens import encode
 from niwaki.records.record import Record, StructureRecord
 from niwaki.runs.card import write_config
 from niwaki.runs.duration import measuring
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, begin_record, usually_asked
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, usually_asked
 from niwaki.shrinking.tokenizer import left_out, write_tokenizer
 from niwaki.shrinking.tokens import FILES, PRIOR, ModelTokens, Size, mapped
 from niwaki.texts.counting import count_tokens
@@ -59,7 +59,7 @@ class ShrinkVocabulary(Stage):
     changes_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         Size.of(self.size)
         if self.effort is not None and not self.settled_effort.healing:
             raise UsageError(
@@ -127,10 +127,9 @@ class ShrinkingVocabulary(Task):
         removed, counts, model = self._rows - self._size, self._counts, self.model
         made = model.checkpoint.pruning.pattern
         stay = float(counts.shares[[number for number in self._new if number < self._rows]].sum())
-        record = begin_record(
+        record = self.begin_record(
             run,
             model,
-            self.texts,
             method="shrink",
             solver={"name": "vocabulary", "size": str(stage.size), "prior": PRIOR},
             pattern=", ".join(filter(None, [made, f"{removed:,} of {self._rows:,} tokens"])),
@@ -166,14 +165,9 @@ class ShrinkingVocabulary(Task):
         return {
             **usually_asked(self.model, self.texts, self.record),
             "solver": self.record.solver,
-            "tokens": self._fingerprint(),
+            "tokens": Windows(torch.tensor([[*self._new]]), "tokens").fingerprint(),  # which stay
             "measure": self._measured,
         }
-
-    def _fingerprint(self) -> str:
-        """Which tokens stay, as a number that tells two choices apart."""
-        kept = torch.tensor([*self._new])
-        return Windows(kept[None], "tokens").fingerprint()
 
     def expected(self, speed: float) -> float:
         return measuring(self.model, self.texts, self._measured == "both") / speed
