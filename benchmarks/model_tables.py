@@ -76,7 +76,7 @@ def small(made: Any, measured: Any, others: Any) -> Lines:
 
 
 #: The commands of benchmarks/commands.py that README shows, in words.
-_SHOWN = {
+_COMMANDS = {
     "plan": "`compress --size 0.4 --plan`",
     "size": "`compress --size 0.4`",
     "llama.cpp": "`compress --size 0.4 --for llama.cpp`",
@@ -92,7 +92,7 @@ _SHOWN = {
 def commands(made: Any) -> Lines:
     """README's: what its commands take and give on real models."""
     rows, models = [], dict.fromkeys(cell["model"] for cell in made["cells"])
-    for name, words in _SHOWN.items():
+    for name, words in _COMMANDS.items():
         for model in models:
             found = [each for each in made["cells"] if (each["model"], each["name"]) == (model, name)]
             for cell in found:

@@ -65,7 +65,8 @@ FORMS = (
     *((0.7, "int4:64"), (0.0, "int2:64"), (0.0, "int8:64"), (0.5, "int8:64"), (0.3, ""), (0.7, "")),
     *((0.3, "int8:64"), (0.7, "int8:64")),
 )
-#: Ways from Qwen2.5-Coder-1.5B to the bytes of Qwen2.5-Coder-0.5B, in 16 bits and in 8: stages of one run, which packs.
+#: Ways from Qwen2.5-Coder-1.5B to the bytes of Qwen2.5-Coder-0.5B, in 16 bits and in 8: stages of one run, which packs,
+#: or the size that compress is given.
 WAYS = {
     "16 bits": {
         "bits": ["quantize int5:128 effort=fast", "embeddings int5:128"],
@@ -73,14 +74,14 @@ WAYS = {
         "zeros": ["prune 0.86 effort=fast"],
         "two factors": ["prune two-factors:0.86 effort=fast"],
         "fewer parameters": ["shrink parameters=0.32"],
-        "compress": "988MB",
+        "compress": ["988MB"],
     },
     "8 bits": {
         "bits": ["quantize int2.5:64 effort=fast", "embeddings int3:64"],
         "zeros and 4 bits": ["prune 0.6 quantize=int4:128 effort=fast", "embeddings int4:128"],
         "two factors": ["prune two-factors:0.7 quantize=int4:128 effort=fast", "embeddings int4:128"],
         "fewer parameters": ["shrink parameters=0.32", "quantize int8:128 effort=fast", "embeddings int8:128"],
-        "compress": "505MB",
+        "compress": ["505MB"],
     },
 }
 #: Of the experts, what is removed; and the files to calibrate and to measure on.
@@ -216,13 +217,13 @@ def smaller(
             continue
         with tempfile.TemporaryDirectory(prefix="niwaki-", dir=work) as scratch:
             out = Path(scratch) / "out"
-            if isinstance(stages, str):
-                done = niwaki.compress(dense, out, stages, calibration=books, measurement=None)
+            if way == "compress":
+                done = niwaki.compress(dense, out, *stages, calibration=books, measurement=None)
             else:
                 packs = [] if way == "fewer parameters" and target == "16 bits" else ["pack"]
                 done = niwaki.run(dense, out, [*stages, *packs], calibration=books, measurement=None)
-            cell = {"way": way, "model": dense.name, "target": target, "stages": stages}
-            add(out, **cell, size=_weights_of(out), seconds=done.seconds["total"])
+            seconds = done.seconds["total"]
+            add(out, way=way, model=dense.name, target=target, stages=stages, size=_weights_of(out), seconds=seconds)
 
 
 def _weights_of(model: Path) -> int:

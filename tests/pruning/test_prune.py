@@ -290,7 +290,7 @@ def test_the_package_offers_it() -> None:
         assert niwaki.evaluate is evaluate
     assert niwaki.make_solver("admm-grad") == SOLVERS["admm-grad"]
     with pytest.raises(AttributeError, match="prun"):
-        _ = niwaki.prun
+        _ = niwaki.prun  # type: ignore[attr-defined]
     for name in niwaki.__all__:
         assert getattr(niwaki, name).__doc__
 

@@ -208,14 +208,14 @@ class Gguf(Form):
             bits = [self._on_grids[entry].bits for entry in entries if entry in self._on_grids]
             if self._kind != "Q4_0" or tensor.kind == "F16" or not bits:
                 continue
-            kind = next(kind for kind, each in BITS.items() if each >= max(bits))
+            fitting = next(kind for kind, each in BITS.items() if each >= max(bits))
             if tensor.name in _ENDS:
-                tensor.kind = kind
-                if kind != "Q8_0":
-                    self._notes.append(f"{tensor.name} is in {kind}")
+                tensor.kind = fitting
+                if fitting != "Q8_0":
+                    self._notes.append(f"{tensor.name} is in {fitting}")
             elif has_more:
-                tensor.kind = kind
-                counts[kind] += 1
+                tensor.kind = fitting
+                counts[fitting] += 1
         del counts["Q4_0"]
         for kind, count in counts.items():
             self._notes.append(f"{counted(count, 'matrix', 'matrices')} of more bits are in {kind}")
