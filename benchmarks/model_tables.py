@@ -1,5 +1,6 @@
 """Tables of real models, of quality and of speed, each from one or two records."""
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -71,10 +72,16 @@ def small(made: Any, measured: Any, others: Any) -> Lines:
         "for each token that there was); "
         f"{measured['machine']}. "
         "`python benchmarks/compress.py recipes`, `programs` and `speeds` measure it again ([beside other recipes of "
-        "these sizes](docs/results-quality.md#beside-other-recipes)).",
+        "these sizes](results-quality.md#beside-other-recipes)).",
     ]
 
 
+#: Directories of scripts/real_models.py, by the names of their models.
+_MODELS = {
+    "qwen-0.5b-o": "Qwen2.5-Coder-0.5B",
+    "qwen-1.5b-o": "Qwen2.5-Coder-1.5B",
+    "gemma-270m-o": "Gemma 3 270M",
+}
 #: The commands of benchmarks/commands.py that README shows, in words.
 _COMMANDS = {
     "plan": "`compress --size 0.4 --plan`",
@@ -91,36 +98,37 @@ _COMMANDS = {
 
 def commands(made: Any) -> Lines:
     """README's: what its commands take and give on real models."""
-    rows, models = [], dict.fromkeys(cell["model"] for cell in made["cells"])
-    for name, words in _COMMANDS.items():
-        for model in models:
-            found = [each for each in made["cells"] if (each["model"], each["name"]) == (model, name)]
-            for cell in found:
-                size = cell.get("size") or {}
-                rows.append(
-                    [
-                        words,
-                        _MODELS.get(model, model),
-                        f"{size['before'] / 2**20:.0f} to {size['after'] / 2**20:.0f} MiB" if size else "",
-                        f"{cell['loss']:.4f}" if "loss" in cell else "",
-                        f"{cell['seconds'] / 60:.1f} min",
-                        f"{cell['peak'] / 2**30:.1f} GiB",
-                    ]
-                )
+    cells = {(cell["model"], cell["name"]): cell for cell in made["cells"] if not cell["exit"]}
+    rows = []
+    for (name, words), model in itertools.product(_COMMANDS.items(), _MODELS):
+        if cell := cells.get((model, name)):
+            size = cell.get("size") or {}
+            speeds = _speeds(cells.get((model, "bench"))) if name == "size" else ""
+            row = [
+                words,
+                _MODELS[model],
+                f"{size['before'] / 2**20:.0f} to {size['after'] / 2**20:.0f} MiB" if size else "",
+                f"{cell['loss']:.4f}" if "loss" in cell else "",
+                speeds,
+                f"{cell['seconds'] / 60:.1f} min",
+                f"{cell['peak'] / 2**30:.1f} GiB",
+            ]
+            rows.append(row)
     return [
-        *markdown(["command", "model", "weights", "nats a token lost", "time", "peak memory"], rows),
+        *markdown(["command", "model", "weights", "nats lost", "tokens a second", "time", "peak memory"], rows),
         "",
-        f"Calibrated on {made['samples']} x {made['length']} tokens of a text of books, Wikipedia and Python (1 MB), "
-        f"measured on as many of other such texts; {made['threads']} threads of {made['machine']}. "
-        "`python benchmarks/commands.py` measures it again.",
+        f"Calibrated on {made['samples']} x {made['length']} tokens of books, Wikipedia and Python (1 MB), measured on "
+        "as many of other such texts; nats lost a token: 0.01 is a perplexity 1 % higher. Two threads of "
+        f"{made['machine']} (Zen 5). `python benchmarks/commands.py` measures it again.",
     ]
 
 
-_MODELS = {
-    "qwen-0.5b-o": "Qwen2.5-Coder-0.5B",
-    "qwen-1.5b-o": "Qwen2.5-Coder-1.5B",
-    "gemma-270m-o": "Gemma 3 270M",
-}
+def _speeds(cell: Any) -> str:
+    """Of the dense model and of the packed one, as ``niwaki bench`` shows them."""
+    found = dict(
+        line.split(maxsplit=1) for line in (cell or {"lines": []})["lines"] if line[:6] in ("dense ", "packed")
+    )
+    return " to ".join(f"{float(found[kind].split()[-1]):.0f}" for kind in ("dense", "packed") if kind in found)
 
 
 def tutorial(made: Any) -> Lines:

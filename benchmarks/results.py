@@ -22,7 +22,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 #: Between which marks of which file each table goes, and the records that it is made from.
 TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
-    ("README.md", "small", model_tables.small, ("compress", "compress_speed", "compress_programs")),
+    ("README.md", "commands", model_tables.commands, ("commands",)),
+    ("docs/results.md", "small", model_tables.small, ("compress", "compress_speed", "compress_programs")),
     ("benchmarks/LOG.md", "ablation", tables.ablation, ("ablation", "table3")),
     ("benchmarks/LOG.md", "gpu_instructions", tables.gpu_instructions, ("gpu_instructions",)),
     ("benchmarks/LOG.md", "llama_cpp", model_tables.llama_cpp, ("llama_cpp",)),
