@@ -135,7 +135,7 @@ _REFUSED = {
     "prune demo out --sparsity 0.5 --device cpu:3": "'cpu:3' cannot be used; it is cpu, cuda, cuda:1 ... or auto",
     "prune demo out --sparsity 0.5 --solver=": "no solver is called ''",
     "prune demo out --sparsity 0.5 --effort=": "no effort is called ''",
-    "prune demo out --sparsity 0.5 --calibration=": "the name of a text is empty",
+    "prune demo out --sparsity 0.5 --calibration=": "cannot be used as a path: it is empty",
     "prune demo out --sparsity 0.5 --seed 9223372036854775808": "seed must be less than 2^63",
     "prune demo out --sparsity 0.5 --max-memory much": "invalid size 'much'; try 8GiB or 500MB",
     "prune demo out --sparsity 0.5 --max-memory 0": "invalid size '0'",

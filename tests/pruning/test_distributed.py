@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,14 @@ from niwaki.records.record import MatrixRecord, Record
 from support import processes
 from support.covering import FULL, some
 from support.encoded import in_mxfp4
-from support.models import EMBEDDED, EMBEDDED_VOCABULARY, add_tokenizer, is_pruned, random_model, weight
+from support.models import (
+    EMBEDDED,
+    EMBEDDED_VOCABULARY,
+    add_tokenizer,
+    is_pruned,
+    random_model,
+    weight,
+)
 
 PROCESSES = Path(processes.__file__)
 
@@ -43,7 +50,7 @@ OTHERS = (2, 3) if FULL else (3,)
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has libraries loaded"),
+    pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have libraries loaded"),
 ]
 
 
@@ -61,22 +68,30 @@ Team = Callable[..., list[Result]]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Team:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     home, number = tmp_path_factory.mktemp("processes"), itertools.count()
+    with subprocess.Popen(
+        [sys.executable, PROCESSES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as server:
 
-    def run(*commands: list[str], hook: dict[str, Any] | None = None) -> list[Result]:
-        directory = home / str(next(number))
-        codes = processes.together(directory, commands, hook)
-        printed = [
-            [(directory / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(len(codes))
-        ]
-        # Without what the first process says before it has read anything.
-        said = [
-            (out, re.sub(r"\A(pruning|quantizing|healing|shrinking|running) .*\n", "", err)) for out, err in printed
-        ]
-        return [Result(code, out, err) for code, (out, err) in zip(codes, said, strict=True)]
+        def run(*commands: list[str], hook: dict[str, Any] | None = None) -> list[Result]:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            directory = home / str(next(number))
+            job = {"directory": str(directory), "commands": commands, "hook": hook}
+            server.stdin.write(json.dumps(job) + "\n")
+            server.stdin.flush()
+            codes = json.loads(server.stdout.readline())
+            printed = [
+                [(directory / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(len(codes))
+            ]
+            # Without what the first process says before it has read anything.
+            said = [
+                (out, re.sub(r"\A(pruning|quantizing|healing|shrinking|running) .*\n", "", err)) for out, err in printed
+            ]
+            return [Result(code, out, err) for code, (out, err) in zip(codes, said, strict=True)]
 
-    return run
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +238,17 @@ def test_what_needs_no_inputs_is_the_same_in_any_number(start: Team, model: Path
 
 def test_errors_are_printed_in_the_order_of_computation(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
     results = start(*[command(model, tmp_path / "out", text)] * 2)
-    expected = ["block", "seconds", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    expected = [
+        "block",
+        "seconds",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
     assert next(line.split() for line in results[0].out.splitlines() if "seconds " in line) == expected
     assert [m.name.split(".")[1] for m in record_of(tmp_path / "out").matrices] == expected[2:] * 3
 
@@ -441,7 +466,11 @@ def test_what_one_process_draws_is_no_question_to_the_others(
     assert found.read_bytes() == expected.read_bytes()
 
 
-@pytest.mark.parametrize("options", [("--solver", "ria"), ("--solver", "swaps")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [("--solver", "ria"), ("--solver", "swaps")],
+    ids=str,
+)
 def test_rows_that_cannot_be_solved_apart(
     start: Team, wide: Path, text: Path, tmp_path: Path, options: tuple[str, str]
 ) -> None:
@@ -474,7 +503,10 @@ def test_a_process_that_ends_where_all_solve_one_matrix(
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Mixtral whose last expert is for the words of the last windows of ``two_texts`` only."""
-    whole, way = (random_model("mixtral", vocab_size=EMBEDDED_VOCABULARY, num_experts_per_tok=1), torch.randn(32))
+    whole, way = (
+        random_model("mixtral", vocab_size=EMBEDDED_VOCABULARY, num_experts_per_tok=1),
+        torch.randn(32),
+    )
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
     late = tokenizer("".join(f" {word}" for word in words()[1::2]), add_special_tokens=False)["input_ids"]
     with torch.no_grad():
@@ -612,12 +644,11 @@ def refused(results: list[Result], code: int = 2) -> list[str]:
 
 
 def test_more_processes_than_samples(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
-    for options, reason in (
-        (("--samples", "2"), "2 samples cannot be shared out to 3 processes; start"),
-        (("--text-samples", "1"), "1 samples cannot be shared out to 3 processes; start"),
-    ):
-        for rank, said in enumerate(refused(start(*[command(model, tmp_path / "out", text, *options)] * 3))):
-            assert said.startswith(f"error in process {rank}: {reason}")
+    for rank, said in enumerate(refused(start(*[command(model, tmp_path / "out", text)] * 6))):
+        assert said.startswith(f"error in process {rank}: 5 samples cannot be shared out to 6 processes; start")
+    # Of the text to measure on there are four.
+    for said in refused(start(*[command(model, tmp_path / "out", text)] * 5)):
+        assert "4 samples cannot be shared out to 5 processes" in said
     assert names(tmp_path) == []
 
 

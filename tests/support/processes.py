@@ -1,6 +1,12 @@
 """Runs the command line in several processes at once, as ``torchrun`` would start them.
 
-They are forks of this one, which has all imported and only one thread.
+    python processes.py
+
+reads jobs, a line of JSON each: {"directory": where what they print goes, "commands": the arguments of each process,
+"hook": what happens to one of them, or null}. It answers with a line: the exit code of each, null for one that had to
+be killed after a minute.
+
+All is imported once and processes are forks of this one, which is why there is only one thread.
 
     python -m torch.distributed.run ... processes.py HOOK ARGUMENTS
 
@@ -15,7 +21,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +32,11 @@ from niwaki.healing.whole import Training
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.models.block import DecoderBlock
 from niwaki.models.layout import Matrix
-from niwaki.pruning import solve
+from niwaki.pruning import prune as pipeline, solve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from support.forks import finish
+from support.forks import warm_up
 
 PATIENCE = 60.0
 
@@ -88,23 +93,33 @@ def end(how: str) -> None:
     raise NumericalError("this process is out of luck")
 
 
-def child(
-    directory: Path, command: list[str], hook: dict[str, Any] | None, rank: int, environment: dict[str, str]
-) -> int:
-    """The process id of a fork that does the part ``rank``, and prints to files in ``directory``."""
-
-    def work() -> None:
-        install(hook, rank)
-        sys.argv = ["niwaki", *command]
-        cli.main()
-
+def child(job: dict[str, Any], rank: int, port: int) -> int:
+    """The process id of a fork that does the job's part ``rank``."""
     process = os.fork()
-    if not process:
+    if process:
+        return process
+    code = 99  # where something leaves the command line that is no exit
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which is ignored in the background
+    try:
         for stream, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(directory / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **environment}
-        finish(work)
-    return process
+            file = os.open(f"{job['directory']}/{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, stream)
+        size = str(len(job["commands"]))
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        install(job["hook"], rank)
+        sys.argv = ["niwaki", *job["commands"][rank]]
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def free_port() -> int:
@@ -113,33 +128,37 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def together(directory: Path, commands: Sequence[list[str]], hook: dict[str, Any] | None) -> list[int | None]:
-    """The exit codes of processes with these arguments, None for one that had to be killed after a minute.
-
-    What they print goes to files in ``directory``; ``hook`` is what happens to one of them.
-    """
-    directory.mkdir(parents=True)
-    world = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    running = {child(directory, command, hook, rank, world): rank for rank, command in enumerate(commands)}
+def do(job: dict[str, Any]) -> list[int | None]:
+    port = free_port()
+    running = {child(job, rank, port): rank for rank in range(len(job["commands"]))}
     codes: list[int | None] = [None] * len(running)
     deadline = time.monotonic() + PATIENCE
     while running:
-        for process in [*running]:
-            ended, status = os.waitpid(process, os.WNOHANG)
-            if ended:
-                codes[running.pop(process)] = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process:
+            codes[running.pop(process)] = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() > deadline:
+            for process in running:
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
-                del running[process]
-        time.sleep(0.01)
+            break
+        else:
+            time.sleep(0.01)
     return codes
 
 
 def main() -> None:
-    install(json.loads(sys.argv[1]), int(os.environ["RANK"]))
-    sys.argv = ["niwaki", *sys.argv[2:]]
-    cli.main()
+    if len(sys.argv) > 1:
+        install(json.loads(sys.argv[1]), int(os.environ["RANK"]))
+        sys.argv = ["niwaki", *sys.argv[2:]]
+        cli.main()
+        return
+    assert pipeline  # imported before the first fork
+    warm_up()
+    for line in sys.stdin:
+        job = json.loads(line)
+        Path(job["directory"]).mkdir(parents=True, exist_ok=True)
+        print(json.dumps(do(job)), flush=True)
 
 
 if __name__ == "__main__":
