@@ -82,7 +82,7 @@ def parse_bits(text: str) -> tuple[int, int | None, float | None]:
     if match is None:
         raise UsageError(f"{text!r} is not a valid grid for weights; try int4:128, int8, or int5.5:64 for mixed bits")
     average = float(match[1]) if "." in match[1] else None
-    bits, group = 8 if average else int(match[1]), int(match[2]) if match[2] else None
+    bits, group = int(match[1]) if average is None else 8, int(match[2]) if match[2] else None
     check_grid(bits, group, average)
     return bits, group, average
 

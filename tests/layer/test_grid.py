@@ -43,6 +43,7 @@ def test_grids_by_name(text: str, grid: Grid) -> None:
     [
         ("int1", "a grid has 2 to 8 bits; got 1"),
         ("int16:8", "a grid has 2 to 8 bits; got 16"),
+        ("int0.0:64", "matrices of mixed bits have a mean of 2 to 8 in such groups; got 0"),
         ("int4:0", "a scale is for 1 input or more; got groups of 0"),
         *(
             (text, f"{text!r} is not a valid grid for weights; try int4:128, int8, or int5.5:64 for mixed bits")

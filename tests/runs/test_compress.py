@@ -219,6 +219,23 @@ def test_a_size_is_never_exceeded(model: Path, runtime: Any, size: float, tmp_pa
     assert weights(tmp_path / "out") <= plan.way.size
 
 
+def test_a_file_of_8_bits_has_embeddings_of_fewer(tmp_path: Path) -> None:
+    """Where embeddings are most of a model and cannot have 8 bits, but all matrices can."""
+    sizes = {"hidden_size": 128, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": FEW_TOKENS}
+    random_model("llama tied", dtype=torch.bfloat16, **sizes).save_pretrained(tmp_path / "model")
+    model = add_small_tokenizer(tmp_path / "model")
+    found: dict[float, Compression] = {}
+    for size in range(70, 40, -1):
+        with contextlib.suppress(UsageError):
+            found[size / 100] = plan_compression(model, size / 100, runtime="llama.cpp", **LOOKED)
+    asked = {"quantize int8:32", "export gguf-q8_0"}
+    size = next(
+        size for size, plan in found.items() if asked <= {*stages(plan)} and "embeddings int8:32" not in stages(plan)
+    )
+    niwaki.compress(model, tmp_path / "out", size, runtime="llama.cpp", **GIVEN)
+    assert weights(tmp_path / "out") <= size * weights(model)
+
+
 def test_below_four_bits_llama_cpp_is_refused(model: Path) -> None:
     """With the smallest size, which is given, and the reason why no tokens were removed."""
     least = min(plan_compression(model, 0.5, runtime="llama.cpp", **LOOKED).reach, key=lambda way: way.size)

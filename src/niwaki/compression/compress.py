@@ -193,12 +193,13 @@ def plan_compression(
 ) -> Compression:
     """Plans what :func:`compress` would do and what else is possible; arguments and errors are the same.
 
-    It looks at the model on a little of the calibration text, which takes seconds to minutes, and takes the way that
-    is foreseen to lose least. For "niwaki": matrices of 2 to 8 bits, with more bits where they matter most, and
-    embeddings and head of 4 to 8. For "llama.cpp": 4 to 8 bits in groups of 32, with embeddings and head in Q8_0. For
-    "transformers": a smaller dense model in the same dtype. All of them may have fewer tokens, if their tokenizer is of
-    a known kind and the calibration text is long enough to choose them by: four tokens of it for each of the model's.
-    It does not look at the model if there is only one way: for "2:4", and for sizes of 8 bits a weight or more.
+    It looks at the model on a little of the calibration text, which takes seconds to minutes, and takes the way that is
+    foreseen to lose least. For "niwaki": matrices of 2 to 8 bits, with more bits where they matter most, and embeddings
+    and head of 4 to 8. For "llama.cpp": 4 to 8 bits in groups of 32, with embeddings and head in Q8_0, Q5_0 or Q4_0.
+    For "transformers": a smaller dense model in the same dtype. All of them may have fewer tokens, if their tokenizer
+    is of a known kind and the calibration text is long enough to choose them by: four tokens of it for each of the
+    model's. It does not look at the model if there is only one way: for "2:4", and for sizes of 8 bits a weight or
+    more.
 
     For a ``loss`` or a ``speed`` the plan is the size that is foreseen to reach it; :func:`compress` tries several and
     measures them. A loss is foreseen for text like the calibration text, and for texts of ``also`` as for other kinds.

@@ -1,8 +1,9 @@
 """Ways to a size: which stages bring a model there, for the program that runs it, how large it is then, at what loss.
 
 Of all ways to a size the one is taken that is foreseen to lose least (:mod:`niwaki.compression.foresight`). For
-niwaki's own format these are matrices of 2 to 8 bits, with embeddings and head of 8 to 4; for llama.cpp 4 to 8 bits.
-transformers runs smaller dense models alone. For all of them a model can have fewer tokens too.
+niwaki's own format these are matrices of 2 to 8 bits, with embeddings and head of 8 to 4; for llama.cpp matrices of 4
+to 8 bits, with embeddings and head of 8, 5 or 4. transformers runs smaller dense models alone. For all of them a model
+can have fewer tokens too.
 """
 
 import contextlib

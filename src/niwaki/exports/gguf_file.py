@@ -196,26 +196,26 @@ class Gguf(Form):
         self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
 
     def _follow_grids(self) -> None:
-        """In a file of 4 bits, what is on a grid of others is stored as the smallest numbers that hold it.
+        """Stores what is on a grid of its own as the smallest numbers that hold it.
 
-        That are matrices of mixed bits or of 5, and embeddings and head, which have 8 bits where they are on no grid.
-        A format of 5 bits cannot be asked for. One of 8 can, so that fewer are meant where they are asked for.
+        That are embeddings and head, in a file of 4 or 8 bits, and in one of 4 bits matrices of mixed bits or of 5: a
+        format of 5 bits cannot be asked for. One of 8 can, so that fewer are meant where they are asked for.
         """
         grid = grid_of(self.checkpoint)
         has_more, counts = grid is not None and (grid.is_mixed or grid.bits == 5), Counter[str]()
         for tensor in self._tensors:
             entries = [source.entry for source in tensor.sources]
-            bits = [self._on_grids[entry].bits for entry in entries if entry in self._on_grids]
-            if self._kind != "Q4_0" or tensor.kind == "F16" or not bits:
+            of_it = [self._on_grids[entry] for entry in entries if entry in self._on_grids]
+            if tensor.kind == "F16" or not of_it:
                 continue
-            fitting = next(kind for kind, each in BITS.items() if each >= max(bits))
             if tensor.name in _ENDS:
-                tensor.kind = fitting
-                if fitting != "Q8_0":
-                    self._notes.append(f"{tensor.name} is in {fitting}")
-            elif has_more:
-                tensor.kind = fitting
-                counts[fitting] += 1
+                columns = tensor.shape[1]
+                tensor.kind = next((kind for kind in BITS if all(one.fits(kind, columns) for one in of_it)), "Q8_0")
+                if tensor.kind != "Q8_0":
+                    self._notes.append(f"{tensor.name} is in {tensor.kind}")
+            elif has_more and self._kind == "Q4_0":
+                tensor.kind = next(kind for kind, each in BITS.items() if each >= max(one.bits for one in of_it))
+                counts[tensor.kind] += 1
         del counts["Q4_0"]
         for kind, count in counts.items():
             self._notes.append(f"{counted(count, 'matrix', 'matrices')} of more bits are in {kind}")
@@ -282,12 +282,14 @@ class Gguf(Form):
         on_grids, kind, left = self._on_grids, self._kind, self._left
         groups = [(tensor, one) for tensor in self._tensors if tensor.kind in BITS for one in tensor.sources]
         odd = [
-            on_grids[one.entry].grid for tensor, one in groups if one.entry in on_grids and not self._fits(tensor, one)
+            (tensor.kind, on_grids[one.entry].grid)
+            for tensor, one in groups
+            if one.entry in on_grids and not self._fits(tensor, one)
         ]
-        if odd:
+        for stored, grid in odd[:1]:
             yield (
-                f"weights on the grid {odd[0]} are rounded to the nearest of {kind}, which does not have its numbers; "
-                f"quantize onto int{BITS[kind]}:{GROUP} for it"
+                f"weights on the grid {grid} are rounded to the nearest of {stored}, which does not have its numbers; "
+                f"quantize onto int{BITS[stored]}:{GROUP} for it"
             )
         in_blocks = [one for tensor, one in groups if tensor.name.startswith("blk.")]
         plain = [one.key for one in in_blocks if one.entry not in on_grids]
