@@ -225,9 +225,9 @@ def test_a_file_of_8_bits_has_embeddings_of_fewer(tmp_path: Path) -> None:
     random_model("llama tied", dtype=torch.bfloat16, **sizes).save_pretrained(tmp_path / "model")
     model = add_small_tokenizer(tmp_path / "model")
     found: dict[float, Compression] = {}
-    for size in range(70, 40, -1):
+    for percent in range(70, 40, -1):
         with contextlib.suppress(UsageError):
-            found[size / 100] = plan_compression(model, size / 100, runtime="llama.cpp", **LOOKED)
+            found[percent / 100] = plan_compression(model, percent / 100, runtime="llama.cpp", **LOOKED)
     asked = {"quantize int8:32", "export gguf-q8_0"}
     size = next(
         size for size, plan in found.items() if asked <= {*stages(plan)} and "embeddings int8:32" not in stages(plan)

@@ -287,9 +287,10 @@ class Gguf(Form):
             if one.entry in on_grids and not self._fits(tensor, one)
         ]
         for stored, grid in odd[:1]:
+            bits = next(bits for each, bits in BITS.items() if each == stored)
             yield (
                 f"weights on the grid {grid} are rounded to the nearest of {stored}, which does not have its numbers; "
-                f"quantize onto int{BITS[stored]}:{GROUP} for it"
+                f"quantize onto int{bits}:{GROUP} for it"
             )
         in_blocks = [one for tensor, one in groups if tensor.name.startswith("blk.")]
         plain = [one.key for one in in_blocks if one.entry not in on_grids]
