@@ -79,7 +79,11 @@ def commands(
         file = next((work / "llama").glob("*.gguf"), None)
         if name == "llama.cpp" and file and (place := os.environ.get("NIWAKI_LLAMA_CPP")):
             shutil.copy(RUNNER, script := Path(place) / RUNNER.name)  # node looks for modules beside the script
-            sheet.add(model=model.name, name="chat", **_timed(["node", str(script), str(file), QUESTION, "64"], work))
+            sheet.add(
+                model=model.name,
+                name="chat",
+                **_timed(["timeout", "120", "node", str(script), str(file), QUESTION, "64"], work),
+            )
     print("done")
 
 
