@@ -20,16 +20,16 @@ from common import Length, Model, Samples, Work
 from typer import Argument, Option
 
 from niwaki import Record
+from niwaki.records.speed import SpeedRecord
 
 PROMPT, QUESTION = "def fibonacci(n):", "Write a Python function that reverses a string."
-RUNNER = Path(__file__).with_name("llama_cpp_chat.mjs")
 #: Made by name, and what each needs of those before it.
 COMMANDS = {
     "inspect": "inspect MODEL",
     "plan": "compress MODEL size --size 0.4 --plan CALIBRATED",
     "size": "compress MODEL size --size 0.4 CALIBRATED MEASURED",
     "generate": "generate size PROMPT --tokens 48",
-    "bench": "bench size",
+    "bench": "bench size --record bench.json",
     "llama.cpp": "compress MODEL llama --size 0.4 --for llama.cpp CALIBRATED MEASURED",
     "loss": "compress MODEL loss --loss 0.05 CALIBRATED MEASURED",
     "vocabulary": "shrink MODEL vocabulary --vocabulary used:0.9995 --calibration TEXT MEASURED",
@@ -73,17 +73,17 @@ def commands(
             shutil.rmtree(out, ignore_errors=True)
         ran = _timed([sys.executable, "-m", "niwaki", *words], work)
         made: dict[str, Any] = {}
-        if (out / "niwaki.json").exists() and "--plan" not in words:
-            made = {name: vars(Record.load(out / "niwaki.json"))[name] for name in ("size", "loss")}
+        if name == "bench" and (work / "bench.json").exists():
+            speeds = SpeedRecord.load(work / "bench.json").speeds
+            made["tokens_per_second"] = {speed.weights: speed.tokens_per_second for speed in speeds}
+        elif (out / "niwaki.json").exists() and "--plan" not in words:
+            record_of_it = Record.load(out / "niwaki.json")
+            made |= {"size": record_of_it.size, "loss": record_of_it.loss}
         sheet.add(model=model.name, name=name, command=command, **ran, **made)
         file = next((work / "llama").glob("*.gguf"), None)
         if name == "llama.cpp" and file and (place := os.environ.get("NIWAKI_LLAMA_CPP")):
-            shutil.copy(RUNNER, script := Path(place) / RUNNER.name)  # node looks for modules beside the script
-            sheet.add(
-                model=model.name,
-                name="chat",
-                **_timed(["timeout", "120", "node", str(script), str(file), QUESTION, "64"], work),
-            )
+            chat = [*common.node_script(Path(place), "llama_cpp_chat.mjs"), str(file), QUESTION, "64"]
+            sheet.add(model=model.name, name="chat", **_timed(["timeout", "120", *chat], work))
     print("done")
 
 
@@ -94,13 +94,11 @@ def _timed(words: list[str], work: Path) -> common.Cell:
     with (work / "output.txt").open("w") as output:
         process = subprocess.Popen(words, cwd=work, stdout=output, stderr=subprocess.STDOUT)
         _, status, used = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - began
+    seconds, code = time.perf_counter() - began, os.waitstatus_to_exitcode(status)
     lines = (work / "output.txt").read_text(errors="replace").splitlines()[-6:]
-    print(
-        f"  {os.waitstatus_to_exitcode(status)}: {seconds:.0f} s, {used.ru_maxrss / 2**20:.2f} GiB", *lines, sep="\n  "
-    )
+    print(f"  {code}: {seconds:.0f} s, {used.ru_maxrss / 2**20:.2f} GiB", *lines, sep="\n  ")
     return {
-        "exit": os.waitstatus_to_exitcode(status),
+        "exit": code,
         "seconds": round(seconds, 1),
         "processor": round(used.ru_utime + used.ru_stime, 1),
         "peak": used.ru_maxrss * 1024,

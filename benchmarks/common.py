@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -250,6 +251,14 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return platform.processor()
+
+
+def node_script(peer: Path, name: str) -> list[str]:
+    """The command that runs the script ``name`` of this directory in node, which finds node-llama-cpp in ``peer``.
+
+    Node looks for packages beside a script, so that there is a copy of it.
+    """
+    return ["node", str(shutil.copy(Path(__file__).with_name(name), peer / name))]
 
 
 def save(path: Path | None, **content: Any) -> None:

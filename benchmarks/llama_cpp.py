@@ -45,9 +45,7 @@ class Turn:
 
 def in_llama_cpp(peer: Path, file: Path, *numbers: int) -> Turn:
     """A turn of llama.cpp; ``numbers`` as llama_cpp.mjs has them."""
-    script = peer / "llama_cpp.mjs"  # finds its package beside itself
-    script.write_text(Path(__file__).with_suffix(".mjs").read_text())
-    command = ["node", str(script), str(file), *map(str, numbers)]
+    command = [*common.node_script(peer, "llama_cpp.mjs"), str(file), *map(str, numbers)]
     ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=sys.stderr, check=True, text=True)
     took = json.loads(ran.stdout.splitlines()[-1])
     return Turn(file.stat().st_size, took["first"][0], 1 / took["rest"][0])

@@ -42,11 +42,9 @@ class Predictions:
     """Those of one file after each token of ``windows`` (windows, tokens), read from disk a window at a time."""
 
     def __init__(self, peer: Path, file: Path, windows: Tensor, logits: Path) -> None:
-        script = peer / "llama_cpp_logits.mjs"  # finds its package beside itself
-        script.write_text((Path(__file__).parent / script.name).read_text())
         asked = logits.with_suffix(".json")
         asked.write_text(json.dumps(windows.tolist()))
-        command = ["node", str(script), str(file), str(asked), str(logits)]
+        command = [*common.node_script(peer, "llama_cpp_logits.mjs"), str(file), str(asked), str(logits)]
         subprocess.run(command, stdout=sys.stderr, stderr=sys.stderr, check=True)
         self._values = np.memmap(logits, np.float32, "r").reshape(*windows.shape, -1)
 

@@ -103,13 +103,13 @@ def commands(made: Any) -> Lines:
     for (name, words), model in itertools.product(_COMMANDS.items(), _MODELS):
         if cell := cells.get((model, name)):
             size = cell.get("size") or {}
-            speeds = _speeds(cells.get((model, "bench"))) if name == "size" else ""
+            speeds = cells.get((model, "bench"), {}).get("tokens_per_second", {}) if name == "size" else {}
             row = [
                 words,
                 _MODELS[model],
                 f"{size['before'] / 2**20:.0f} to {size['after'] / 2**20:.0f} MiB" if size else "",
                 f"{cell['loss']:.4f}" if "loss" in cell else "",
-                speeds,
+                f"{speeds['dense']:.0f} to {speeds['packed']:.0f}" if speeds else "",
                 f"{cell['seconds'] / 60:.1f} min",
                 f"{cell['peak'] / 2**30:.1f} GiB",
             ]
@@ -121,14 +121,6 @@ def commands(made: Any) -> Lines:
         "as many of other such texts; nats lost a token: 0.01 is a perplexity 1 % higher. Two threads of "
         f"{made['machine']} (Zen 5). `python benchmarks/commands.py` measures it again.",
     ]
-
-
-def _speeds(cell: Any) -> str:
-    """Of the dense model and of the packed one, as ``niwaki bench`` shows them."""
-    found = dict(
-        line.split(maxsplit=1) for line in (cell or {"lines": []})["lines"] if line[:6] in ("dense ", "packed")
-    )
-    return " to ".join(f"{float(found[kind].split()[-1]):.0f}" for kind in ("dense", "packed") if kind in found)
 
 
 def tutorial(made: Any) -> Lines:

@@ -36,7 +36,7 @@ from niwaki.pruning import prune as pipeline, solve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from support.forks import warm_up
+from support.forks import finish, warm_up
 
 PATIENCE = 60.0
 
@@ -95,31 +95,20 @@ def end(how: str) -> None:
 
 def child(job: dict[str, Any], rank: int, port: int) -> int:
     """The process id of a fork that does the job's part ``rank``."""
-    process = os.fork()
-    if process:
-        return process
-    code = 99  # where something leaves the command line that is no exit
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which is ignored in the background
-    try:
-        for stream, name in ((1, "out"), (2, "err")):
-            file = os.open(f"{job['directory']}/{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(file, stream)
-        size = str(len(job["commands"]))
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+
+    def work() -> None:
         install(job["hook"], rank)
         sys.argv = ["niwaki", *job["commands"][rank]]
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        cli.main()
+
+    process = os.fork()
+    if not process:
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{job['directory']}/{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(job["commands"]))}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        finish(work)
+    return process
 
 
 def free_port() -> int:

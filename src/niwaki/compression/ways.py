@@ -394,8 +394,7 @@ class PackedWays(Ways):
             text += f":{self.parts.group}"
         else:
             words += ", one scale for each row"
-        file = Export("gguf-q8_0") if bits == 8 else Export("gguf-q4_0")
-        last: Stage = Pack() if self.runtime == "niwaki" else file
+        last: Stage = Pack() if self.runtime == "niwaki" else Export("gguf-q8_0" if bits == 8 else "gguf-q4_0")
         stages = (Quantize(text), *self.heal, QuantizeEmbeddings(str(Grid(ends, self.parts.group))), last)
         nats = None if self.foresight is None else self.foresight.of_matrices(bits) + self.foresight.ends[ends]
         way = Way.fitted(words, self._bytes(bits, ends), stages, nats)

@@ -47,7 +47,7 @@ Kind = Literal["F16", "Q8_0", "Q5_0", "Q4_0"]
 
 GROUP = 32  # weights that have a scale in Q8_0, Q5_0 and Q4_0
 #: The bits of a whole number there, the fewest first.
-BITS: dict[Kind, int] = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8}
+BITS: dict[str, int] = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TensorOnGrid:
         """The bits that its whole numbers have."""
         return self.find_bits()
 
-    def fits(self, kind: Kind, columns: int) -> bool:
+    def fits(self, kind: str, columns: int) -> bool:
         """Whether ``kind`` has its whole numbers, and a scale wherever the grid has one."""
         return self.bits <= BITS[kind] and (self.grid.group or columns) % GROUP == 0
 
@@ -204,13 +204,12 @@ class Gguf(Form):
         grid = grid_of(self.checkpoint)
         has_more, counts = grid is not None and (grid.is_mixed or grid.bits == 5), Counter[str]()
         for tensor in self._tensors:
-            entries = [source.entry for source in tensor.sources]
-            of_it = [self._on_grids[entry] for entry in entries if entry in self._on_grids]
+            of_it = [self._on_grids[one.entry] for one in tensor.sources if one.entry in self._on_grids]
             if tensor.kind == "F16" or not of_it:
                 continue
             if tensor.name in _ENDS:
-                columns = tensor.shape[1]
-                tensor.kind = next((kind for kind in BITS if all(one.fits(kind, columns) for one in of_it)), "Q8_0")
+                fitting = (kind for kind in BITS if all(one.fits(kind, tensor.shape[1]) for one in of_it))
+                tensor.kind = next(fitting, "Q8_0")
                 if tensor.kind != "Q8_0":
                     self._notes.append(f"{tensor.name} is in {tensor.kind}")
             elif has_more and self._kind == "Q4_0":
@@ -281,16 +280,11 @@ class Gguf(Form):
         """What there is to say of the weights that were rounded."""
         on_grids, kind, left = self._on_grids, self._kind, self._left
         groups = [(tensor, one) for tensor in self._tensors if tensor.kind in BITS for one in tensor.sources]
-        odd = [
-            (tensor.kind, on_grids[one.entry].grid)
-            for tensor, one in groups
-            if one.entry in on_grids and not self._fits(tensor, one)
-        ]
-        for stored, grid in odd[:1]:
-            bits = next(bits for each, bits in BITS.items() if each == stored)
+        odd = [(tensor.kind, one) for tensor, one in groups if one.entry in on_grids and not self._fits(tensor, one)]
+        for stored, one in odd[:1]:
             yield (
-                f"weights on the grid {grid} are rounded to the nearest of {stored}, which does not have its numbers; "
-                f"quantize onto int{bits}:{GROUP} for it"
+                f"weights on the grid {on_grids[one.entry].grid} are rounded to the nearest of {stored}, which does "
+                f"not have its numbers; quantize onto int{BITS[stored]}:{GROUP} for it"
             )
         in_blocks = [one for tensor, one in groups if tensor.name.startswith("blk.")]
         plain = [one.key for one in in_blocks if one.entry not in on_grids]

@@ -21,7 +21,7 @@ from niwaki.checkpoints.writing import Shards, write_file
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, raised_as
 from niwaki.files import digest as file_digest, given_path, input_errors, output_errors, replace_file
 from niwaki.layer.grid import Grid
-from niwaki.models.formats import FACTORS_FILE as FACTORS, factor_keys, format_of, is_product
+from niwaki.models.formats import FACTORS_FILE, factor_keys, format_of, is_product
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.outside import embedding_keys
@@ -459,7 +459,7 @@ def _write_factors(checkpoint: PackedCheckpoint, directory: Path) -> None:
                 places[name] = key, part, torch.empty(shape, dtype=DTYPES[stored.dtype], device="meta")
     if places:
         with output_errors(directory):
-            (directory / FACTORS).parent.mkdir()
+            (directory / FACTORS_FILE).parent.mkdir()
 
         packed = functools.lru_cache(maxsize=1)(checkpoint.packed)  # one part of a matrix comes after the other
 
@@ -468,7 +468,7 @@ def _write_factors(checkpoint: PackedCheckpoint, directory: Path) -> None:
             factor = packed(key)[part % 2]
             return expand(factor) if part < 2 else _written(factor)[1]
 
-        write_file(directory / FACTORS, {name: like for name, (_, _, like) in places.items()}, read)
+        write_file(directory / FACTORS_FILE, {name: like for name, (_, _, like) in places.items()}, read)
 
 
 def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progress) -> None:

@@ -19,7 +19,7 @@ from niwaki.layer.linalg import has_tf32, products
 from niwaki.layer.solvers import Solver, describe
 from niwaki.models.device import resident
 from niwaki.models.formats import (
-    FACTORS_FILE as FACTORS,
+    FACTORS_FILE,
     Factored,
     KeptFormat,
     OnGrid,
@@ -306,7 +306,7 @@ class Pruning(Task):
         """The walk over the blocks and all that is written."""
         request, model, checkpoint = self.request, self.model, self.written
         added = self.format.added(checkpoint, model.matrices())
-        run.begin_output(carried, [*checkpoint.shards, SCALES, FACTORS])
+        run.begin_output(carried, [*checkpoint.shards, SCALES, FACTORS_FILE])
         with CheckpointWriter(checkpoint, place.directory, place.journal.blocks > 0, added) as walk.store.writer:
             walk.blocks(self.texts)
             if request.keep_format:

@@ -12,7 +12,7 @@ from niwaki.checkpoints.foreign import PICKLE_SUFFIXES
 from niwaki.checkpoints.reading import ORIGIN, PACKED_INDEX, Checkpoint, Pruning, pipeline
 from niwaki.errors import CheckpointError
 from niwaki.files import check_space, input_errors, output_errors
-from niwaki.models.formats import FACTORS_FILE as FACTORS
+from niwaki.models.formats import FACTORS_FILE
 from niwaki.models.scales import EMBEDDINGS, FILE as SCALES, FOLDER
 from niwaki.records.recipe import RECIPE
 from niwaki.records.record import FINDINGS
@@ -46,7 +46,7 @@ _OWN_FILES = {"README.base.md", "niwaki.json", BASE, RECIPE}
 _CLAIMS = {
     SCALES: ("quantization", "weights are on a grid"),
     EMBEDDINGS: ("embeddings", "embeddings and head are on a grid"),
-    FACTORS: ("pattern", "matrices are products of two factors"),
+    FACTORS_FILE: ("pattern", "matrices are products of two factors"),
 }
 #: Folders in each other; making and removing them takes the stack of Python.
 _DEEPEST = 100
@@ -95,7 +95,7 @@ def claimed_files(made: Pruning, of_matrices: bool = True) -> set[str]:
     """The files beside the weights that config.json says there are: of embeddings, and ``of_matrices`` where wanted."""
     files = {EMBEDDINGS} if made.embeddings else set[str]()
     if of_matrices and (made.has_factors or made.quantization):
-        files.add(FACTORS if made.has_factors else SCALES)
+        files.add(FACTORS_FILE if made.has_factors else SCALES)
     return files
 
 
