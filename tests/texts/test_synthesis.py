@@ -15,7 +15,7 @@ from torch import Tensor
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import make_effort
 from niwaki.errors import UnsupportedModelError, UsageError
-from niwaki.models.generation import for_writing
+from niwaki.models.generation import continued, for_writing
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.recipes import prune
@@ -82,6 +82,24 @@ def test_every_family(tmp_path: Path, case: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert watch.stages == [["synthesis", 23, 23]]
     assert_clean(model)
+
+
+def test_the_head_is_not_copied_for_each_text(tmp_path: Path) -> None:
+    """Which torch does for the last states of prompts of several tokens, where they are a view of all."""
+    model = stream_of(save_model(tmp_path / "model", "gemma3"))
+    seen = list[bool]()
+    with model.whole() as whole:
+        head = whole.get_output_embeddings()
+        multiply = head.forward
+
+        def looked_at(states: Tensor) -> Tensor:
+            seen.append(states.is_contiguous())
+            return multiply(states)  # type: ignore[no-any-return]
+
+        head.forward = looked_at
+        continued(whole, random_tokens(3, 4), 8, lambda: None)
+    assert len(seen) >= 4
+    assert all(seen)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -96,10 +96,28 @@ def _generated(
     # Otherwise what is not set here, such as the end of text, would come from the model's own settings.
     own, whole.generation_config = whole.generation_config, settings
     try:
-        text: Tensor = cast("Any", whole).generate(prompts, generation_config=settings, **inputs)
+        with _in_one_product(whole):
+            text: Tensor = cast("Any", whole).generate(prompts, generation_config=settings, **inputs)
     finally:
         whole.generation_config = own
     return text.cpu()
+
+
+@contextlib.contextmanager
+def _in_one_product(whole: PreTrainedModel) -> Iterator[None]:
+    """Within it the head's logits are one product for all sequences.
+
+    transformers gives the head the last state of each prompt as a view of all of them. torch multiplies what cannot be
+    viewed as a matrix sequence by sequence, and oneDNN copies the head for each: 22 GB for 33 sequences of Gemma 3
+    270M.
+    """
+    head = whole.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, states: states[0].contiguous()) if head is not None else None
+    try:
+        yield
+    finally:
+        if hook:
+            hook.remove()
 
 
 def device_memory(device: torch.device) -> int:

@@ -22,7 +22,15 @@ from niwaki.errors import CheckpointError, NumericalError, UnsupportedModelError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.crossing import Answers, PairInputs, find_crossing
 from niwaki.models.device import find_device, find_dtype, return_freed
-from niwaki.models.hidden_states import BlockArguments, Crossing, HiddenStates, MemoryBudget, SpillList, streams_first
+from niwaki.models.hidden_states import (
+    BlockArguments,
+    Crossing,
+    HiddenStates,
+    MemoryBudget,
+    SpillList,
+    pieces,
+    streams_first,
+)
 from niwaki.models.interface import (
     Inputs,
     Interface,
@@ -245,7 +253,7 @@ _Ending = Callable[[Tensor, Tensor], Tensor]
 _LEAST_COVERAGE = 0.75
 #: Tokens in one forward pass: enough to fill the cores, few enough for a block's activations.
 TOKENS_PER_BATCH = 4096
-#: Logits at a time, at least those of one window: more are no faster, and each takes 12 bytes.
+#: Logits at a time, at least those of one token: more are no faster, and each takes 12 bytes.
 LOGITS_PER_BATCH = 1 << 25
 #: The default sequence length, as in the literature. The model's maximum may be 131,072.
 DEFAULT_LENGTH = 2048
@@ -487,17 +495,19 @@ class StreamedModel:
         ``done`` is called after each batch of states.
         """
         losses: list[Tensor] = []
+        rows = max(1, LOGITS_PER_BATCH // self.config.vocab_size)
         with self.head() as head:
             for i, batch in enumerate(states.tokens):
-                samples = max(1, LOGITS_PER_BATCH // (batch.shape[1] * self.config.vocab_size))
-                parts = (batch, states.hidden[i], states.labels(i))
-                for tokens, hidden, labels in zip(*(part.split(samples) for part in parts), strict=True):
-                    logits = head(hidden, tokens)[:, : labels.shape[1]].flatten(0, 1).float()
+                labels = states.labels(i)
+                found = torch.empty(batch.shape)
+                padded = nn.functional.pad(labels, (0, batch.shape[1] - labels.shape[1]))
+                for hidden, tokens, targets, out in pieces(rows, states.hidden[i], batch, padded, found):
+                    logits = head(hidden, tokens).flatten(0, 1).float()
                     if only is not None:
                         logits += torch.full_like(logits[0], -torch.inf).index_fill(0, only.to(self.device), 0.0)
-                    labels = labels.to(self.device).flatten()
-                    loss = nn.functional.cross_entropy(logits, labels, reduction="none")
-                    losses += loss.view(len(tokens), -1).cpu()
+                    loss = nn.functional.cross_entropy(logits, targets.to(self.device).flatten(), reduction="none")
+                    out.copy_(loss.view(out.shape))
+                losses += found[:, : labels.shape[1]]
                 done()
         joined = torch.nn.utils.rnn.pad_sequence(losses, batch_first=True)
         if not torch.isfinite(joined).all():
