@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import Fitting
@@ -117,10 +117,12 @@ def loop(
         out: Tensor = torch.func.functional_call(layer, used(), (inputs[i],), {"position_embeddings": rotary})
         return out
 
+    power = torch.stack([outputs[i].double().square().sum((0, 1)) for i in held]).sum(0)  # of each place of a state
+
     @torch.no_grad()
     def error() -> float:
-        wrong = sum(float((output(i) - outputs[i]).double().square().sum()) for i in held)
-        return wrong / sum(float(outputs[i].double().square().sum()) for i in held)
+        wrong = torch.stack([(output(i) - outputs[i]).double().square().sum((0, 1)) for i in held]).sum(0)
+        return float((wrong / power).mean())
 
     def now() -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in layer.named_parameters()} | {
@@ -132,7 +134,7 @@ def loop(
     while step < steps:
         for i in torch.randperm(len(rest), generator=order).tolist()[: steps - step]:
             adam.zero_grad()
-            nn.functional.mse_loss(output(rest[i]), outputs[rest[i]]).backward()
+            ((output(rest[i]) - outputs[rest[i]]).square() / power).sum().backward()
             for group, rate in zip(adam.param_groups, rates.values(), strict=True):
                 group["lr"] = rate * (1 - step / steps)
             adam.step()

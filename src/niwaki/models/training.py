@@ -276,6 +276,8 @@ def _flat(handed: Mapping[str | int, tuple[Tensor, ...]]) -> list[Tensor]:
     return [value for values in handed.values() for value in values]
 
 
+#: The least mean square that errors in a place of the states are relative to, of the median of all places.
+_LEAST = 1e-4
 #: One batch in this many is held out, the first one at least, to see whether a fit holds.
 _HELD = 16
 
@@ -288,13 +290,14 @@ class Fit:
     """Fits the weights of ``block`` that are not zero, so that its outputs come near those of the dense block.
 
     Adam on |f(x) - y|^2, where x are the block's inputs in the pruned model and y the outputs of the dense block for
-    the dense model's inputs (as in EBFT, arXiv 2402.12419). Steps are relative to the root mean square of each
-    parameter's weights that are not zero, and decrease linearly to 0. Some batches are held out (of one batch alone,
-    itself); the weights are those of the epoch with the lowest error there, or the original ones if none is better. No
-    weight becomes zero. A step takes one batch of each process. With ``on_grid`` the block computes with rounded
-    weights, whose gradients change unrounded ones. Where matrices are products of two ``factors``, the first of their
-    parts by name, these are trained on their own masks, in the same way with ``project_factors``, and are replaced by
-    what has become of them.
+    the dense model's inputs (as in EBFT, arXiv 2402.12419), with each of the ``width`` places of a state relative to
+    its mean square in y: in many models a few places hold nearly all of the sum, and a fit to that sum loses the rest.
+    Steps are relative to the root mean square of each parameter's weights that are not zero, and decrease linearly to
+    0. Some batches are held out (of one batch alone, itself); the weights are those of the epoch with the lowest error
+    there, or the original ones if none is better. No weight becomes zero. A step takes one batch of each process. With
+    ``on_grid`` the block computes with rounded weights, whose gradients change unrounded ones. Where matrices are
+    products of two ``factors``, the first of their parts by name, these are trained on their own masks, in the same way
+    with ``project_factors``, and are replaced by what has become of them.
 
     Cost: per epoch a forward and a backward pass of the block for all batches; memory of five float32 copies of the
     weights and of the activations of a batch.
@@ -325,9 +328,7 @@ class Fit:
         """The fit; NumericalError where its error is not finite."""
         began = time.perf_counter()
         block, steps, rest = self.block, self._steps, self._rest
-        held = (self._target(part) for i in self._held for part in self._parts[i])
-        power = sum(float(target.double().square().sum()) for target in held)
-        self._power = max(sum(self.world.collected(power)), 1e-30)
+        self._weights = self._found_weights()
         order = torch.Generator().manual_seed(block.index)
         with trainable(block) as weights:
             factors = None
@@ -380,12 +381,24 @@ class Fit:
     def _target(self, part: tuple[int, slice]) -> Tensor:
         return self.targets.hidden.samples(*part)
 
+    def _found_weights(self) -> Tensor:
+        """(width,) float32: what a squared error counts in each place of the states, so that all places count alike.
+
+        It is relative to what the held-out targets have in that place: the error is the mean of what they make.
+        """
+        held = (self._target(part) for i in self._held for part in self._parts[i])
+        squares = sum(target.double().flatten(0, -2).square().sum(0) for target in held)
+        assert isinstance(squares, Tensor)
+        self.world.sum([squares])
+        least = max(_LEAST * float(squares.median()), 1e-30)  # a place that is hardly used is not all that counts
+        return squares.clamp_(min=least).mul_(len(squares)).reciprocal_().float()
+
     def _squares(self, i: int) -> Iterator[Tensor]:
-        """What each output of the parts of step ``i`` contributes to the error, relative to the held-out targets."""
+        """What each output of the parts of step ``i`` contributes to the error."""
         for part in self._parts[i]:
             answer = self.block.run(self.states.hidden.samples(*part), self.states, *part)
             wanted = self._target(part).float()
-            yield (answer.reshape(wanted.shape).float() - wanted).square() / self._power
+            yield (answer.reshape(wanted.shape).float() - wanted).square() * self._weights
 
     def _error(self) -> float:
         """The error of what is held out, in all processes."""

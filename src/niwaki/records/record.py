@@ -229,7 +229,8 @@ class FitRecord:
 
     Attributes:
         block: Number of the block, from 0.
-        before: Squared error of its outputs on held-out samples, relative to the dense block's squared outputs.
+        before: Squared error of its outputs on held-out samples, in each place of the hidden states relative to the
+            dense block's squared outputs there: the mean of all places.
         after: The same error at the end.
         epochs: Number of epochs after which the error was lowest, where the fit ends; 0 if the weights stayed as they
             were.

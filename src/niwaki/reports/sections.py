@@ -294,8 +294,8 @@ def fits(material: Material) -> Section | None:
     table = Table.of(["block", "error before", "error after", "epochs", "seconds"], rows)
     figures = [charts.pairs(points, "relative error of outputs")] if points else []
     why = (
-        "Squared error of each block's outputs on samples that were held out, relative to the dense block's squared "
-        "outputs, before and after its remaining weights were fitted."
+        "Squared error of each block's outputs on samples that were held out, in each place of the hidden states "
+        "relative to the dense block's squared outputs there, before and after its remaining weights were fitted."
     )
     exhibit = Exhibit(figures, table, label="errors of blocks before and after fitting")
     return Section("fits", "Fitting blocks to the dense ones", why, [exhibit])
