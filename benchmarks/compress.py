@@ -32,7 +32,7 @@ from niwaki import Calibration, Export, Pack, Prune, Quantize, QuantizeEmbedding
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import Runtime
 from niwaki.compression.compress import plan_compression
-from niwaki.compression.ways import Parts
+from niwaki.compression.ways import Composition
 from niwaki.files import weights_size
 from niwaki.models.streamed import StreamedModel
 from niwaki.runs.stage import Stage, remembering
@@ -51,13 +51,13 @@ EFFORTS = ("fast", "balanced")
 
 def _by_hand(model: StreamedModel, asked: int, runtime: Runtime) -> Iterator[tuple[str, list[Stage]]]:
     """Recipes of that size in bytes as somebody would make them by hand, by their names."""
-    parts, allowed = Parts.of(model, runtime), (1 - PADDING) * asked
+    parts, allowed = Composition.of(model, runtime), (1 - PADDING) * asked
     if runtime == "llama.cpp":
         return _for_llama_cpp(parts, allowed, model.config.vocab_size)
     return _for_niwaki(parts, allowed)
 
 
-def _for_niwaki(parts: Parts, allowed: float) -> Iterator[tuple[str, list[Stage]]]:
+def _for_niwaki(parts: Composition, allowed: float) -> Iterator[tuple[str, list[Stage]]]:
     """One number of bits for all matrices or mixed ones, zeros with 4, 8 or 16 bits, embeddings and head of 8 to 4."""
     room = 8 * (allowed - parts.others - parts.headers)  # bits for matrices and embeddings
     for effort, ends in itertools.product(EFFORTS, (8, 6, 5, 4)):
@@ -79,7 +79,7 @@ def _for_niwaki(parts: Parts, allowed: float) -> Iterator[tuple[str, list[Stage]
                 )
 
 
-def _for_llama_cpp(parts: Parts, allowed: float, tokens: int) -> Iterator[tuple[str, list[Stage]]]:
+def _for_llama_cpp(parts: Composition, allowed: float, tokens: int) -> Iterator[tuple[str, list[Stage]]]:
     """One number of bits for all matrices or mixed ones, of the model as it is, with fewer parameters or tokens."""
     everything = parts.matrices + parts.embeddings
     smaller: list[tuple[str, list[Stage], float, float]] = [("", [], parts.matrices, 1.0)]

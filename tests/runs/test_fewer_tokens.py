@@ -19,7 +19,7 @@ from niwaki import Calibration, Compute, Measurement, NiwakiError
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.compression.compress import plan_compression
 from niwaki.compression.foresight import Foresight, LookingAtTokens, TokenCosts, foresee
-from niwaki.compression.ways import DenseWays, PackedWays, Parts
+from niwaki.compression.ways import Composition, DenseWays, PackedWays
 from niwaki.errors import UsageError
 from niwaki.evaluation.evaluate import evaluate_both
 from niwaki.layer.grid import Grid
@@ -239,7 +239,7 @@ def test_rows_that_the_tokenizer_does_not_have(tmp_path: Path) -> None:
 def test_a_ladder_goes_on_with_fewer_tokens(model: Path, text: Calibration) -> None:
     checkpoint = Checkpoint(model)
     sight = foresee(checkpoint, Grid(8, 64, 8.0), (8, 6, 5, 4), text, CPU, Progress())
-    parts = Parts.of(StreamedModel(checkpoint, "cpu"), "niwaki")
+    parts = Composition.of(StreamedModel(checkpoint, "cpu"), "niwaki")
     costs = TokenCosts(ROWS, 128, ((1024, 0.1, 0.1),))
     ways = PackedWays(parts=parts, runtime="niwaki", heal=(), foresight=replace(sight, tokens=costs))
     ladder = ways.ladder()

@@ -102,7 +102,7 @@ def test_what_they_cost(source: Path, own: Tensor | None, monkeypatch: pytest.Mo
     model = stream_of(source)
     kinds = [heads_of(model), neurons_of(model)]
     chosen: dict[tuple[str, int, str, int], Tensor] = {}
-    solve = trial.Trial._solved
+    solve = trial.RemovalTrial._solved
 
     def solved(
         self: Any, units: ColumnUnits, matrix: Matrix, W: Tensor, gram: Gram, counts: list[int]
@@ -112,7 +112,7 @@ def test_what_they_cost(source: Path, own: Tensor | None, monkeypatch: pytest.Mo
                 chosen[matrix.name, matrix.block, units.kind, count] = weights.any(dim=0)
             yield count, weights
 
-    monkeypatch.setattr(trial.Trial, "_solved", solved)
+    monkeypatch.setattr(trial.RemovalTrial, "_solved", solved)
     ways = [
         Combination((), {}),
         Combination((2,), {}),

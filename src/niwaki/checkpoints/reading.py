@@ -66,7 +66,7 @@ def without_index(path: Path) -> CheckpointError | None:
 
 
 @dataclass(frozen=True)
-class Pruning:
+class PruningConfig:
     """What ``pruning_config`` in config.json says that others have to know; the rest is in the record."""
 
     quantization: str | None = None  # the grid of the weights
@@ -238,12 +238,12 @@ class Checkpoint:
         return notes
 
     @property
-    def pruning(self) -> Pruning:
+    def pruning(self) -> PruningConfig:
         """What niwaki says in config.json of how it made this model; CheckpointError where it makes no sense."""
         value = self.config.get("pruning_config")
         own = isinstance(value, dict) and value.get("library") == "niwaki"
         with raised_as(CheckpointError, f"{self.path / 'config.json'}, pruning_config", msgspec.ValidationError):
-            return msgspec.convert(value if own else {}, Pruning)
+            return msgspec.convert(value if own else {}, PruningConfig)
 
     def check_kind(self) -> None:
         """Raises UnsupportedModelError for weights that were quantized, or saved within something else."""

@@ -22,7 +22,7 @@ from niwaki.records.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkArguments:
     """Texts, where to compute, and how to begin: arguments that all functions of ``niwaki.recipes`` take."""
 
     calibration: Calibration = Calibration()
@@ -44,7 +44,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Pruning:
+class PruningArguments:
     """How to prune, apart from the method: arguments of :func:`niwaki.prune`.
 
     Options:
@@ -74,8 +74,8 @@ def prune(
     pattern: Annotated[str | None, "PATTERN"] = None,
     solver: Annotated[str | None, "NAME"] = None,
     effort: Annotated[str | None, "NAME"] = None,
-    pruning: Pruning = Pruning(),
-    work: Work = Work(),
+    pruning: PruningArguments = PruningArguments(),
+    work: WorkArguments = WorkArguments(),
     record: RecordFile = None,
 ) -> None:
     """Prune MODEL and write the result to OUT.
@@ -115,7 +115,7 @@ def quantize(
     grid: Annotated[str, "GRID"],
     embeddings: Annotated[str | None, "GRID"] = None,
     effort: Annotated[str | None, "NAME"] = None,
-    work: Work = Work(),
+    work: WorkArguments = WorkArguments(),
     record: RecordFile = None,
 ) -> None:
     """Quantize the weights of MODEL and write the result to OUT.
@@ -143,7 +143,7 @@ def quantize(
 
 
 @dataclass(frozen=True)
-class Removal:
+class RemovalArguments:
     """What is removed: arguments of :func:`niwaki.shrink`.
 
     Options:
@@ -173,14 +173,16 @@ class Removal:
 
 
 @options(without=("tf32", "max_memory"))
-def shrink(model: Model, output: Output, removal: Removal = Removal(), work: Work = Work()) -> None:
+def shrink(
+    model: Model, output: Output, removal: RemovalArguments = RemovalArguments(), work: WorkArguments = WorkArguments()
+) -> None:
     """Remove tokens, blocks, attention heads, neurons or experts from MODEL; write a smaller dense model to OUT.
 
     If a run is interrupted, repeat the command to resume it.
 
     Example: niwaki shrink MODEL OUT --parameters 0.75
     """
-    if removal == Removal(effort=removal.effort):
+    if removal == RemovalArguments(effort=removal.effort):
         raise UsageError(NOTHING_TO_REMOVE)
     with work.begun(f"shrinking {model}", output) as common:
         from niwaki.recipes import shrink as run
@@ -189,7 +191,7 @@ def shrink(model: Model, output: Output, removal: Removal = Removal(), work: Wor
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingArguments:
     """How long and how to train: arguments of :func:`niwaki.heal`.
 
     Options:
@@ -218,8 +220,8 @@ def heal(
     pruned: Annotated[str, "PRUNED"],
     output: Output,
     teacher: Annotated[str, "DENSE", "--teacher"],
-    training: Training = Training(),
-    work: Work = Work(),
+    training: TrainingArguments = TrainingArguments(),
+    work: WorkArguments = WorkArguments(),
 ) -> None:
     """Train PRUNED to match its dense model and write the result to OUT; zeros stay zero.
 
@@ -255,7 +257,7 @@ def compress(
     max_time: Annotated[str | None, "TIME"] = None,
     plan: bool = False,
     closely: bool = False,
-    work: Work = Work(),
+    work: WorkArguments = WorkArguments(),
 ) -> None:
     """Compress MODEL to a given size, loss or speed and write it to OUT; niwaki chooses how.
 
@@ -324,7 +326,7 @@ def run(
     output: Output,
     stages: Annotated[list[str] | None, "STAGE", "--stage", "-s"] = None,
     recipe: Annotated[str | None, "FILE"] = None,
-    work: Work = Work(),
+    work: WorkArguments = WorkArguments(),
 ) -> None:
     """Run stages such as shrink, prune, quantize, heal and export on MODEL and write the result to OUT.
 

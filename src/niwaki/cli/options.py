@@ -65,7 +65,7 @@ class Help(NamedTuple):
     is_more: bool = False
 
 
-class _Shared:
+class _CommonOptions:
     """Options that several commands have, unless their own docstrings describe them.
 
     Options:
@@ -82,7 +82,7 @@ class _Shared:
     """
 
 
-class _Calibration:
+class _CalibrationOptions:
     """Options for :class:`niwaki.Calibration`.
 
     Options:
@@ -108,7 +108,7 @@ class _Calibration:
     bos: bool
 
 
-class _Measurement:
+class _MeasurementOptions:
     """Options for :class:`niwaki.Measurement`.
 
     Options:
@@ -124,7 +124,7 @@ class _Measurement:
     bos: bool
 
 
-class _Compute:
+class _ComputeOptions:
     """Options for :class:`niwaki.Compute`.
 
     Options:
@@ -145,7 +145,11 @@ class _Compute:
 
 #: Groups whose options are written here, because the class itself is for Python; and options that do not have the name
 #: of the field there.
-_OPTIONS: Mapping[type, type] = {Calibration: _Calibration, Measurement: _Measurement, Compute: _Compute}
+_OPTIONS: Mapping[type, type] = {
+    Calibration: _CalibrationOptions,
+    Measurement: _MeasurementOptions,
+    Compute: _ComputeOptions,
+}
 _FIELDS = {"calibration": "text", "text_samples": "samples"}
 
 
@@ -158,7 +162,7 @@ def options(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Funct
 
     def decorate(command: Function) -> Function:
         parameters = inspect.signature(command, eval_str=True).parameters
-        helps = _helps(_Shared) | _helps(command)
+        helps = _helps(_CommonOptions) | _helps(command)
         known: dict[str, Parameter] = {}
         for name, each in parameters.items():
             known |= _options(name, each.annotation, each.default, helps, changed)

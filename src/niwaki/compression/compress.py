@@ -12,7 +12,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import Runtime
 from niwaki.compression.foresight import Foresight, TokenCosts, foresee
 from niwaki.compression.trials import LossBound, SpeedBound, Throughput, Trials, check_windows, throughput, with_notes
-from niwaki.compression.ways import DenseWays, PackedWays, Parts, Way, Ways
+from niwaki.compression.ways import Composition, DenseWays, PackedWays, Way, Ways
 from niwaki.errors import NiwakiError, UnsupportedModelError, UsageError, first_line
 from niwaki.files import weights_size
 from niwaki.healing.heal import Heal
@@ -98,7 +98,7 @@ class Asked:
             model.check_head()
         if self.program == "transformers":
             return DenseWays.of(model, self.heal)
-        return PackedWays(heal=self.heal, parts=Parts.of(model, self.program), runtime=self.program)
+        return PackedWays(heal=self.heal, parts=Composition.of(model, self.program), runtime=self.program)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import psutil
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.compression.foresight import PartOf
-from niwaki.compression.ways import PackedWays, Parts, Way
+from niwaki.compression.ways import Composition, PackedWays, Way
 from niwaki.errors import UsageError
 from niwaki.evaluation.bench import bench, measured
 from niwaki.evaluation.evaluate import evaluate_both
@@ -79,7 +79,7 @@ def throughput(checkpoint: Checkpoint, compute: Compute, progress: Progress) -> 
     largest packed one.
     """
     model = StreamedModel(checkpoint, "cpu")
-    ways = PackedWays(heal=(), parts=Parts.of(model, "niwaki"), runtime="niwaki")
+    ways = PackedWays(heal=(), parts=Composition.of(model, "niwaki"), runtime="niwaki")
     before, free = checkpoint.size, psutil.virtual_memory().available
     if before > _SHARE * free:
         raise UsageError(f"{in_bytes(before)} of weights do not fit in the {in_bytes(free)} of memory that are free")

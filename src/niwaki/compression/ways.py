@@ -98,7 +98,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Composition:
     """What a model is made of: numbers of weights, bytes of all else, and of headers.
 
     The tokenizer is in the same file for llama.cpp, and has no bytes elsewhere. ``group`` is how many weights share a
@@ -115,7 +115,7 @@ class Parts:
     scale: float
 
     @classmethod
-    def of(cls, model: StreamedModel, runtime: Runtime) -> "Parts":
+    def of(cls, model: StreamedModel, runtime: Runtime) -> "Composition":
         """UnsupportedModelError where the program's formats cannot have the model."""
         if model.pairs is not None:
             raise UnsupportedModelError(
@@ -304,7 +304,7 @@ class PackedWays(Ways):
     smallest way alone.
     """
 
-    parts: Parts
+    parts: Composition
     runtime: Runtime
     #: How many tokens it has left, where some are removed first.
     tokens: int | None = None

@@ -201,14 +201,14 @@ def compare(
     asked.command, asked.versions = current_session().command, versions()
     with _place(out) as place:
         table = _joined(place, asked)
-        work = _Work(
+        work = _ComparisonRun(
             table, model, texts, calibration, compute, progress, place, out is not None, keep, began - table.seconds
         )
         return work.run(cells, math.inf if budget is None else began + budget)
 
 
 @dataclass
-class _Work:
+class _ComparisonRun:
     """A comparison in its directory; see :func:`compare` for what all this is."""
 
     comparison: Comparison

@@ -18,7 +18,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.wording import markdown
 from niwaki.runs.card import check_card, restate, write_card_of_form
-from niwaki.runs.conversion import Form
+from niwaki.runs.conversion import Conversion
 
 _CARD = """
 # {name}, packed integers
@@ -41,7 +41,7 @@ _PACKED = (
 _EXPERTS = "transformers unpacks experts as it loads them: in memory they are as large as before"
 
 
-class CompressedTensors(Form):
+class CompressedTensors(Conversion):
     """A model whose weights are on a grid, to be written as packed integers.
 
     A matrix becomes ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and ``weight_shape``;

@@ -19,7 +19,7 @@ from niwaki.models.locate import locate_model
 from niwaki.packed.pack import Packed
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
-from niwaki.runs.conversion import Form, convert, model_name, write_form
+from niwaki.runs.conversion import Conversion, convert, model_name, write_form
 from niwaki.runs.stage import Run, Stage, Task
 
 
@@ -67,7 +67,7 @@ def export(
 
 def _opened(
     how: ExportFormat, checkpoint: Checkpoint, name: str, progress: Progress, changes: Mapping[str, Any] = {}
-) -> Form:
+) -> Conversion:
     """The model ``name`` as the format ``how`` has it; ``changes`` are what stages to come change in config.json."""
     if how == "packed":
         return Packed(checkpoint, progress)

@@ -39,7 +39,7 @@ from niwaki.records.recipe import EARLIER_RECIPE, RECIPE
 from niwaki.records.record import Record
 from niwaki.records.wording import counted, markdown, several
 from niwaki.runs.card import write_card_of_form
-from niwaki.runs.conversion import Form, model_name
+from niwaki.runs.conversion import Conversion, model_name
 
 # Weights on a grid in the groups of 32 that llama.cpp has: the same whole numbers and scales, and no rounding.
 
@@ -144,7 +144,7 @@ such as Ollama and LM Studio.
 {notes}"""
 
 
-class Gguf(Form):
+class Gguf(Conversion):
     """A model, to be written as one file with its matrices in a ``kind`` of numbers.
 
     That is F16, or Q8_0 (8.5 bits a weight) or Q4_0 (4.5 bits) in groups of 32 with a scale; with Q4_0 embeddings and

@@ -63,7 +63,7 @@ class KeptZeros:
         self._grid = KeptGrid(model) if grid_in(model) else None
         self._model = weakref.ref(model)
         #: By name in the model.
-        self._kept = {name: _Kept(value, _packed(_local(value) != 0), zeros) for name, (value, zeros) in found.items()}
+        self._kept = {name: _Mask(value, _packed(_local(value) != 0), zeros) for name, (value, zeros) in found.items()}
         self._by_number = {id(kept.parameter): kept for kept in self._kept.values()}
         self.zeros = sum(kept.zeros for kept in self._kept.values())
         self.sparsity = self.zeros / sum(kept.parameter.numel() for kept in self._kept.values())
@@ -220,7 +220,7 @@ def keep_zeros(model: nn.Module) -> KeptZeros:
 
 
 @dataclass
-class _Kept:
+class _Mask:
     """A parameter, and which of its weights (of those in this process) are no zeros, in bits."""
 
     parameter: nn.Parameter

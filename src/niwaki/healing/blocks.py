@@ -42,7 +42,7 @@ class Held(NamedTuple):
     healed: HiddenStates
 
 
-class Streams(NamedTuple):
+class HealingStreams(NamedTuple):
     """Hidden states on their way through the blocks."""
 
     inputs: HiddenStates  # in the healed model
@@ -106,7 +106,7 @@ class BlockRun(HealingRun):
         self.model.budget = self.dense.budget = MemoryBudget(max(0, there - taken))
         return contextlib.closing(self.model.budget)
 
-    def _embedded(self, tokens: Tensor) -> Streams:
+    def _embedded(self, tokens: Tensor) -> HealingStreams:
         """The inputs of the first block, of ``tokens`` of which those that are held out are the first."""
         healing, world, length, together = self.healing, self.run.world, tokens.shape[1], None
         held, rest = tokens.split([count := self.held if world.first else 0, len(tokens) - count])
@@ -124,7 +124,7 @@ class BlockRun(HealingRun):
         self._fitting = Fitting(epochs=healing.tokens / there, rate=healing.rate, batch=healing.batch)
         part = self._fitting.tokens_per_part(world.size)
         self._step = max(1, part // length) * length * world.size  # tokens
-        streams = Streams(self.model.embed(rest, part), self.dense.embed(rest, part), together)
+        streams = HealingStreams(self.model.embed(rest, part), self.dense.embed(rest, part), together)
         if any(matrix.blocks for matrix in self.model.matrices()):
             self.run.note(self.record, NOT_FITTED)
         if self.model.budget.spilled:
@@ -149,7 +149,7 @@ class BlockRun(HealingRun):
         assert self.healing.limit is not None
         return max(1.0, _WALK_TIME * (self.healing.limit - self.measuring) - self.run.clock.total())
 
-    def _walk(self, streams: Streams) -> None:
+    def _walk(self, streams: HealingStreams) -> None:
         held, clock, progress = streams.held, self.run.clock, self.run.progress
         last = len(self.model.blocks) - 1
         for block, dense in zip(self.model.stream(), self.dense.stream(), strict=True):
@@ -173,7 +173,7 @@ class BlockRun(HealingRun):
                 block.advance(streams.inputs)
             clock.lap("advance")
 
-    def _fit(self, block: DecoderBlock, streams: Streams, began: float) -> None:
+    def _fit(self, block: DecoderBlock, streams: HealingStreams, began: float) -> None:
         """Fits ``block``, whose turn ``began`` at this time, and writes its weights."""
         run, seconds = self.run, math.inf
         if self.healing.limit is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from niwaki.checkpoints.reading import Checkpoint, Pruning
+from niwaki.checkpoints.reading import Checkpoint, PruningConfig
 from niwaki.checkpoints.tensors import Entry, new_shard, read_beside, read_tensor
 from niwaki.checkpoints.writing import CheckpointWriter, check_zeros, verify
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
@@ -239,7 +239,7 @@ class Factored(WeightFormat):
     files = (FACTORS_FILE,)
 
     def _is_product(self, matrix: Matrix) -> bool:
-        return Pruning(blocks=self.blocks).includes(matrix.block)
+        return PruningConfig(blocks=self.blocks).includes(matrix.block)
 
     def part_keys(self, matrix: Matrix) -> tuple[str, ...]:
         return factor_keys(matrix.key, self.grid is not None) if self._is_product(matrix) else ()

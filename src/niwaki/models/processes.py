@@ -82,7 +82,7 @@ class World:
 
     def rows(self, count: int) -> Rows:
         """This process's rows of a matrix with ``count``, consecutive and as many as the others' to within one."""
-        return _Shared(self, count)
+        return _SharedRows(self, count)
 
     def owners(
         self, costs: Sequence[float], together: Callable[[int], float | None] = lambda _: None
@@ -110,7 +110,7 @@ class World:
         return min(plans, key=lambda plan: plan[0])[1]
 
 
-class _Shared(Rows):
+class _SharedRows(Rows):
     """The rows of a matrix that this process has, where all processes have some."""
 
     def __init__(self, world: World, count: int) -> None:

@@ -48,7 +48,7 @@ from niwaki.packed.matrix import (
 )
 from niwaki.records.progress import Progress
 from niwaki.runs.card import DENSE_CARD, check_card, top, write_card_of_form
-from niwaki.runs.conversion import Form, convert
+from niwaki.runs.conversion import Conversion, convert
 
 #: The library_name of a packed model's card, which loads in niwaki only, and of no other card.
 _LIBRARY = "niwaki"
@@ -150,7 +150,7 @@ def check_packable(path: Path, name: str) -> None:
     Packed(Checkpoint(path)).check(name)
 
 
-class Packed(Form):
+class Packed(Conversion):
     """A dense checkpoint, to be written without its zeros; ``sizes`` is what that saved, when it is done.
 
     UnsupportedModelError where no matrix has a dtype that can be packed.
@@ -412,7 +412,7 @@ def unpack(model: str | Path, out: str | Path, progress: Progress | None = None)
     convert(Unpacked(PackedCheckpoint(path), progress), model, out, "unpack")
 
 
-class Unpacked(Form):
+class Unpacked(Conversion):
     """A packed model, to be written as the dense one that it was made from."""
 
     kept = (SCALES, EMBEDDINGS)

@@ -232,7 +232,7 @@ class _Replica:
             for name, value in named.items()
         }
         turned = (angles[0].contiguous(), angles[1].contiguous())
-        kept = _Kept(past, self._layer)
+        kept = _FixedCache(past, self._layer)
         given = {**positions, cache: kept, "attention_mask": mask, "position_embeddings": turned}
         self._multiply(setting.gains)
         try:
@@ -249,7 +249,7 @@ class _Replica:
         ]
 
 
-class _Kept:
+class _FixedCache:
     """In place of a cache: has what it was given first, and keeps what it is given."""
 
     def __init__(self, past: Tensor, layer: object) -> None:

@@ -18,7 +18,7 @@ from niwaki.records.speed import SpeedRecord
 
 
 @dataclass(frozen=True)
-class Run(Cell):
+class PrunedModel(Cell):
     """A pruned model: a cell of a comparison, with its record where that was kept."""
 
     full: Record | None = None
@@ -38,7 +38,7 @@ class Material:
     """What a directory holds: a comparison, or one pruned model."""
 
     source: Comparison | Record
-    runs: list[Run]
+    runs: list[PrunedModel]
     dense: dict[str, Perplexity]  # of the dense model by text, where it was measured
     seconds: float  # in total
     json: str  # the text of the file that the report is about
@@ -134,7 +134,9 @@ def _pruned(text: str, speed: SpeedRecord | None) -> Material:
     before, after = ({one.text: one} if (one := record.perplexity.get(when)) else {} for when in ("before", "after"))
     stages = dict(record.seconds)
     total = stages.pop("total", sum(stages.values()))
-    run = Run(record.method, record.pattern, record.sparsity, after, total, record.mean_error, stages, full=record)
+    run = PrunedModel(
+        record.method, record.pattern, record.sparsity, after, total, record.mean_error, stages, full=record
+    )
     return Material(record, [run], before, total, text, speed)
 
 
@@ -153,5 +155,5 @@ def _compared(directory: Path, text: str) -> Material:
             record = Record.load(path)
             if not cell.is_of(record):
                 raise CheckpointError(f"{cell.record} is not the record of {cell.method} at {cell.pattern}")
-        runs.append(Run(**vars(cell), full=record))
+        runs.append(PrunedModel(**vars(cell), full=record))
     return Material(comparison, runs, dense.perplexity, comparison.seconds, text)

@@ -24,7 +24,7 @@ from niwaki.reports.charts import (
     labels_of,
     measured_on,
 )
-from niwaki.reports.material import Material, Run
+from niwaki.reports.material import Material, PrunedModel
 
 # The head of a report: title, tiles, notes and facts.
 
@@ -47,7 +47,7 @@ def title(material: Material) -> str:
 
 def notes(material: Material) -> list[str]:
     """What a careful reader should know, of all runs, and which runs it is about if not all."""
-    about: dict[str, list[Run]] = defaultdict(list)
+    about: dict[str, list[PrunedModel]] = defaultdict(list)
     for run in material.runs:
         for note in notes_of(run.full) if run.full is not None else ():
             about[note].append(run)
@@ -328,7 +328,7 @@ def healing(material: Material) -> Section | None:
 
 def time(material: Material) -> Section | None:
     """Seconds by stage: of a model, or of each method the mean over its runs."""
-    by_method: dict[str, list[Run]] = defaultdict(list)
+    by_method: dict[str, list[PrunedModel]] = defaultdict(list)
     for run in material.runs:
         if any(run.stages.values()):
             by_method[run.method].append(run)
@@ -398,7 +398,7 @@ def details(material: Material) -> list[dict[str, Any]]:
     return [] if material.record else [_detail(material, run, run.full) for run in material.runs if run.full]
 
 
-def _detail(material: Material, run: Run, record: Record) -> dict[str, Any]:
+def _detail(material: Material, run: PrunedModel, record: Record) -> dict[str, Any]:
     facts = [(f"perplexity, {short_text(text)}", value.figure) for text, value in run.perplexity.items()]
     facts.append(("error of the matrices, geometric mean", two_digits(run.error)))
     return {
@@ -461,7 +461,7 @@ def _interval(perplexity: Perplexity) -> charts.Row:
     return {"value": value, "low": max(value - error, value / 10), "high": value + error}
 
 
-def point_of(run: Run, text: str) -> charts.Row:
+def point_of(run: PrunedModel, text: str) -> charts.Row:
     """The point of a run in the chart."""
     return {
         "method": run.method,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from niwaki.checkpoints.foreign import PICKLE_SUFFIXES
-from niwaki.checkpoints.reading import ORIGIN, PACKED_INDEX, Checkpoint, Pruning, pipeline
+from niwaki.checkpoints.reading import ORIGIN, PACKED_INDEX, Checkpoint, PruningConfig, pipeline
 from niwaki.errors import CheckpointError
 from niwaki.files import check_space, input_errors, output_errors
 from niwaki.models.formats import FACTORS_FILE
@@ -91,7 +91,7 @@ class CarriedFiles:
                     shutil.copyfileobj(read, write)
 
 
-def claimed_files(made: Pruning, of_matrices: bool = True) -> set[str]:
+def claimed_files(made: PruningConfig, of_matrices: bool = True) -> set[str]:
     """The files beside the weights that config.json says there are: of embeddings, and ``of_matrices`` where wanted."""
     files = {EMBEDDINGS} if made.embeddings else set[str]()
     if of_matrices and (made.has_factors or made.quantization):

@@ -13,7 +13,7 @@ from niwaki.runs.carried import CarriedFiles, check_claims, find_carried
 from niwaki.runs.workplace import check_output, new_directory
 
 
-class Form(ABC):
+class Conversion(ABC):
     """A model, ``checkpoint``, that is opened to be written in another form.
 
     What shows in its configuration, its tokenizer and the places of its tensors has been checked by then.
@@ -43,7 +43,7 @@ class Form(ABC):
         """
 
 
-def convert(form: Form, model: str | Path, out: str | Path, stage: str, **parameters: str) -> list[str]:
+def convert(form: Conversion, model: str | Path, out: str | Path, stage: str, **parameters: str) -> list[str]:
     """Writes ``model``, opened as ``form``, to the directory ``out``, new or empty; what there is to say of it.
 
     After an error nothing is left. Where only the move into place was missing to an earlier call, which was asked for
@@ -62,7 +62,7 @@ def convert(form: Form, model: str | Path, out: str | Path, stage: str, **parame
     return said
 
 
-def write_form(form: Form, carried: CarriedFiles, directory: Path, name: str) -> list[str]:
+def write_form(form: Conversion, carried: CarriedFiles, directory: Path, name: str) -> list[str]:
     """Writes ``form`` and those of the files ``carried`` over that it has too, to the empty ``directory``."""
     carried.only(form.carries).copy(directory)
     return form.write(directory, name)

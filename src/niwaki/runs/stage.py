@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from niwaki.arguments import check_fields
-from niwaki.checkpoints.reading import Checkpoint, Pruning
+from niwaki.checkpoints.reading import Checkpoint, PruningConfig
 from niwaki.effort import Effort
 from niwaki.errors import UnsupportedModelError
 from niwaki.files import check_space
@@ -427,7 +427,7 @@ def usually_asked(model: StreamedModel, texts: Texts, record: Record) -> dict[st
     }
 
 
-def _dropped(made: Pruning, others: dict[str, Any]) -> list[str]:
+def _dropped(made: PruningConfig, others: dict[str, Any]) -> list[str]:
     """Notes on what config.json said of matrices, and what is written does not say any more."""
     notes = []
     if made.quantization:

@@ -21,7 +21,7 @@ from niwaki.runs.duration import passes
 from niwaki.runs.stage import Run, joined, written
 from niwaki.runs.store import Kept
 from niwaki.shrinking.configuration import Tensors
-from niwaki.shrinking.trial import Trial, Way
+from niwaki.shrinking.trial import RemovalTrial, Variant
 from niwaki.shrinking.units import ColumnUnits, Removal, heads_of, neurons_of
 from niwaki.windows import Windows
 
@@ -60,8 +60,8 @@ def costs_of_runs(
     runs = [(start, stop) for stop in range(1, depth + 1) for start in range(max(0, stop - longest), stop)]
     runs = [run for run in runs if _can_go(model, range(*run))]
     with model.budget.lent() as budget:
-        ways = [Way(range(*run)) for run in runs]
-        trial = Trial(model, model.embed(fitted), model.embed(compared), ways, world, progress, budget)
+        ways = [Variant(range(*run)) for run in runs]
+        trial = RemovalTrial(model, model.embed(fitted), model.embed(compared), ways, world, progress, budget)
         return dict(zip(runs, trial.costs(), strict=True))
 
 
@@ -332,8 +332,8 @@ def costs_of_combinations(
     fitted, compared = map(world.share, texts)
     with model.budget.lent() as budget:
         dense, others = model.embed(fitted), model.embed(compared)
-        ways = [Way(each.blocks, each.units) for each in combinations]
-        return Trial(model, dense, others, ways, world, progress, budget, kinds, importance).costs()
+        ways = [Variant(each.blocks, each.units) for each in combinations]
+        return RemovalTrial(model, dense, others, ways, world, progress, budget, kinds, importance).costs()
 
 
 # What is decided before anything is removed: text to calibrate on, outputs that matter, and blocks to remove.

@@ -201,7 +201,7 @@ class _Gap:
 
 
 @dataclass
-class Way:
+class Variant:
     """A model without ``blocks``, and in the others without so many units of each kind."""
 
     blocks: Sequence[int]
@@ -211,7 +211,7 @@ class Way:
 
 
 @dataclass
-class Trial:
+class RemovalTrial:
     """Runs all ``ways`` on the tokens that are ``compared``, each block repaired or cut by what is ``fitted``.
 
     The block before a gap is repaired (see :func:`.bridge.bridge`) on the inputs that the dense model has. What blocks
@@ -221,7 +221,7 @@ class Trial:
     model: StreamedModel
     fitted: HiddenStates
     compared: HiddenStates
-    ways: Sequence[Way]
+    ways: Sequence[Variant]
     world: World
     progress: Progress
     budget: MemoryBudget
@@ -269,7 +269,7 @@ class Trial:
         block: DecoderBlock,
         kinds: Sequence[ColumnUnits],
         grams: Mapping[str, Gram],
-        ways: Sequence[Way],
+        ways: Sequence[Variant],
         repair: _Repair | None,
     ) -> None:
         """Runs ``block`` for ``ways``, each without its units of ``kinds``; one number of them after the other."""
@@ -312,7 +312,7 @@ class Trial:
         ridge = (block.weight(matrix), H) if self.kinds else Ridge(H, DAMPING)
         return _Repair(matrix, inputs, copied(self.fitted, self.budget), ridge)
 
-    def _advance(self, block: DecoderBlock, way: Way, repair: _Repair | None) -> None:
+    def _advance(self, block: DecoderBlock, way: Variant, repair: _Repair | None) -> None:
         """Runs ``block``, without the units that go, and before a gap keeps what its repair needs."""
         assert way.states
         if not repair or block.index + 1 not in way.blocks:
@@ -324,7 +324,7 @@ class Trial:
             change = own.float() - repair.ridge[0]
         way.gap = _Gap(block.index, inputs, change)
 
-    def _repair(self, way: Way, gap: _Gap, repair: _Repair, residuals: dict[int, Tensor]) -> None:
+    def _repair(self, way: Variant, gap: _Gap, repair: _Repair, residuals: dict[int, Tensor]) -> None:
         """Adds to the outputs of the block before ``gap`` what its last matrix, repaired, would add."""
         assert way.states
         if gap.start not in residuals:

@@ -49,7 +49,7 @@ def _open_zstd(path: Path) -> IO[bytes]:
     return stream
 
 
-class _Streams(io.RawIOBase):
+class _CompressedStreams(io.RawIOBase):
     """The content of compressed streams in a file, one after the other, between and after which zeros may be.
 
     ``lzma.open`` and ``bz2.open`` take a damaged stream for the end of the file if it is not the first one.
@@ -84,8 +84,8 @@ class _Streams(io.RawIOBase):
 
 _COMPRESSED: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.GzipFile,
-    ".xz": lambda path: io.BufferedReader(_Streams(path.open("rb"), lzma.LZMADecompressor)),
-    ".bz2": lambda path: io.BufferedReader(_Streams(path.open("rb"), bz2.BZ2Decompressor)),
+    ".xz": lambda path: io.BufferedReader(_CompressedStreams(path.open("rb"), lzma.LZMADecompressor)),
+    ".bz2": lambda path: io.BufferedReader(_CompressedStreams(path.open("rb"), bz2.BZ2Decompressor)),
     ".zst": _open_zstd,
 }
 #: Suffixes of files, none of which is a data set's name.

@@ -72,7 +72,7 @@ def with_answers(
         return calibration
     samples, length = usual_size(model, calibration)
     every = [*zip(calibration.texts, calibration.shares(samples), calibration.answered, strict=True)]
-    asked = {str(text): _Asked.of(model, str(text), length) for text, _, answered in every if answered}
+    asked = {str(text): _Prompts.of(model, str(text), length) for text, _, answered in every if answered}
     nothing = [torch.zeros(share, length, dtype=torch.int64) if answered else text for text, share, answered in every]
     blank = dataclasses.replace(calibration, text=nothing, answers=None)
     Texts.read(model, blank, measurement, usual, fewer)
@@ -86,7 +86,7 @@ def with_answers(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Prompts:
     """The prompts of ``source``, as tokens for windows of a ``length``; so many conversations were ``answered``."""
 
     source: str
@@ -96,7 +96,7 @@ class _Asked:
     refused: list[str]  # why the chat template refuses some
 
     @classmethod
-    def of(cls, model: StreamedModel, source: str, length: int) -> "_Asked":
+    def of(cls, model: StreamedModel, source: str, length: int) -> "_Prompts":
         """CalibrationError where there are no prompts, or the model cannot answer them."""
         (found, answered), refused = read_prompts(source), list[str]()
         return cls(source, _prompts(model, found, source, length, refused), length, answered, refused)
@@ -104,7 +104,7 @@ class _Asked:
 
 def _answered(
     model: StreamedModel,
-    asked: _Asked,
+    asked: _Prompts,
     samples: int,
     calibration: Calibration,
     budget: int | None,

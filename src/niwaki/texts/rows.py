@@ -307,7 +307,7 @@ class Talk(Form):
 
 
 @dataclass(frozen=True)
-class Task(Form):
+class TaskRows(Form):
     """Rows that are tasks with answers, for models without a chat template."""
 
     columns: tuple[str, ...]
@@ -346,7 +346,7 @@ def form_of(row: Any, where: str, field: str | None, template: ChatTemplate | No
     for task, more, answer in _TASKS:
         if isinstance(row.get(task), str) and isinstance(row.get(answer), str):
             columns = (task, more, answer) if more else (task, answer)
-            return Task(columns) if template is None else Talk(columns, template)
+            return TaskRows(columns) if template is None else Talk(columns, template)
     hint = "; for the model's own answers to prompts, --answers own" if "prompt" in row else ""
     raise CalibrationError(
         f"{where}: no column {TEXT!r}, and no other that is known, only {_names(row)}; choose one with --field{hint}"

@@ -46,14 +46,14 @@ def same_text(
     each up to where both have an end. Predicted is the rest. Texts are cut where the ``other`` has more than ``most``
     tokens. CalibrationError where nothing is left.
     """
-    own, others = list[_Encoded](), list[_Encoded]()
+    own, others = list[_Tokenized](), list[_Tokenized]()
     first = windows.bos if windows.bos is not None and bool((windows.tokens[:, 0] == windows.bos).all()) else None
     for window in windows.tokens.tolist():
         text = decoded(one, window if first is None else window[1:])
-        mine, its = _Encoded.of(text, one, first), _Encoded.of(text, other, bos if first is not None else None)
+        mine, its = _Tokenized.of(text, one, first), _Tokenized.of(text, other, bos if first is not None else None)
         if most is not None and len(its.ids) > most:
             text = text[: its.starts[most - 1]]
-            mine, its = _Encoded.of(text, one, first), _Encoded.of(text, other, bos if first is not None else None)
+            mine, its = _Tokenized.of(text, one, first), _Tokenized.of(text, other, bos if first is not None else None)
         start = 0 if first is not None else min({*mine.starts[1:]} & {*its.starts[1:]}, default=len(text))
         if len(text[start:]):
             own.append(mine.after(text, start))
@@ -64,7 +64,7 @@ def same_text(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Encoded:
+class _Tokenized:
     """A text as tokens, with where each of them starts there, and how many of them are given before the ``bytes``."""
 
     ids: list[int]
@@ -73,20 +73,20 @@ class _Encoded:
     bytes: int = 0
 
     @classmethod
-    def of(cls, text: str, tokenizer: PreTrainedTokenizerBase, bos: int | None) -> "_Encoded":
+    def of(cls, text: str, tokenizer: PreTrainedTokenizerBase, bos: int | None) -> "_Tokenized":
         made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         starts = [first for first, _ in made["offset_mapping"]]
         before = [] if bos is None else [bos]
         return cls([*before, *made["input_ids"]], [0] * len(before) + starts)
 
-    def after(self, text: str, start: int) -> "_Encoded":
+    def after(self, text: str, start: int) -> "_Tokenized":
         """A copy, of which what is before the character ``start`` is given, or the token before the text."""
         return dataclasses.replace(
             self, given=bisect_left(self.starts, start) if start else 1, bytes=len(text[start:].encode())
         )
 
 
-def _windows(encoded: Sequence[_Encoded], like: Windows, bos: int | None) -> Windows:
+def _windows(encoded: Sequence[_Tokenized], like: Windows, bos: int | None) -> Windows:
     """``encoded`` texts as windows, the shorter ones with any token after their ends."""
     longest = max(len(each.ids) for each in encoded)
     tokens = torch.tensor([each.ids + each.ids[-1:] * (longest - len(each.ids)) for each in encoded])
