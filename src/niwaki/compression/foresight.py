@@ -189,6 +189,8 @@ class LookingAtTokens:
 _VERSION = 6
 #: On about how many tokens predictions are compared.
 _COMPARED = 512
+#: Of these at a time, to save memory: a vocabulary may be large.
+_AT_A_TIME = 32
 #: On about how many the model runs with rounded embeddings, at least one window.
 _CHANGED = 1024
 #: Shares of the neurons of which the cost is measured.
@@ -431,17 +433,18 @@ class _Ends:
         return x.flatten(0, 1)[:: math.ceil(x.shape[0] * x.shape[1] / _COMPARED)].unsqueeze(1)
 
     def _predictions(self, x: Tensor, tokens: Tensor, bits: int = 0) -> Tensor:
-        """(count, tokens) logarithms, by hidden states (count, 1, width), of a head of so many bits or of its own."""
+        """(count, tokens) logits, by hidden states (count, 1, width), of a head of so many bits or of its own."""
         head = self._model.model.get_output_embeddings()
 
         def rounded(module: nn.Linear, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
-            made = torch.cat([inputs[0] @ self._rounded(rows, bits).T for rows in module.weight.split(STRIP)], dim=-1)
-            return made if module.bias is None else made + module.bias
+            for rows, out in zip(module.weight.split(STRIP), logits.split(STRIP, dim=-1), strict=True):
+                out.copy_(inputs[0] @ self._rounded(rows, bits).T)
+            return logits if module.bias is None else logits.add_(module.bias)
 
         with self._model.head(torch.float32) as predict:
             hook = head.register_forward_hook(rounded) if bits else None
             try:
-                return predict(x, tokens.flatten()[: len(x)].unsqueeze(1))[:, 0].log_softmax(-1)
+                return predict(x, tokens.flatten()[: len(x)].unsqueeze(1))[:, 0]
             finally:
                 if hook:
                     hook.remove()
@@ -469,5 +472,9 @@ class _Ends:
 
 
 def _divergence(expected: Tensor, found: Tensor) -> float:
-    """The mean divergence of predictions from the expected ones, both logarithms (count, tokens), in nats."""
-    return float((expected.exp() * (expected - found)).sum(-1).mean())
+    """The mean divergence of predictions from the expected ones, both logits (count, tokens), in nats."""
+    each = []
+    for some in zip(expected.split(_AT_A_TIME), found.split(_AT_A_TIME), strict=True):
+        p, q = (logits.log_softmax(-1) for logits in some)
+        each.append((p.exp() * (p - q)).sum(-1))
+    return float(torch.cat(each).mean())
