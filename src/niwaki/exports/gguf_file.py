@@ -124,7 +124,7 @@ _LARGEST = 65504.0  # in float16
 #: are not too small for it.
 _FAR = 0.01
 #: Routers and short convolutions, which llama.cpp takes in float32.
-_PRECISE = ("ffn_gate_inp", "shortconv.conv")
+_PRECISE = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
 #: Embeddings and head.
 _ENDS = ("token_embd.weight", "output.weight")
 _WITHOUT_TOWERS = (
@@ -263,7 +263,7 @@ class Gguf(Form):
             if known := tokenizer.name(name):
                 writer.add_name(known)
             for add, number in self._numbers.items():
-                getattr(writer, add)(number)
+                (getattr(writer, add) if "." not in add else partial(writer.add_array, f"{architecture}.{add}"))(number)
             tokenizer.write(writer)
             writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{self._kind}"))
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -342,14 +342,12 @@ class Gguf(Form):
             else:
                 self._left.append(source)
         if stored is None:
-            value = (W[source.rows].reshape(tensor.shape) + tensor.added).numpy()
+            W = W[source.rows].reshape(tensor.shape)
+            value = (-W.exp() if tensor.name.endswith("ssm_a") else W + tensor.added).numpy()
             _check_values(key, value, tensor.kind)
             gguf = self._gguf
             stored = gguf.quants.quantize(value, getattr(gguf.GGMLQuantizationType, tensor.kind))
-        if tensor.heads:
-            halves = stored.reshape(tensor.heads, 2, -1, *stored.shape[1:])
-            stored = halves.swapaxes(1, 2).reshape(stored.shape)
-        return np.ascontiguousarray(stored)
+        return tensor.ordered(stored)
 
     def _fits(self, tensor: ExportedTensor, source: Source) -> bool:
         """Whether the form of ``tensor`` has the numbers of the grid that ``source`` is on, if it is on one."""
@@ -398,14 +396,14 @@ def _choose_kinds(tensors: list[ExportedTensor], kind: Kind) -> list[str]:
         if len(tensor.shape) != 2 or any(each in tensor.name for each in _PRECISE):  # norms, biases...
             continue
         tensor.kind = "Q8_0" if kind == "Q4_0" and tensor.name in _ENDS else kind
-        if kind != "F16" and tensor.shape[1] % GROUP:
+        if kind != "F16" and tensor.together % GROUP:
             tensor.kind = "F16"
             odd.append(tensor)
     if not odd:
         return []
     return [
         f"{len(odd)} of {len(tensors)} tensors are in F16, such as {odd[0].sources[0].key!r}: {kind} needs rows of a "
-        f"multiple of {GROUP}, and not of {odd[0].shape[1]}"
+        f"multiple of {GROUP}, and not of {odd[0].together}"
     ]
 
 
