@@ -280,6 +280,29 @@ def test_names_without_that_of_the_model(tmp_path: Path) -> None:
     assert gguf_files.summary(tmp_path / "bare.gguf") == gguf_files.summary(tmp_path / "whole.gguf")
 
 
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [
+        ({"pooling_mode_lasttoken": True}, 3),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, 1),
+        ({"pooling_mode": "cls"}, 2),
+        ({"pooling_mode_max_tokens": True}, None),
+        (None, None),
+    ],
+)
+def test_how_tokens_become_a_vector(tmp_path: Path, settings: dict[str, Any] | None, number: int | None) -> None:
+    """As the files of sentence-transformers say beside a model; others say nothing."""
+    source, file = saved(tmp_path / "source", "qwen3"), tmp_path / "model.gguf"
+    if settings is not None:
+        modules = [{"path": "", "type": "a.Transformer"}, {"path": "1_Pooling", "type": "a.Pooling"}]
+        (source / "modules.json").write_text(json.dumps(modules))
+        (source / "1_Pooling").mkdir()
+        (source / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    notes = niwaki.export(source, file, "gguf-f16")
+    assert gguf_files.summary(file)["keys"].get("pooling_type") == number
+    assert any("no vectors of texts by 'max'" in note for note in notes) == ("max" in str(settings))
+
+
 def test_no_place_of_the_model(tmp_path: Path) -> None:
     source = save_model_with_tokenizer(tmp_path / "source")
     (source / "inner").mkdir()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.reading import Checkpoint, pipeline
 from niwaki.choices import ExportFormat
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, raised_as
 from niwaki.exports.gguf_architectures import (
@@ -32,6 +32,7 @@ from niwaki.files import check_space, given_path, new_file
 from niwaki.layer.grid import Grid
 from niwaki.models.outside import embedding_keys, find_extra
 from niwaki.models.scales import bits_in, embedding_grid_of, grid_of, read_embedding_scales, read_scales
+from niwaki.models.sentence_vectors import pooling_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import config_of_text, read_config, refusals
 from niwaki.records.progress import Progress
@@ -125,6 +126,8 @@ _LARGEST = 65504.0  # in float16
 _FAR = 0.01
 #: Routers and short convolutions, which llama.cpp takes in float32.
 _PRECISE = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
+#: How vectors of tokens become one of a text, in gguf.PoolingType.
+_POOLINGS = {"mean": "MEAN", "cls": "CLS", "lasttoken": "LAST"}
 #: Embeddings and head.
 _ENDS = ("token_embd.weight", "output.weight")
 _WITHOUT_TOWERS = (
@@ -183,12 +186,16 @@ class Gguf(Form):
         with raised_as(OutputError, "this version of gguf does not know", KeyError, "; pip install --upgrade gguf"):
             kind_of_model = self._gguf.MODEL_ARCH[architecture.name]
         names = self._gguf.get_tensor_name_map(kind_of_model, config.num_hidden_layers)
+        pooling = pooling_of(self._streamed) if pipeline(path) else ""
+        if pooling in _POOLINGS:
+            self._numbers["add_pooling_type"] = self._gguf.PoolingType[_POOLINGS[pooling]]
         self._tensors = find_tensors(self._streamed, stored, architecture, names.get_name)
         self._tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
         self._notes = [
             context_length(config, architecture)[1],
             self._positions.note,
             _WITHOUT_TOWERS.format(whole.model_type) if stored is not whole else "",
+            "llama.cpp has no vectors of texts by 'max', as this model has" if pooling == "max" else "",
             *_choose_kinds(self._tensors, kind),
         ]
         self._left: list[Source] = []  # those that are not on their grid any more
