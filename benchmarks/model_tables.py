@@ -728,7 +728,7 @@ _REASONS = {
     "cannot load packed integers": "transformers cannot load packed integers into this type",
     "linear layers alone": "compressed-tensors has linear layers alone: not experts in a tensor, nor transposed ones",
     "of encoder with a decoder": "heads of encoders with decoders stay",
-    "use_bidirectional_attention": "llama.cpp computes attention to one side only",
+    "use_bidirectional_attention": "niwaki writes GGUF files with attention to one side only",
 }
 _PARTS = ("neurons", "heads", "experts", "blocks")
 

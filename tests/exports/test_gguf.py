@@ -280,6 +280,29 @@ def test_names_without_that_of_the_model(tmp_path: Path) -> None:
     assert gguf_files.summary(tmp_path / "bare.gguf") == gguf_files.summary(tmp_path / "whole.gguf")
 
 
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [
+        ({"pooling_mode_lasttoken": True}, 3),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, 1),
+        ({"pooling_mode": "cls"}, 2),
+        ({"pooling_mode_max_tokens": True}, None),
+        (None, None),
+    ],
+)
+def test_how_tokens_become_a_vector(tmp_path: Path, settings: dict[str, Any] | None, number: int | None) -> None:
+    """As the files of sentence-transformers say beside a model; others say nothing."""
+    source, file = saved(tmp_path / "source", "qwen3"), tmp_path / "model.gguf"
+    if settings is not None:
+        modules = [{"path": "", "type": "a.Transformer"}, {"path": "1_Pooling", "type": "a.Pooling"}]
+        (source / "modules.json").write_text(json.dumps(modules))
+        (source / "1_Pooling").mkdir()
+        (source / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    notes = niwaki.export(source, file, "gguf-f16")
+    assert gguf_files.summary(file)["keys"].get("pooling_type") == number
+    assert any("no vectors of texts by 'max'" in note for note in notes) == ("max" in str(settings))
+
+
 def test_no_place_of_the_model(tmp_path: Path) -> None:
     source = save_model_with_tokenizer(tmp_path / "source")
     (source / "inner").mkdir()
@@ -376,12 +399,13 @@ def test_llama_cpp_computes_the_same(tmp_path: Path) -> None:
         ("qwen3", "F16", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 0.3}),
         ("mistral window", "F16", {}),
         ("qwen2 window", "F16", {}),
+        ("qwen3_5_text", "F16", {"layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"]}),
     ]
     files = []
     for i, (case, kind, changes) in enumerate(cases):
         (place := tmp_path / str(i)).mkdir()
         file, _ = exported(place, case, kind, **changes)
-        far = {"F16": 0.03 if "gemma" in case else 0.01, "Q8_0": 0.1, "Q4_0": 0.2}
+        far = {"F16": 0.03 if "gemma" in case or "qwen3_5" in case else 0.01, "Q8_0": 0.1, "Q4_0": 0.2}
         files.append((place / "source", file, far[kind]))
     begins(files[0][0])
     files[0][1].unlink()

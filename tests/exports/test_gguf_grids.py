@@ -86,6 +86,20 @@ def test_files_have_the_weights_of_the_grid(tmp_path: Path, grid: str, kind: Any
         assert torch.equal(torch.from_numpy(read[name]).bfloat16(), W), name
 
 
+@pytest.mark.parametrize(("grid", "kind"), [("int4:32", "Q4_0"), ("int8:64", "Q8_0")])
+def test_heads_of_linear_attention_change_places_with_their_scales(tmp_path: Path, grid: str, kind: Any) -> None:
+    """In rows and in columns, as they do in a file of numbers without groups."""
+    wide = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    source, out = saved(tmp_path / "dense", "qwen3_5_text", **wide), tmp_path / "on-grid"
+    niwaki.quantize(source, out, grid, effort="none", measurement=None, compute="cpu")
+    niwaki.export(out, tmp_path / "plain.gguf", "gguf-f16")
+    assert niwaki.export(out, tmp_path / "model.gguf", format_of(kind)) == []
+    read, plain = values(tmp_path / "model.gguf"), values(tmp_path / "plain.gguf")
+    for name in ("attn_qkv.weight", "attn_gate.weight", "ssm_alpha.weight", "ssm_out.weight"):
+        rounded = torch.from_numpy(read[f"blk.0.{name}"]).bfloat16()
+        assert torch.equal(rounded, torch.from_numpy(plain[f"blk.0.{name}"]).bfloat16()), name
+
+
 def test_five_bits_stay_five(tmp_path: Path) -> None:
     source, heldout = on_grid(tmp_path, "int5:32", embeddings="int8:32"), random_tokens(4, 24, seed=1)
     (note,) = niwaki.export(source, tmp_path / "model.gguf", format_of("Q4_0"))

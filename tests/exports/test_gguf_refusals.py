@@ -87,6 +87,9 @@ YARN = rope("yarn", factor=2.0, original_max_position_embeddings=64)
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e39}}, "rope_theta is 1e+39"),
         ("llama", {"sliding_window": "x"}, "sliding_window is 'x'"),
+        ("qwen3_5_text", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
+        ("qwen3_5_text", {"linear_value_head_dim": 16}, "2 heads of 8, and 6 of 16 for values"),
+        ("qwen3_5_text", {"rope_parameters": {**rope("default"), "mrope_section": [8]}}, "mrope_section is [8]"),
     ],
 )
 @pytest.mark.slow

@@ -230,6 +230,14 @@ _YARN: dict[str, Any] = {
     "original_max_position_embeddings": 16,
     "factor": 8.0,
 }
+_LINEAR_HEADS: dict[str, Any] = {
+    "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 #: More of them, which llama.cpp runs: with more blocks and widths of their own, so that nothing fits by chance.
 FOR_LLAMA_CPP: dict[str, Callable[[], PreTrainedConfig]] = {
     **{case: CASES[case] for case in ("llama grouped", "llama biases", "llama tied", "mistral", "mixtral", "phi3")},
@@ -271,6 +279,15 @@ FOR_LLAMA_CPP: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "starcoder2": lambda: _case("starcoder2", pad_token_id=2),
     "cohere2": lambda: _case("cohere2", 5, pad_token_id=2, **_WINDOWS),
+    "qwen3_5_text": lambda: _case("qwen3_5_text", 5, **_LINEAR_HEADS),
+    "qwen3_5 pictures": lambda: _pictures(
+        "qwen3_5",
+        {
+            "vocab_size": FEW_TOKENS,
+            **_LINEAR_HEADS,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
 }
 
 #: One of each kind: matrices on their own and joined, transposed ones, experts one by one and in one tensor.

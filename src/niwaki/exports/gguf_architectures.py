@@ -34,9 +34,14 @@ _ORDER = [
     *("ffn_gate_inp.bias", "ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias"),
     *("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "ffn_gate_inp_shexp"),
     *("ffn_gate", "ffn_up", "ffn_up.bias", "ffn_down", "ffn_down.bias"),
+    *("attn_gate", "ssm_conv1d", "ssm_dt.bias", "ssm_a", "ssm_beta", "ssm_alpha", "ssm_norm", "ssm_out"),
 ]
 #: What the package gguf knows by other names of transformers.
-_KNOWN_AS = {"block_sparse_moe.router": "block_sparse_moe.gate", "attn.sinks": "attn.sinks.weight"}
+_KNOWN_AS = {
+    "block_sparse_moe.router": "block_sparse_moe.gate",
+    "attn.sinks": "attn.sinks.weight",
+    "attn.dt_bias": "attn.dt_proj.bias",
+}
 #: Those of experts, by their parameters' names: each of several has an equal part of the rows.
 _EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 _RMS = {"add_layer_norm_rms_eps": "rms_norm_eps"}
@@ -135,6 +140,21 @@ ARCHITECTURES = {
         two_bases=True,
         added=1,
     ),
+    "qwen3_5_text": Architecture(
+        "QWEN35",
+        free=("linear_value_head_dim",),
+        fixed={"rms_norm_eps": (1e-6,)},  # which keys of linear attention have in transformers, whatever it is
+        kinds=("linear_attention", "full_attention"),
+        numbers={
+            **_RMS,
+            "add_ssm_conv_kernel": "linear_conv_kernel_dim",
+            "add_ssm_state_size": "linear_key_head_dim",
+            "add_ssm_group_count": "linear_num_key_heads",
+            "add_ssm_time_step_rank": "linear_num_value_heads",
+        },
+        partial=True,
+        added=1,
+    ),
     "phi3": Architecture("PHI3", stretches=("longrope",), says_window=True, partial=True, square=True),
     "olmo2": _OLMO2,
     "glm4": Architecture(
@@ -223,13 +243,30 @@ class ExportedTensor:
     sources: list[Source]
     shape: tuple[int, ...]  # of each of them
     kind: str = "F32"
-    heads: int = 0  # whose rows change places; 0 where none do
+    #: Numbers of parts within parts of its rows, from ``start`` on, or of its columns: the last two change places.
+    parts: tuple[int, ...] = ()
+    start: int = 0
+    across: bool = False
     added: float = 0.0
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the tensor in the file."""
         return (len(self.sources), *self.shape) if "_exps." in self.name else self.shape
+
+    @property
+    def together(self) -> int:
+        """How many numbers of a row stay beside each other."""
+        return self.shape[-1] // (math.prod(self.parts) if self.across else 1)
+
+    def ordered(self, stored: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Numbers or bytes of the model, in the order of the file."""
+        rows = stored.T if self.across else stored
+        if self.parts:
+            last = rows[self.start :]
+            last = last.reshape(*self.parts, -1).swapaxes(1, 2).reshape(last.shape)
+            rows = np.concatenate([rows[: self.start], last])
+        return np.ascontiguousarray(rows.T if self.across else rows)
 
 
 def check_configuration(config: PreTrainedConfig, architecture: Architecture, path: Path) -> None:
@@ -264,6 +301,14 @@ def _check_layers(config: PreTrainedConfig, architecture: Architecture, path: Pa
     """UnsupportedModelError for kinds of blocks that llama.cpp does not have, or not there."""
     types = getattr(config, "layer_types", None) or []
     known = architecture.kinds
+    if "linear_attention" in known:
+        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+        width, own, thirds = config.linear_key_head_dim, config.linear_value_head_dim, _sections(config, architecture)
+        if keys < 1 or values % keys or width != own:
+            what = f"linear attention has {keys} heads of {width}, and {values} of {own} for values"
+            raise _unsupported(path, what, "each has to serve as many for values, of its width")
+        if (sections := rope_of(config).get("mrope_section", thirds)) != thirds:
+            raise _unsupported(path, f"mrope_section is {shown(sections)}", f"llama.cpp computes it as with {thirds}")
     if {*types} - {*known} or ("sliding_attention" in types and getattr(config, "sliding_window", None) is None):
         raise _unsupported(path, f"layer_types are {sorted({*types})}", f"llama.cpp has {' and '.join(known)}")
     if every := architecture.no_positions:
@@ -338,8 +383,13 @@ def find_tensors(
                 why = "llama.cpp takes the embeddings for it" if name == _HEAD else "llama.cpp has no such tensor"
                 raise _unsupported(path, f"its files have {keys[0]!r}", why)
             if architecture.neighbours and stem.removesuffix(".bias") in ("attn_q", "attn_k"):
-                tensor.heads = tensor.shape[0] // head_width(config)
-            if stem.endswith("norm"):
+                tensor.parts = (tensor.shape[0] // head_width(config), 2, head_width(config) // 2)
+            if ".linear_attn." in name and stem != "ssm_norm":
+                keys_of, values = config.linear_num_key_heads, config.linear_num_value_heads
+                tensor.parts, tensor.across = (1, keys_of, values // keys_of), stem == "ssm_out"
+                is_joined = stem in ("attn_qkv", "ssm_conv1d")
+                tensor.start = 2 * keys_of * config.linear_key_head_dim if is_joined else 0
+            if stem.endswith("norm") and stem != "ssm_norm":
                 tensor.added = architecture.added
             found[block, order.index(stem)] = tensor
     return [found[place] for place in sorted(found)]
@@ -401,7 +451,7 @@ def context_length(config: PreTrainedConfig, architecture: Architecture) -> tupl
 
 
 def numbers(config: PreTrainedConfig, architecture: Architecture, path: Path) -> dict[str, Any]:
-    """What config.json says, by the method of a ``GGUFWriter`` that takes it.
+    """What config.json says, by the method of a ``GGUFWriter`` that takes it, or by the key of a list.
 
     UnsupportedModelError for numbers that the format cannot hold.
     """
@@ -426,6 +476,8 @@ def numbers(config: PreTrainedConfig, architecture: Architecture, path: Path) ->
         found["add_expert_count"] = _expert_count(config)
         found["add_expert_used_count"] = config.num_experts_per_tok
         found["add_expert_feed_forward_length"] = _own(config, "moe_intermediate_size", config.intermediate_size)
+    if has_linear := "linear_attention" in architecture.kinds:
+        found["add_ssm_inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
     if shared := _own(config, "shared_expert_intermediate_size", 0):
         found["add_expert_shared_feed_forward_length"] = shared
     if local := config.rope_parameters.get("sliding_attention"):
@@ -442,6 +494,10 @@ def numbers(config: PreTrainedConfig, architecture: Architecture, path: Path) ->
             raise _unsupported(path, f"{key} is {number}", "the format holds numbers from 1 to 2,147,483,647")
         if not isinstance(number, float) or not 1e-30 < number < 1e30:
             raise _unsupported(path, f"{key} is {number}", "llama.cpp has it as a number of 32 bits")
+    if has_linear:
+        found["add_full_attention_interval"] = 4  # which the list is instead of, where it is known
+        found["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config.layer_types]
+        found["add_rope_dimension_sections"] = [*_sections(config, architecture), 0]
     if "conv" in architecture.kinds:
         found["add_head_count_kv"] = [config.num_key_value_heads * ("attention" in kind) for kind in config.layer_types]
     if every := architecture.period:
@@ -536,6 +592,11 @@ def _rotary(config: PreTrainedConfig, architecture: Architecture) -> int:
     """How many channels of a head positions turn."""
     share = rope_of(config).get("partial_rotary_factor", 1.0) if architecture.partial else 1
     return int(head_width(config) * share)
+
+
+def _sections(config: PreTrainedConfig, architecture: Architecture) -> list[int]:
+    """How many of these, in pairs, are turned by positions in time, height and width, which in texts are the same."""
+    return [(_rotary(config, architecture) // 2 + i) // 3 for i in (2, 1, 0)]
 
 
 def _unsupported(path: Path, what: str, instead: str) -> UnsupportedModelError:

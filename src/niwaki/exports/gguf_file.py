@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.reading import Checkpoint, pipeline
 from niwaki.choices import ExportFormat
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, raised_as
 from niwaki.exports.gguf_architectures import (
@@ -32,6 +32,7 @@ from niwaki.files import check_space, given_path, new_file
 from niwaki.layer.grid import Grid
 from niwaki.models.outside import embedding_keys, find_extra
 from niwaki.models.scales import bits_in, embedding_grid_of, grid_of, read_embedding_scales, read_scales
+from niwaki.models.sentence_vectors import pooling_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import config_of_text, read_config, refusals
 from niwaki.records.progress import Progress
@@ -124,7 +125,9 @@ _LARGEST = 65504.0  # in float16
 #: are not too small for it.
 _FAR = 0.01
 #: Routers and short convolutions, which llama.cpp takes in float32.
-_PRECISE = ("ffn_gate_inp", "shortconv.conv")
+_PRECISE = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
+#: How vectors of tokens become one of a text, in gguf.PoolingType.
+_POOLINGS = {"mean": "MEAN", "cls": "CLS", "lasttoken": "LAST"}
 #: Embeddings and head.
 _ENDS = ("token_embd.weight", "output.weight")
 _WITHOUT_TOWERS = (
@@ -183,12 +186,16 @@ class Gguf(Conversion):
         with raised_as(OutputError, "this version of gguf does not know", KeyError, "; pip install --upgrade gguf"):
             kind_of_model = self._gguf.MODEL_ARCH[architecture.name]
         names = self._gguf.get_tensor_name_map(kind_of_model, config.num_hidden_layers)
+        pooling = pooling_of(self._streamed) if pipeline(path) else ""
+        if pooling in _POOLINGS:
+            self._numbers["add_pooling_type"] = self._gguf.PoolingType[_POOLINGS[pooling]]
         self._tensors = find_tensors(self._streamed, stored, architecture, names.get_name)
         self._tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
         self._notes = [
             context_length(config, architecture)[1],
             self._positions.note,
             _WITHOUT_TOWERS.format(whole.model_type) if stored is not whole else "",
+            "llama.cpp has no vectors of texts by 'max', as this model has" if pooling == "max" else "",
             *_choose_kinds(self._tensors, kind),
         ]
         self._left: list[Source] = []  # those that are not on their grid any more
@@ -263,7 +270,7 @@ class Gguf(Conversion):
             if known := tokenizer.name(name):
                 writer.add_name(known)
             for add, number in self._numbers.items():
-                getattr(writer, add)(number)
+                (getattr(writer, add) if "." not in add else partial(writer.add_array, f"{architecture}.{add}"))(number)
             tokenizer.write(writer)
             writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{self._kind}"))
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -342,14 +349,12 @@ class Gguf(Conversion):
             else:
                 self._left.append(source)
         if stored is None:
-            value = (W[source.rows].reshape(tensor.shape) + tensor.added).numpy()
+            W = W[source.rows].reshape(tensor.shape)
+            value = (-W.exp() if tensor.name.endswith("ssm_a") else W + tensor.added).numpy()
             _check_values(key, value, tensor.kind)
             gguf = self._gguf
             stored = gguf.quants.quantize(value, getattr(gguf.GGMLQuantizationType, tensor.kind))
-        if tensor.heads:
-            halves = stored.reshape(tensor.heads, 2, -1, *stored.shape[1:])
-            stored = halves.swapaxes(1, 2).reshape(stored.shape)
-        return np.ascontiguousarray(stored)
+        return tensor.ordered(stored)
 
     def _fits(self, tensor: ExportedTensor, source: Source) -> bool:
         """Whether the form of ``tensor`` has the numbers of the grid that ``source`` is on, if it is on one."""
@@ -398,14 +403,14 @@ def _choose_kinds(tensors: list[ExportedTensor], kind: Kind) -> list[str]:
         if len(tensor.shape) != 2 or any(each in tensor.name for each in _PRECISE):  # norms, biases...
             continue
         tensor.kind = "Q8_0" if kind == "Q4_0" and tensor.name in _ENDS else kind
-        if kind != "F16" and tensor.shape[1] % GROUP:
+        if kind != "F16" and tensor.together % GROUP:
             tensor.kind = "F16"
             odd.append(tensor)
     if not odd:
         return []
     return [
         f"{len(odd)} of {len(tensors)} tensors are in F16, such as {odd[0].sources[0].key!r}: {kind} needs rows of a "
-        f"multiple of {GROUP}, and not of {odd[0].shape[1]}"
+        f"multiple of {GROUP}, and not of {odd[0].together}"
     ]
 
 

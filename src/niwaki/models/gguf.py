@@ -287,7 +287,8 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     **dict.fromkeys(["expert_group_count", "expert_group_used_count", "interleave_moe_layer_step"], (0, 1)),
     **dict.fromkeys(["attn_logit_softcapping", "final_logit_softcapping", "attention.scale"], (0,)),
     **dict.fromkeys(["expert_count", "expert_used_count", "expert_shared_count", "expert_weights_norm"], (0,)),
-    **dict.fromkeys(["leading_dense_block_count", "moe_every_n_layers", "pooling_type", "ssm.dt_b_c_rms"], (0,)),
+    **dict.fromkeys(["leading_dense_block_count", "moe_every_n_layers", "ssm.dt_b_c_rms"], (0,)),
+    "pooling_type": (0, 3),  # none, and the last token, as it is of models that do not say it
     **dict.fromkeys(["attention.clamp_kqv", "attention.max_alibi_bias", "attention.sliding_window"], (0,)),
     **dict.fromkeys(["attention.head_count", "attention.head_count_kv", "nextn_predict_layers"], (0,)),
     **dict.fromkeys(["attention.causal", "expert_gating_func", "rope.scaling.attn_factor"], (1,)),

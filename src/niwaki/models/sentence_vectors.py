@@ -38,7 +38,8 @@ def pooling_of(model: StreamedModel) -> str:
     try:
         folder = next(folder for kind, folder in pipeline(path) if kind.endswith("Pooling"))
         settings = json.loads((path / Path(folder).name / "config.json").read_text(encoding="utf-8"))
-        return next((name for setting, name in _POOLINGS.items() if settings.get(setting) is True), usual)
+        newer = settings.get("pooling_mode")  # files have either
+        return next((name for key, name in _POOLINGS.items() if settings.get(key) is True or newer == name), usual)
     except (OSError, ValueError, TypeError, AttributeError, StopIteration, RecursionError):
         # There are none, or nobody's.
         return usual
