@@ -75,6 +75,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/results-quality.md", "table2", tables.table2, ("table2",)),
     ("docs/results-quality.md", "third", model_tables.real, ("third",)),
     ("docs/results-quality.md", "real_gemma", model_tables.real, ("real_gemma",)),
+    ("docs/results-quality.md", "real_qwen", model_tables.real, ("real_qwen",)),
     ("docs/results-quality.md", "two_factors", model_tables.two_factors, ("two_factors",)),
     ("docs/results-quality.md", "two_factors_answers", model_tables.two_factors, ("two_factors_answers",)),
     ("docs/results-quality.md", "two_factors_demo", model_tables.two_factors, ("two_factors_demo",)),
