@@ -305,33 +305,6 @@ def grids(made: Any) -> Lines:
     ]
 
 
-def smaller(made: Any) -> Lines:
-    """A large model made as small as a small one, beside that one: nats a token above or below it."""
-    dense, large = [cell for cell in made["cells"] if cell["way"] == "dense" and not cell["target"]]
-    rows = []
-    for cell in made["cells"]:
-        found = [paired(cell["losses"][text], dense["losses"][text]) for text in dense["losses"]]
-        shown = ["" if cell is dense else f"{difference:+.3f} ±{error:.3f}" for difference, error in found]
-        mean = "" if cell is dense else f"{fmean(difference for difference, _ in found):+.3f}"
-        way = "as it is" if cell["way"] == "dense" and not cell["target"] else _way(cell)
-        size, minutes = f"{cell['size'] / 2**20:.0f}", f"{cell['seconds'] / 60:.0f}" if cell["seconds"] else ""
-        rows.append([cell["model"], way, size, *shown, mean, minutes])
-    return [
-        *markdown(["model", "way", "MiB", *dense["losses"], "mean", "minutes"], rows),
-        "",
-        f"Calibrated on {made['samples']} x {made['length']} tokens of books by `fast`; nats a token above those of "
-        f"{dense['model']} as it is, on {made['text_samples']} x {made['length']} tokens of each text, of which the "
-        f"books are others: below 0, {large['model']} made small is better than the small model. Minutes are of one "
-        "thread, beside other work.",
-    ]
-
-
-def _way(cell: Cell) -> str:
-    """What was done, as stages or as what compress was asked for."""
-    stages = ", ".join(f"`{stage.removesuffix(' effort=fast')}`" for stage in cell["stages"])
-    return f"`compress --size` {stages}" if cell["way"] == "compress" else stages
-
-
 def recipes(made: Any) -> Lines:
     """Nats a token above the dense model for each size: the recipe of compress, and the best of the others."""
     whole, rows = _dense(made), []

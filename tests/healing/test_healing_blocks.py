@@ -26,6 +26,7 @@ from support.covering import some
 from support.healing import LENGTH, TOKENS, divergence, drawn, heal as healed, held, pruned_model, same_tensors
 from support.models import COMMON, decoder_blocks, message, reference, save_model
 from support.runs import files, tensors
+from support.streams import error_by_places
 
 #: Tokens of a step, and the share of the steps' parts that a fit holds out.
 BATCH, HELD = 64, 16
@@ -100,8 +101,7 @@ def test_each_block_is_healed_on_what_the_healed_ones_give(tmp_path: Path) -> No
     fits = {fit.block: fit for fit in record.fits}
     assert len(fits) == len(wanted) > 1
     for block, (target, output) in enumerate(zip(wanted, found, strict=True)):
-        error = float(((output - target).square().sum((0, 1)) / target.square().sum((0, 1))).mean())
-        assert fits[block].after == pytest.approx(error, rel=1e-3)
+        assert fits[block].after == pytest.approx(error_by_places(output, target), rel=1e-3)
         assert fits[block].after < fits[block].before
 
 

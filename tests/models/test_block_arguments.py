@@ -24,7 +24,7 @@ from niwaki.records.record import Record
 from support.covering import some
 from support.models import decoder_blocks, is_pruned, message, random_model, random_tokens, reference, save_model
 from support.runs import StopAt, files, listing, raw, tensors, zeros
-from support.streams import stream_of
+from support.streams import error_by_places, stream_of
 
 SAMPLES, LENGTH = 5, 20
 #: With three streams, embeddings for each block and shared keys and values; with all but streams.
@@ -98,9 +98,7 @@ def test_pruned_models_are_what_transformers_makes_of_them(tmp_path: Path, case:
         assert record.perplexity[when].value == pytest.approx(float(losses.mean().exp()), rel=1e-4)
     if record.fits:  # the last one ends where the whole models' last blocks differ by that, on what it holds out
         pruned, dense = (last_outputs(directory, TOKENS[:2]) for directory in (out, model))
-        wrong, power = (each.square().flatten(0, -2).sum(0) for each in (pruned - dense, dense))
-        error = float((wrong / power).mean())
-        assert record.fits[-1].after == pytest.approx(error, rel=1e-4)
+        assert record.fits[-1].after == pytest.approx(error_by_places(pruned, dense), rel=1e-4)
         assert any(fit.after < fit.before for fit in record.fits)
 
 

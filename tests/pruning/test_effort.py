@@ -39,7 +39,7 @@ from support.models import (
     save_model,
 )
 from support.runs import StopAt, files, raw, tensors, zeros
-from support.streams import save_starved
+from support.streams import error_by_places, save_starved
 
 TOKENS = random_tokens(24, 24)
 # Where every matrix has half of its weights; how zeros are shared out is for test_planning.
@@ -168,8 +168,7 @@ def block_errors(model: Path, out: Path, tokens: Tensor) -> list[float]:
         for handle in handles:
             handle.remove()
         ends.append([y[0] if isinstance(y, tuple) else y for y in found])
-    squares = [((a - b).square().sum((0, 1)), a.square().sum((0, 1))) for a, b in zip(*ends, strict=True)]
-    return [float((error / power).mean()) for error, power in squares]
+    return [error_by_places(b, a) for a, b in zip(*ends, strict=True)]
 
 
 @pytest.mark.parametrize("case", ["llama grouped", "mixtral"])

@@ -23,7 +23,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import Fit, trainable, trained_weights
 from niwaki.records.record import FitRecord
 from support.models import decoder_blocks, message, random_tokens, reference, save_model
-from support.streams import prune, save_starved, stream_of
+from support.streams import error_by_places, prune, save_starved, stream_of
 
 LENGTH = 12
 
@@ -117,12 +117,12 @@ def loop(
         out: Tensor = torch.func.functional_call(layer, used(), (inputs[i],), {"position_embeddings": rotary})
         return out
 
-    power = torch.stack([outputs[i].double().square().sum((0, 1)) for i in held]).sum(0)  # of each place of a state
+    wanted = torch.cat([outputs[i] for i in held]).double()
+    power = wanted.square().sum((0, 1))  # of each place of a state
 
     @torch.no_grad()
     def error() -> float:
-        wrong = torch.stack([(output(i) - outputs[i]).double().square().sum((0, 1)) for i in held]).sum(0)
-        return float((wrong / power).mean())
+        return error_by_places(torch.cat([output(i) for i in held]).double(), wanted)
 
     def now() -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in layer.named_parameters()} | {

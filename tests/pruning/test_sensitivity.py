@@ -223,7 +223,7 @@ def test_batches_make_no_difference(tmp_path: Path, case: str, monkeypatch: pyte
     # A sample at a time; all at once; logits of 7 positions at a time, and of one.
     for tokens, logits in ((1, 1 << 27), (10**6, 1 << 27), (10**6, 4 * 64 * 7), (2 * LENGTH, 1)):
         monkeypatch.setattr(blocks, "TOKENS_PER_BATCH", tokens)
-        monkeypatch.setattr(sensitivity, "LOGITS_PER_BATCH", logits)
+        monkeypatch.setattr(blocks, "LOGITS_PER_BATCH", logits)
         compare(sensitivities(model, TOKENS), wanted, model)
 
 

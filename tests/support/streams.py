@@ -68,3 +68,9 @@ def prune(block: DecoderBlock, matrices: list[Matrix], whole: PreTrainedModel | 
         if whole is not None:
             parameter = decoder_blocks(whole)[block.index].get_parameter(matrix.parameter)
             matrix.within(parameter.data).copy_(W)
+
+
+def error_by_places(found: Tensor, wanted: Tensor) -> float:
+    """The squared error of states (.., width), relative to what is wanted in each place: the mean of all places."""
+    wrong, power = (each.flatten(0, -2).square().sum(0) for each in (found - wanted, wanted))
+    return float((wrong / power).mean())

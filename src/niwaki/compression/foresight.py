@@ -23,7 +23,7 @@ from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.linalg import STRIP, has_tf32, products
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
-from niwaki.models.hidden_states import HiddenStates, MemoryBudget
+from niwaki.models.hidden_states import HiddenStates, MemoryBudget, pieces
 from niwaki.models.outside import embedding_keys, head_gram
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement
@@ -189,8 +189,8 @@ class LookingAtTokens:
 _VERSION = 6
 #: On about how many tokens predictions are compared.
 _COMPARED = 512
-#: Of these at a time, to save memory: a vocabulary may be large.
-_AT_A_TIME = 32
+#: Logarithms of both, probabilities, differences, and their products, which are in memory at once.
+_COPIES = 5
 #: On about how many the model runs with rounded embeddings, at least one window.
 _CHANGED = 1024
 #: Shares of the neurons of which the cost is measured.
@@ -425,15 +425,15 @@ class _Ends:
         grams = [head_gram(self._model, each) for each in (halves[0], halves[-1])]
         for bits, x in zip(self.ends, inputs, strict=True):
             of_head, before = self._left(weight, bits, *grams)
-            self.ends[bits] += of_head * _divergence(expected, self._predictions(dense, tokens, bits))
-            self.ends[bits] += before * _divergence(expected, self._predictions(x, tokens))
+            self.ends[bits] += of_head * self._divergence(expected, self._predictions(dense, tokens, bits))
+            self.ends[bits] += before * self._divergence(expected, self._predictions(x, tokens))
 
     def _some(self, x: Tensor) -> Tensor:
         """(count, 1, width) some of the hidden states (samples, length, width), each a text: positions may be few."""
         return x.flatten(0, 1)[:: math.ceil(x.shape[0] * x.shape[1] / _COMPARED)].unsqueeze(1)
 
     def _predictions(self, x: Tensor, tokens: Tensor, bits: int = 0) -> Tensor:
-        """(count, tokens) logits, by hidden states (count, 1, width), of a head of so many bits or of its own."""
+        """(count, 1, tokens) logits, by hidden states (count, 1, width), of a head of so many bits or of its own."""
         head = self._model.model.get_output_embeddings()
 
         def rounded(module: nn.Linear, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
@@ -441,13 +441,9 @@ class _Ends:
                 out.copy_(inputs[0] @ self._rounded(rows, bits).T)
             return logits if module.bias is None else logits.add_(module.bias)
 
-        with self._model.head(torch.float32) as predict:
-            hook = head.register_forward_hook(rounded) if bits else None
-            try:
-                return predict(x, tokens.flatten()[: len(x)].unsqueeze(1))[:, 0]
-            finally:
-                if hook:
-                    hook.remove()
+        hooked = head.register_forward_hook(rounded) if bits else contextlib.nullcontext()
+        with hooked, self._model.head(torch.float32) as predict:
+            return predict(x, tokens.flatten()[: len(x)].unsqueeze(1))
 
     def _left(self, weight: Tensor, bits: int, first: Gram, other: Gram) -> tuple[float, float]:
         """What fitting some rows of the head to its inputs leaves of squared errors: of its outputs, and of the rows.
@@ -470,11 +466,10 @@ class _Ends:
         grid = Grid(bits, self._group)
         return to_nearest(rows.flatten(0, -2).float(), grid, self._of_scales)[0].to(rows.dtype).view_as(rows)
 
-
-def _divergence(expected: Tensor, found: Tensor) -> float:
-    """The mean divergence of predictions from the expected ones, both logits (count, tokens), in nats."""
-    each = []
-    for some in zip(expected.split(_AT_A_TIME), found.split(_AT_A_TIME), strict=True):
-        p, q = (logits.log_softmax(-1) for logits in some)
-        each.append((p.exp() * (p - q)).sum(-1))
-    return float(torch.cat(each).mean())
+    def _divergence(self, expected: Tensor, found: Tensor) -> float:
+        """The mean divergence of predictions from the expected ones, both logits (count, 1, tokens), in nats."""
+        each = []
+        for some in pieces(self._model.tokens_at_a_time(_COPIES), expected, found):
+            p, q = (logits.log_softmax(-1) for logits in some)
+            each.append((p.exp() * (p - q)).sum(-1))
+        return float(torch.cat(each).mean())

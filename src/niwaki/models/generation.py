@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from niwaki.errors import UnsupportedModelError, one_line
@@ -103,21 +103,17 @@ def _generated(
     return text.cpu()
 
 
-@contextlib.contextmanager
-def _in_one_product(whole: PreTrainedModel) -> Iterator[None]:
+def _in_one_product(whole: PreTrainedModel) -> contextlib.AbstractContextManager[Any]:
     """Within it the head's logits are one product for all sequences.
 
     transformers gives the head the last state of each prompt as a view of all of them. torch multiplies what cannot be
     viewed as a matrix sequence by sequence, and oneDNN copies the head for each: 22 GB for 33 sequences of Gemma 3
     270M.
     """
-    head = whole.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, states: states[0].contiguous()) if head is not None else None
-    try:
-        yield
-    finally:
-        if hook:
-            hook.remove()
+    head: nn.Module | None = whole.get_output_embeddings()
+    if head is None:
+        return contextlib.nullcontext()
+    return head.register_forward_pre_hook(lambda _, states: states[0].contiguous())
 
 
 def device_memory(device: torch.device) -> int:

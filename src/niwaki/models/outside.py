@@ -19,7 +19,7 @@ from niwaki.models.gram_capture import InputGrams
 from niwaki.models.hidden_states import HiddenStates, pieces
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.processes import World
-from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
+from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import is_draft, is_in_tower
 from niwaki.records.wording import counted, kind, several, size
 
@@ -61,9 +61,8 @@ def head_gram(model: StreamedModel, states: HiddenStates, world: World = _ALONE)
     with model.head() as head:
         weight = model.model.get_output_embeddings().weight  # it is linear, as its key was found
         grams = InputGrams([matrix], {"weight": weight})
-        at_a_time = max(1, LOGITS_PER_BATCH // rows)
         for batch, ends in zip(states.tokens, states.hidden, strict=True):
-            for tokens, hidden in pieces(min(at_a_time, batch.shape[1]), batch, ends):
+            for tokens, hidden in pieces(min(model.tokens_at_a_time(), batch.shape[1]), batch, ends):
                 grams.watch(functools.partial(head, hidden, tokens))
     return grams.finish(world)[0].gram(shared=True)
 

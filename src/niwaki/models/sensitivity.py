@@ -11,7 +11,7 @@ from niwaki.layer.linalg import is_finite
 from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates, SpillList, pieces
 from niwaki.models.processes import World
-from niwaki.models.streamed import LOGITS_PER_BATCH, TOKENS_PER_BATCH, StreamedModel
+from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.training import HandedGradients, gradients, input_gradient
 from niwaki.records.progress import Progress
 
@@ -94,7 +94,7 @@ def sensitivities(
 def _start(model: StreamedModel, states: HiddenStates, draws: Tensor) -> list[int]:
     """Replaces the hidden states after the last block by gradients of the loss, over 2^the exponent of each batch."""
     exponents = []
-    rows = max(1, LOGITS_PER_BATCH // (_COPIES * model.config.vocab_size))
+    rows = model.tokens_at_a_time(_COPIES)
     with model.head(torch.float32) as head:
         for i, drawn in enumerate(draws.split([len(batch) for batch in states.tokens])):
             hidden = states.hidden[i]

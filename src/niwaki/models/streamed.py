@@ -495,7 +495,7 @@ class StreamedModel:
         ``done`` is called after each batch of states.
         """
         losses: list[Tensor] = []
-        rows = max(1, LOGITS_PER_BATCH // self.config.vocab_size)
+        rows = self.tokens_at_a_time()
         with self.head() as head:
             for i, batch in enumerate(states.tokens):
                 labels = states.labels(i)
@@ -569,6 +569,11 @@ class StreamedModel:
         """What makes logits (samples, length, vocabulary) of the last hidden states and their tokens, in ``dtype``."""
         self.check_head()
         return self._made_by(self._parts.speaker, "logits", dtype)
+
+    def tokens_at_a_time(self, copies: int = 1) -> int:
+        """Of how many tokens to have the logits at a time, ``copies`` of them."""
+        vocabulary: int = self.config.vocab_size
+        return max(1, LOGITS_PER_BATCH // (copies * vocabulary))
 
     def last_states(self) -> contextlib.AbstractContextManager[_Ending]:
         """What makes the states (samples, length, width) after the last norm, of the last hidden ones and their tokens.

@@ -387,8 +387,7 @@ class Fit:
         It is relative to what the held-out targets have in that place: the error is the mean of what they make.
         """
         held = (self._target(part) for i in self._held for part in self._parts[i])
-        squares = sum(target.double().flatten(0, -2).square().sum(0) for target in held)
-        assert isinstance(squares, Tensor)
+        squares = torch.stack([target.double().flatten(0, -2).square().sum(0) for target in held]).sum(0)
         self.world.sum([squares])
         least = max(_LEAST * float(squares.median()), 1e-30)  # a place that is hardly used is not all that counts
         return squares.clamp_(min=least).mul_(len(squares)).reciprocal_().float()

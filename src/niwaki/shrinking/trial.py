@@ -16,7 +16,7 @@ from niwaki.models.gram_capture import Products
 from niwaki.models.hidden_states import Handed, HiddenStates, MemoryBudget, SpillList, pieces
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
+from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.shrinking.units import ColumnUnits, mlps
 
@@ -360,7 +360,7 @@ def divergences(model: StreamedModel, dense: HiddenStates, others: Sequence[Hidd
     """
     sums, count = torch.zeros(len(others), dtype=torch.float64), 0.0
     if model.has_head:
-        rows = max(1, LOGITS_PER_BATCH // (_COPIES * model.config.vocab_size))
+        rows = model.tokens_at_a_time(_COPIES)
         with model.head() as head:
             for i, states in enumerate(dense.hidden):
                 all_states = (each.hidden[i] for each in others)
