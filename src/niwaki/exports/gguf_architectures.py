@@ -280,7 +280,8 @@ def check_configuration(config: PreTrainedConfig, architecture: Architecture, pa
         value = getattr(config, key, default)
         known = architecture.fixed.get(key, _SILU if default == _SILU[0] else (default,))
         if (key in architecture.fixed or key not in taken) and value not in known:
-            raise _unsupported(path, f"{key} is {value!r}", f"llama.cpp computes it as with {known[0]!r}")
+            what = f"niwaki writes it for llama.cpp's {architecture.name}, which computes it as with {known[0]!r}"
+            raise _unsupported(path, f"{key} is {value!r}", what)
     _check_numbers(config, architecture, path)
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     if heads < 1 or keys < 1 or heads % keys:
