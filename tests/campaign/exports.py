@@ -24,23 +24,8 @@ from support.models import CASES, EMBEDDED_VOCABULARY, add_tokenizer, edit_json,
 _FAMILIES = ("llama", "llama grouped", "llama tied", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _TOKENS = 24
 _PIECES = (
-    *(
-        "The",
-        " old",
-        " man",
-        "don't",
-        " I'LL",
-        "we've",
-        " 1984",
-        "12345",
-        " 7",
-        "x1y22",
-        "!",
-        "...",
-        " ?!",
-        "=>",
-        "_a_",
-    ),
+    *("The", " old", " man", "don't", " I'LL", "we've", " 1984", "12345", " 7", "x1y22", "!", "...", " ?!", "=>"),
+    "_a_",
     *(" ", "  ", "     ", "\n", "\n\n", " \n", "\t", "\r\n", "Größe", " naïve", "東京", "привет", " ½", "²", "🙂", "é"),
     *("<s>", "</s>", "<tool>", "<x", "ǅ", "'S", "'", "a b", "1 2", "\u00a0", "don"),
 )

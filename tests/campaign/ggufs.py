@@ -33,24 +33,7 @@ _lengths: list[int] = []  # of arrays, behind the types of their elements
 #: Bytes that a command may take beyond what this process has, and its seconds.
 _MEMORY, _PATIENCE = 1 << 31, 60.0
 _ODD = (
-    0,
-    1,
-    3,
-    7,
-    31,
-    32,
-    33,
-    255,
-    256,
-    2**16,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**40,
-    2**62,
-    2**63,
-    2**64 - 32,
-    2**64 - 1,
+    *(0, 1, 3, 7, 31, 32, 33, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 32, 2**64 - 1),
 )
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -344,16 +344,8 @@ class Forgery:
 
 _CHANGES: tuple[Callable[[Forgery], bool], ...] = (
     *(Forgery.values, Forgery.junk, Forgery.mask, Forgery.scales, Forgery.exchange, Forgery.header, Forgery.stored),
-    *(
-        Forgery.stored,
-        Forgery.stored,
-        Forgery.json,
-        Forgery.text,
-        Forgery.shard,
-        Forgery.config,
-        Forgery.swap,
-        Forgery.cut,
-    ),
+    *(Forgery.stored, Forgery.stored, Forgery.json, Forgery.text, Forgery.shard, Forgery.config, Forgery.swap),
+    Forgery.cut,
 )
 
 

@@ -30,19 +30,7 @@ _model: Any = None
 _tokenizer: Any = None
 
 _WORDS = (
-    "gentleman",
-    "the",
-    "naïve",
-    "x",
-    "CHAPTER",
-    "日本",
-    "don't",
-    "--",
-    "🙂",
-    "\u202e",
-    "\x1b[2J",
-    "e\u0301",
-    "<s>",
+    *("gentleman", "the", "naïve", "x", "CHAPTER", "日本", "don't", "--", "🙂", "\u202e", "\x1b[2J", "e\u0301", "<s>"),
     "\ufeff",
 )
 _SPACES = (" ", " ", " ", ", ", "\n", "\n\n", "  ", ". ", "\t", "\r\n", "\u2028", "\x85")
@@ -68,20 +56,7 @@ _PACKED: dict[str, Callable[[bytes], bytes]] = {
 _OPENED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _of_zstd}
 _JSON, _CSV = {".jsonl", ".ndjson", ".json"}, {".csv", ".tsv"}
 _ODD_VALUES: tuple[Any, ...] = (
-    None,
-    7,
-    -0.5,
-    True,
-    [],
-    ["x"],
-    {},
-    {"text": "x"},
-    "",
-    " ",
-    "\0",
-    "x" * 5000,
-    "\ud800",
-    "half \udfff",
+    *(None, 7, -0.5, True, [], ["x"], {}, {"text": "x"}, "", " ", "\0", "x" * 5000, "\ud800", "half \udfff"),
 )
 
 
@@ -323,13 +298,7 @@ def _pruned(chance: random.Random, place: Path) -> str:
     path, ids, sound = _text(chance, place)
     samples, length = chance.choice((1, 2, 5)), chance.choice((2, 16, 32))
     arguments = [
-        "prune",
-        _home / "model",
-        "out",
-        "--sparsity",
-        "0.5",
-        "--solver",
-        chance.choice(("wanda", "magnitude")),
+        *("prune", _home / "model", "out", "--sparsity", "0.5", "--solver", chance.choice(("wanda", "magnitude"))),
     ]
     if heldout := chance.random() < 0.3:
         arguments += [*SMALL, "--text", path]
@@ -353,17 +322,7 @@ def _pruned(chance: random.Random, place: Path) -> str:
 @torch.no_grad()
 def _prompted(chance: random.Random, place: Path) -> str:
     odd = (
-        "",
-        " ",
-        "\0",
-        "\udcff",
-        "\n",
-        "--",
-        "-1",
-        "é" * 3000,
-        "word " * 30_000,
-        "\x1b]0;x\x07",
-        "[red]x[/red]",
+        *("", " ", "\0", "\udcff", "\n", "--", "-1", "é" * 3000, "word " * 30_000, "\x1b]0;x\x07", "[red]x[/red]"),
         "<s>",
     )
     prompt = chance.choice(odd) if chance.random() < 0.5 else _prose(chance, chance.randrange(1, 80))

@@ -187,11 +187,7 @@ def test_rows_are_pairs() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        [5, 6, 7],
-        [NOTHING, 1, 5],
-        [5, NOTHING, 1],
-        [5, 6, NOTHING],
-        [5, NOTHING, NOTHING, 1, 5],
+        *([5, 6, 7], [NOTHING, 1, 5], [5, NOTHING, 1], [5, 6, NOTHING], [5, NOTHING, NOTHING, 1, 5]),
         [5, NOTHING, 1, 5, NOTHING, 6],
     ],
 )

@@ -354,18 +354,9 @@ def test_what_counts_as_the_same_argument() -> None:
     other[1, 2] = 0
     thing = object()
     for a, b in (
-        (mask, other),
-        (mask, mask[:1]),
-        (mask, None),
-        (None, mask),
-        ([mask], [mask, mask]),
-        ([mask, mask], [mask, other]),
-        ({"a": mask}, {"b": mask}),
-        ({"a": mask}, {"a": other}),
-        (1, 2),
-        (1, True),
-        ("full", "sliding"),
-        (object(), thing),
+        *((mask, other), (mask, mask[:1]), (mask, None), (None, mask), ([mask], [mask, mask])),
+        *(([mask, mask], [mask, other]), ({"a": mask}, {"b": mask}), ({"a": mask}, {"a": other}), (1, 2), (1, True)),
+        *(("full", "sliding"), (object(), thing)),
     ):
         assert not same(a, b)
         assert not same({"deep": ((a,),)}, {"deep": ((b,),)})

@@ -49,14 +49,7 @@ OWN: dict[str, Any] = {
     **{
         name: {"type": "Sequence", "pretokenizers": split_by(*SPLITTINGS[name].expressions)}
         for name in (
-            "qwen2",
-            "llama-bpe",
-            "qwen35",
-            "tekken",
-            "gpt-4o",
-            "seed-coder",
-            "deepseek-v3",
-            "deepseek-r1-qwen",
+            *("qwen2", "llama-bpe", "qwen35", "tekken", "gpt-4o", "seed-coder", "deepseek-v3", "deepseek-r1-qwen"),
         )
     },
 }

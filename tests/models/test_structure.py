@@ -102,11 +102,7 @@ def test_real_configurations_pass_all_guards(tmp_path: Path, name: str, monkeypa
     assert model.window_length(None) == min(2048, model.positions or 2048)
     model.check_coverage()
     ends = (
-        "TextModel",
-        "BertModel",
-        "RobertaModel",
-        "ForMaskedLM",
-        "ForSequenceClassification",
+        *("TextModel", "BertModel", "RobertaModel", "ForMaskedLM", "ForSequenceClassification"),
         "ForTokenClassification",
     )
     assert model.has_head != config["architectures"][0].endswith(ends)

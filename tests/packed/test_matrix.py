@@ -452,12 +452,9 @@ class TestSparseLinear:
         assert W.starts is not None
         assert W.scales is not None
         for broken in (
-            dataclasses.replace(W, scales=W.scales.half()),
-            dataclasses.replace(W, mask=W.mask.T.contiguous().T),
-            dataclasses.replace(W, mask=W.mask.float()),
-            dataclasses.replace(W, starts=W.starts.int()),
-            dataclasses.replace(W, values=W.values.double()),
-            dataclasses.replace(W, scales=None),
+            *(dataclasses.replace(W, scales=W.scales.half()), dataclasses.replace(W, mask=W.mask.T.contiguous().T)),
+            *(dataclasses.replace(W, mask=W.mask.float()), dataclasses.replace(W, starts=W.starts.int())),
+            *(dataclasses.replace(W, values=W.values.double()), dataclasses.replace(W, scales=None)),
         ):
             with pytest.raises(RuntimeError, match="load the model again"):
                 kernels.multiply(broken, vectors(1, 64))

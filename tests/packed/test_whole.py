@@ -564,15 +564,10 @@ class TestForged:
     @pytest.mark.parametrize(
         ("changes", "words"),
         [
-            ({"bits": 0, "groups": 0}, "can have no mask"),
-            ({"inner": 4, "count_right": 5}, "can have no mask"),
-            ({"groups": 0}, "cannot have 0 scales"),
-            ({"groups": 3}, "cannot have 3 scales"),
-            ({"whole": False}, "is damaged"),
-            ({"whole": 1}, "bool"),
-            ({"bits": 12}, "number of bytes"),
-            ({"bits": 6}, "number of bytes"),
-            ({"bits": 7, "count": 14336}, "."),
+            *(({"bits": 0, "groups": 0}, "can have no mask"), ({"inner": 4, "count_right": 5}, "can have no mask")),
+            *(({"groups": 0}, "cannot have 0 scales"), ({"groups": 3}, "cannot have 3 scales")),
+            *(({"whole": False}, "is damaged"), ({"whole": 1}, "bool"), ({"bits": 12}, "number of bytes")),
+            *(({"bits": 6}, "number of bytes"), ({"bits": 7, "count": 14336}, ".")),
         ],
     )
     def test_index(self, changes: dict[str, Any], words: str, packed: dict[int, Path], tmp_path: Path) -> None:

@@ -281,12 +281,7 @@ FOR_LLAMA_CPP: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere2": lambda: _case("cohere2", 5, pad_token_id=2, **_WINDOWS),
     "qwen3_5_text": lambda: _case("qwen3_5_text", 5, **_LINEAR_HEADS),
     "qwen3_5 pictures": lambda: _pictures(
-        "qwen3_5",
-        {
-            "vocab_size": FEW_TOKENS,
-            **_LINEAR_HEADS,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
+        "qwen3_5", {"vocab_size": FEW_TOKENS, **_LINEAR_HEADS, "layer_types": ["linear_attention", "full_attention"]}
     ),
 }
 

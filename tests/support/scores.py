@@ -27,12 +27,5 @@ def zeros_of(mask: Tensor) -> int:
 
 
 PATTERNS: tuple[Pattern, ...] = (
-    Unstructured(0.5),
-    Unstructured(0.8),
-    PerRow(0.6),
-    PerRow(0.83),
-    NM(2, 4),
-    NM(1, 3),
-    NM(3, 8),
-    NM(16, 32),
+    *(Unstructured(0.5), Unstructured(0.8), PerRow(0.6), PerRow(0.83), NM(2, 4), NM(1, 3), NM(3, 8), NM(16, 32)),
 )

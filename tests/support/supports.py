@@ -10,14 +10,7 @@ from torch import Tensor
 from niwaki.layer.patterns import NM, Pattern, PerRow, Unstructured
 
 SMALL: tuple[Pattern, ...] = (
-    Unstructured(0.5),
-    Unstructured(0.8),
-    PerRow(0.5),
-    PerRow(0.6),
-    PerRow(0.9),
-    NM(2, 4),
-    NM(1, 2),
-    NM(3, 4),
+    *(Unstructured(0.5), Unstructured(0.8), PerRow(0.5), PerRow(0.6), PerRow(0.9), NM(2, 4), NM(1, 2), NM(3, 4)),
     NM(1, 1),
 )
 
