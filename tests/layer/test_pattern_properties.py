@@ -11,21 +11,13 @@ from torch import Tensor
 
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.patterns.selection import middle_of_each
-from support.scores import random_scores, tied_scores, zeros_of
+from support.scores import random_scores, zeros_of
 from support.supports import SMALL, allowed, supports
 
 small_patterns = pytest.mark.parametrize("pattern", SMALL, ids=str)
-
-
 whole_numbers = st.lists(st.integers(0, 3), min_size=16, max_size=16)
-
-
 any_numbers = st.lists(st.floats(0, 1e3, width=32), min_size=16, max_size=16)
-
-
 distinct_numbers = st.lists(st.integers(1, 1000), min_size=16, max_size=16, unique=True)
-
-
 dtypes = st.sampled_from([torch.float32, torch.float64])
 
 
@@ -84,24 +76,6 @@ class TestProperties:
             assert (earlier | ~later).all()
         assert masks[0].all()
         assert torch.equal(masks[-1], pattern.mask(scores))
-
-    @given(st.integers(1, 3), st.integers(1, 10), st.integers(1, 48), st.booleans(), st.integers(0, 2**32 - 1))
-    @few
-    @pytest.mark.slow
-    def test_slices_cover_the_columns_and_counts_add_up(
-        self, pattern: Pattern, tall: int, long: int, width: int, tied: bool, seed: int
-    ) -> None:
-        shape = (4 * tall, 4 * long)
-        scores = (tied_scores if tied else random_scores)(*shape, seed=seed)
-        before = scores.clone()
-        end = total = 0
-        for start, stop, part in pattern.slices(shape, width):
-            assert start == end < stop
-            total += zeros_of(part(scores[:, start:stop]))
-            end = stop
-        assert end == shape[1]
-        assert total == zeros_of(pattern.mask(scores))
-        assert torch.equal(scores, before)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 50), st.just(0.0) | st.floats(1e-15, 1, exclude_max=True))
