@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from niwaki.layer.patterns import NM, Pattern, Unstructured
 from niwaki.layer.problem import LayerProblem
-from niwaki.layer.solvers import ADMM, make_solver
+from niwaki.layer.solvers import ADMM
 from niwaki.layer.solvers.admm import Schedule
 from support.contract import COLUMNS, ROWS
-from support.problems import gram, inputs, lowest_go, lowest_go_in_matrix, make_problem, normal
+from support.problems import gram, inputs, lowest_go, lowest_go_in_matrix, normal
 
 
 def paper_schedule(schedule: Schedule, t: int, k_s: int) -> float:
@@ -105,32 +105,3 @@ class TestADMM:
         solution = solver(LayerProblem(W, gram(X)), Unstructured(0.6))
         assert torch.equal(solution.mask, expected != 0)
         assert torch.allclose(solution.W, expected, rtol=0, atol=1e-10)
-
-    @pytest.mark.parametrize(
-        ("schedule", "at_5", "at_10"),
-        [("constant", 1.0, 1.0), ("cubic", 19 / 27, 26 / 27), ("printed", 1 / 27, 8 / 27)],
-    )
-    def test_schedule(self, schedule: Schedule, at_5: float, at_10: float) -> None:
-        @dataclass(frozen=True)
-        class Spy(Unstructured):
-            fractions: list[float] = field(default_factory=list)
-
-            def partial(self, fraction: float) -> Pattern:
-                self.fractions.append(fraction)
-                return super().partial(fraction)
-
-        spy = Spy(0.5)
-        ADMM(schedule=schedule)(make_problem(), spy)
-        assert len(spy.fractions) == 15  # then the mask stays
-        assert spy.fractions[4] == pytest.approx(at_5)
-        assert spy.fractions[9] == pytest.approx(at_10)
-        assert spy.fractions[14] == 1.0
-        assert spy.fractions == sorted(spy.fractions)
-
-    @pytest.mark.parametrize("sparsity", [0.5, 0.8])
-    def test_admm1_takes_the_mask_of_wanda_over_the_whole_matrix(self, sparsity: float) -> None:
-        X = inputs("correlated", COLUMNS, seed=0)
-        W = normal(ROWS, COLUMNS, seed=0)
-        scores = W.abs() * X.norm(dim=0)
-        admm1 = make_solver("admm1")(LayerProblem(W, gram(X)), Unstructured(sparsity))
-        assert torch.equal(admm1.mask, lowest_go_in_matrix(scores, round(sparsity * W.numel())))

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from niwaki.errors import UsageError
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
-from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers.alps import ALPS
 from support.problems import KINDS, geometric_mean, least_squares, make_problem, normal, squared_error
 
@@ -147,27 +145,6 @@ def test_brute_force_is_a_floor_and_it_is_near(pattern: Pattern, near: float) ->
     assert geometric_mean(ratios) < near
 
 
-def test_matrices_share_the_eigenvectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    plain = torch.linalg.eigh
-
-    def counting(H: Tensor) -> tuple[Tensor, Tensor]:
-        calls.append(H.shape)
-        L, Q = plain(H)
-        return L, Q
-
-    monkeypatch.setattr(torch.linalg, "eigh", counting)
-    problem = make_problem()
-    shared = Gram(problem.gram.H)
-    solvers = [ALPS(), ALPS(damping=0.3), ALPS(rho=0.5)]
-    together = [solver(LayerProblem(problem.W, shared), NM(2, 4)) for solver in solvers]
-    assert len(calls) == 1
-    alone = [solver(problem, NM(2, 4)) for solver in solvers]
-    for a, b in zip(together, alone, strict=True):
-        assert torch.equal(a.W, b.W)
-        assert a.stats == b.stats
-
-
 def test_monitor_ends_with_the_last_step() -> None:
     """Also where the support settles long before, and where there is no finish."""
     problem = make_problem()
@@ -179,18 +156,3 @@ def test_monitor_ends_with_the_last_step() -> None:
         assert steps == sorted(set(steps))
         assert calls[-1][:2] == (total, total)
         assert calls[-1][2] == pytest.approx(solution.error, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("iterations", [0, -1]),
-        ("rho", [0.0, -1.0, math.nan, math.inf]),
-        ("damping", [-1e-9, math.nan, math.inf]),
-        ("finish", [-1]),
-    ],
-)
-def test_out_of_range(name: str, values: list[float]) -> None:
-    for value in values:
-        with pytest.raises(UsageError, match=f"{name} must be"):
-            replace(ALPS(), **{name: value})  # type: ignore[arg-type]

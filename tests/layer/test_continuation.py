@@ -191,14 +191,6 @@ def test_few_tokens_are_damped_more(tokens: int | None) -> None:
     assert solution.error == pytest.approx(relative_error(problem, solution.W))
 
 
-def test_without_a_choice_it_is_a_refit() -> None:
-    problem = make_problem(rows=ROWS)
-    mask = normal(ROWS, COLUMNS, seed=50) > 0
-    best = least_squares(problem.gram.H, problem.W, mask)
-    solution = Continuation(damping=0, finish=150)(problem, Fixed(mask))
-    assert torch.allclose(solution.W, best, rtol=0, atol=1e-8)
-
-
 def test_monitor_without_a_refit() -> None:
     steps = []
     solver = Continuation(sweeps=5, finish=0)
@@ -206,15 +198,6 @@ def test_monitor_without_a_refit() -> None:
     solution = solver(problem, Unstructured(0.5), monitor=lambda step, total, error: steps.append((step, total)))
     assert steps == [(i, 5) for i in range(1, 6)]
     assert solution.error == pytest.approx(relative_error(problem, solution.W), rel=1e-9)
-
-
-def test_matrices_of_other_sparsities_do_not_share_a_penalty() -> None:
-    problem = make_problem()
-    shared = LayerProblem(problem.W, type(problem.gram)(problem.gram.H))
-    for pattern in (Unstructured(0.5), Unstructured(0.8), NM(2, 4), Unstructured(0.5)):
-        together = Continuation()(shared, pattern)
-        alone = Continuation()(problem, pattern)
-        assert torch.equal(together.W, alone.W)
 
 
 def test_a_mask_that_keeps_nothing() -> None:

@@ -17,7 +17,7 @@ from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import SOLVERS, Continuation, DoubleSparse, MaskThenUpdate, Wanda, make_solver
 from niwaki.models.locate import locate_model
 from support.models import reference
-from support.problems import DEAD, KINDS, generator, inputs, make_problem, normal, squared_error
+from support.problems import DEAD, KINDS, generator, make_problem, squared_error
 
 
 @pytest.fixture(scope="module")
@@ -254,22 +254,6 @@ def test_other_solvers_make_no_factors(name: str) -> None:
 def test_it_makes_nothing_else(solver: DoubleSparse | MaskThenUpdate) -> None:
     with pytest.raises(PatternError, match="makes two factors, and 2:4 is a pattern of one matrix"):
         solver(make_problem(), NM(2, 4))
-
-
-def test_the_eigenvectors_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, eigh = [], torch.linalg.eigh
-
-    def counting(H: Tensor) -> tuple[Tensor, Tensor]:
-        calls.append(H)
-        found: tuple[Tensor, Tensor] = eigh(H)
-        return found
-
-    monkeypatch.setattr(torch.linalg, "eigh", counting)
-    X = inputs("correlated", 64, seed=0)
-    gram = Gram(X.T @ X / len(X), tokens=len(X))
-    for seed in (1, 2):
-        DoubleSparse(rounds=2)(LayerProblem(normal(80, 64, seed=seed), gram), TwoFactors(0.5))
-    assert len(calls) == 1
 
 
 def test_scores_are_chosen_by_degrees() -> None:

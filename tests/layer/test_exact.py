@@ -39,24 +39,15 @@ def best_on_tokens(X: Tensor, W: Tensor, mask: Tensor) -> Tensor:
 
 
 @each_pattern
-def test_it_is_least_squares(pattern: Pattern) -> None:
-    problem = make_problem()
-    solution = Exact(damping=0.0)(problem, pattern)
-    mask = pattern.values if isinstance(pattern, Fixed) else Wanda()(problem, pattern).mask
-    assert torch.equal(solution.mask, mask)
-    expected = least_squares(problem.gram.H, problem.W, mask)
-    assert torch.allclose(solution.W, expected, rtol=0, atol=1e-8)
-    assert solution.stats == {"damping": 0.0, "damping_asked": 0.0, "residual": pytest.approx(0, abs=1e-13)}
-
-
-@each_pattern
-@pytest.mark.parametrize("damping", [0.01, 3.0])
-def test_damping_is_part_of_the_objective(pattern: Pattern, damping: float) -> None:
+@pytest.mark.parametrize("damping", [0.0, 0.01, 3.0])
+def test_it_is_least_squares(pattern: Pattern, damping: float) -> None:
     problem = make_problem()
     H = problem.gram.H
     solution = Exact(damping=damping)(problem, pattern)
-    expected = least_squares(H + damping * H.diagonal().diag(), problem.W, solution.mask)
-    assert torch.allclose(solution.W, expected, rtol=0, atol=1e-10)
+    mask = pattern.values if isinstance(pattern, Fixed) else Wanda()(problem, pattern).mask
+    assert torch.equal(solution.mask, mask)
+    expected = least_squares(H + damping * H.diagonal().diag(), problem.W, mask)
+    assert torch.allclose(solution.W, expected, rtol=0, atol=1e-10 if damping else 1e-8)
     residual = pytest.approx(0, abs=1e-13)
     assert solution.stats == {"damping": damping, "damping_asked": damping, "residual": residual}
 
@@ -130,12 +121,14 @@ def test_dead_inputs_need_no_damping() -> None:
 
 def test_damping_that_is_not_enough_grows_from_what_was_asked() -> None:
     H = torch.tensor([[1.0, 1.05, 0.2], [1.05, 1.0, 0.2], [0.2, 0.2, 1.0]], dtype=torch.float64)
-    problem, kept = LayerProblem(normal(3, 3, seed=0), Gram(H, trusted=True)), torch.tensor([True, True, False])
-    solution = Exact(damping=0.01)(problem, Fixed(kept.expand(3, 3)))
+    problem = LayerProblem(normal(3, 3, seed=0), Gram(H, trusted=True))
+    kept = torch.tensor([[True, True, False], [True, False, True], [True, True, False]])
+    solution = Exact(damping=0.01)(problem, Fixed(kept))
     assert solution.stats["damping"] == pytest.approx(0.1)
+    assert float(solution.stats["residual"]) < 1e-13
     damped = H[:2, :2] + 0.1 * torch.eye(2, dtype=torch.float64)
-    change = problem.W[:, 2:] * (torch.linalg.inv(damped) @ H[:2, 2])
-    assert torch.allclose(solution.W[:, :2], problem.W[:, :2] + change, rtol=0, atol=1e-12)
+    change = problem.W[::2, 2:] * (torch.linalg.inv(damped) @ H[:2, 2])
+    assert torch.allclose(solution.W[::2, :2], problem.W[::2, :2] + change, rtol=0, atol=1e-12)
 
 
 def test_beyond_repair() -> None:
@@ -152,7 +145,3 @@ def test_a_monitor_sees_the_error_fall() -> None:
     errors = [error for _, _, error in calls]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] == pytest.approx(solution.error, rel=1e-9)
-
-
-def test_flops_is_a_bound() -> None:
-    assert Exact().flops(3, 10) == 3 * 10**3 / 3 + 4 * 2 * 3 * 10**2

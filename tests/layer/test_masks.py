@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -61,14 +60,6 @@ class TestRIA:
         assert not mask[:, 5].any()
         assert int((~mask).sum()) == round(0.3 * mask.numel())
 
-    def test_weights_compete_across_the_matrix(self) -> None:
-        assert RIA().default_pattern(0.5) == Unstructured(0.5)
-
-    @pytest.mark.parametrize("power", [-0.1, math.nan, math.inf])
-    def test_out_of_range(self, power: float) -> None:
-        with pytest.raises(UsageError, match="power must be 0 or more"):
-            RIA(power)
-
 
 class TestOBS:
     @pytest.mark.parametrize("damping", [0.0, 0.01, 1.0])
@@ -116,31 +107,6 @@ class TestOBS:
         H = problem.gram.H[live][:, live]
         OBSSaliency(damping)(LayerProblem(problem.W[:, live], H), spies[1])
         assert torch.allclose(spies[0].seen[0][:, live], spies[1].seen[0], rtol=1e-9)
-
-    def test_raised_damping_is_reported(self) -> None:
-        stats = OBSSaliency(0.0)(make_problem("few tokens", dtype=torch.float32), Unstructured(0.5)).stats
-        assert stats["damping_asked"] == 0.0
-        assert float(stats["damping"]) > 0.0
-
-    def test_with_uncorrelated_inputs_it_is_wanda(self) -> None:
-        problem = make_problem()
-        problem = LayerProblem(problem.W, problem.gram.H.diagonal().diag())
-        for pattern in (Unstructured(0.7), PerRow(0.5), NM(2, 4)):
-            obs, wanda = OBSSaliency()(problem, pattern), Wanda()(problem, pattern)
-            assert torch.equal(obs.mask, wanda.mask)
-
-    def test_matrices_share_the_inverse_of_their_damping(self) -> None:
-        problem = make_problem()
-        shared = LayerProblem(problem.W, Gram(problem.gram.H))
-        for damping in (0.01, 10.0, 0.01):
-            together = OBSSaliency(damping)(shared, Unstructured(0.5))
-            alone = OBSSaliency(damping)(problem, Unstructured(0.5))
-            assert torch.equal(together.W, alone.W)
-
-    @pytest.mark.parametrize("damping", [-1e-9, math.nan, math.inf])
-    def test_out_of_range(self, damping: float) -> None:
-        with pytest.raises(UsageError, match="damping must be 0 or more"):
-            OBSSaliency(damping)
 
 
 class Spy(Unstructured):
@@ -217,6 +183,8 @@ class TestDSnoT:
         assert not torch.equal(expected, wanda)
         assert torch.equal(solution.mask, expected)
         assert torch.equal(solution.W, problem.W * expected)
+        # A weight that came back may have been exchanged again.
+        assert solution.stats["exchanges"] >= int((expected ^ wanda).sum()) / 2
 
     @pytest.mark.parametrize("pattern", [PerRow(0.6), Unstructured(0.4), NM(2, 4)], ids=str)
     def test_mean_of_the_output_comes_nearer_in_every_row(self, pattern: Pattern) -> None:
@@ -230,15 +198,6 @@ class TestDSnoT:
         stats = DSnoT()(problem, pattern).stats
         assert stats["mean_error"] == pytest.approx(float(after.norm() / before.norm()), rel=1e-6)
 
-    @pytest.mark.parametrize("pattern", [PerRow(0.6), Unstructured(0.4), NM(2, 4)], ids=str)
-    def test_counts_of_rows_and_groups_stay(self, pattern: Pattern) -> None:
-        _, problem = off_centre(seed=4)
-        width = pattern.exchange(COLUMNS)
-        masks = [solver(problem, pattern).mask.view(-1, width) for solver in (Wanda(), DSnoT())]
-        assert torch.equal(masks[0].sum(dim=1), masks[1].sum(dim=1))
-        moved = int((masks[0] ^ masks[1]).sum())
-        assert 0 < moved <= 2 * int(DSnoT()(problem, pattern).stats["exchanges"])
-
     def test_starts_from_the_mask_that_is_given(self) -> None:
         _, problem = off_centre()
         composed = MaskThenUpdate(SparseGPT(), DSnoT(cycles=1))(problem, NM(2, 4))
@@ -247,18 +206,10 @@ class TestDSnoT:
         assert (composed.mask.view(-1, 4).sum(dim=1) == 2).all()
         assert torch.equal(given, SparseGPT()(problem, NM(2, 4)).mask)
 
-    @pytest.mark.parametrize("pattern", [PerRow(0.6), Unstructured(0.4), NM(2, 4)], ids=str)
-    @pytest.mark.parametrize("factor", [4.0**9, 3.7e4, 2e-5])
-    def test_scaling_the_inputs(self, pattern: Pattern, factor: float) -> None:
-        _, problem = off_centre(seed=5)
-        mean = problem.gram.mean
-        assert mean is not None
-        scaled = LayerProblem(problem.W, Gram(problem.gram.H * factor, mean=mean * math.sqrt(factor)))
-        assert torch.equal(DSnoT()(scaled, pattern).mask, DSnoT()(problem, pattern).mask)
-
-    def test_a_mean_of_zero_leaves_nothing_to_do(self) -> None:
+    @pytest.mark.parametrize("size", [1, 0], ids=["a mean of zero", "a text that never reaches it"])
+    def test_nothing_to_do(self, size: int) -> None:
         problem = make_problem()
-        problem = LayerProblem(problem.W, Gram(problem.gram.H, mean=torch.zeros(COLUMNS).double()))
+        problem = LayerProblem(problem.W, Gram(problem.gram.H * size, mean=torch.zeros(COLUMNS).double()))
         solution = DSnoT()(problem, PerRow(0.5))
         assert torch.equal(solution.mask, Wanda()(problem, PerRow(0.5)).mask)
         assert solution.stats == {"exchanges": 0, "mean_error": 0.0}
@@ -273,12 +224,6 @@ class TestDSnoT:
         # With the whole row to choose from, the first cycle takes 1.9 for -0.5, which is the last.
         whole = DSnoT()(problem, Fixed(start, within=PerRow(0.5))).mask
         assert whole.tolist() == [[True, False, False, False, True, True, True, False]]
-
-    def test_a_layer_that_the_text_never_reaches(self) -> None:
-        W, zero = normal(ROWS, COLUMNS, seed=0), torch.zeros(COLUMNS, COLUMNS).double()
-        solution = DSnoT()(LayerProblem(W, Gram(zero, mean=zero[0])), PerRow(0.5))
-        assert torch.equal(solution.mask, Wanda()(LayerProblem(W, zero), PerRow(0.5)).mask)
-        assert (solution.error, solution.stats["exchanges"]) == (0, 0)
 
     def test_a_constant_input(self) -> None:
         """Its variance is zero or, from rounding, below: it grows first, and nothing is NaN."""
@@ -309,21 +254,3 @@ class TestDSnoT:
             DSnoT()(problem, fixed)
         with pytest.raises(PatternError, match="has shape"):
             DSnoT()(problem, Fixed(torch.ones(2, 2, dtype=torch.bool), within=PerRow(0.0)))
-
-    def test_same_number_in_every_row_by_default(self) -> None:
-        assert DSnoT().default_pattern(0.5) == PerRow(0.5)
-
-    def test_monitor(self) -> None:
-        _, problem = off_centre()
-        calls: list[tuple[int, int, float]] = []
-        solution = DSnoT(cycles=20)(problem, PerRow(0.5), lambda *call: calls.append(call))
-        steps = [step for step, _, _ in calls]
-        assert steps == sorted(set(steps))
-        assert calls[-1][:2] == (21, 21)
-        assert calls[-1][2] == pytest.approx(solution.error, rel=1e-6)
-
-    @pytest.mark.parametrize(("name", "values"), [("cycles", [0, -1]), ("threshold", [-1e-9, math.nan, math.inf])])
-    def test_out_of_range(self, name: str, values: list[float]) -> None:
-        for value in values:
-            with pytest.raises(UsageError, match=f"{name} must be"):
-                replace(DSnoT(), **{name: value})  # type: ignore[arg-type]
