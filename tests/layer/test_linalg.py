@@ -35,42 +35,34 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("damping", [0.0, 0.1, 3.0])
-class TestFactorizations:
-    """Of a Gram matrix that is positive definite, so that the damping is what was asked for."""
-
-    def test_cholesky(self, damping: float, dtype: torch.dtype) -> None:
-        H = gram(inputs("correlated", 32, seed=0)).to(dtype)
-        before = H.clone()
-        L, used = damped_cholesky(H.clone, damping)
-        assert used == damping
-        assert torch.equal(H, before)
-        assert L.dtype == dtype
-        assert torch.equal(L, L.tril())
-        assert relative_difference(L @ L.T, damped(H, damping)) < TOLERANCE[dtype]
-
-    def test_inverse(self, damping: float, dtype: torch.dtype) -> None:
-        H = gram(inputs("correlated", 32, seed=0)).to(dtype)
-        inverse, used = inverse_of_damped(H.clone, damping)
-        assert used == damping
-        assert relative_difference(inverse, torch.linalg.inv(damped(H, damping))) < TOLERANCE[dtype]
-
-    def test_inverse_upper_cholesky(self, damping: float, dtype: torch.dtype) -> None:
-        H = gram(inputs("correlated", 32, seed=0)).to(dtype)
-        before = H.clone()
-        U, used = inverse_upper_cholesky(H, damping)
-        assert used == damping
-        assert torch.equal(H, before)
-        assert torch.equal(U, U.triu())
-        assert (U.diagonal() > 0).all()
-        assert relative_difference(U.T @ U, torch.linalg.inv(damped(H, damping))) < TOLERANCE[dtype]
-
-
 @functools.cache
 def correlated_gram(n: int) -> Tensor:
     """Which takes longer than what is done with it."""
     return gram(inputs("correlated", n, seed=0))
+
+
+def check_factorizations(H: Tensor, damping: float) -> None:
+    """Of a Gram matrix that is positive definite, so that the damping is what was asked for."""
+    before, reference, tolerance = H.clone(), torch.linalg.inv(damped(H, damping)), TOLERANCE[H.dtype]
+    L, used = damped_cholesky(H.clone, damping)
+    U, used_for_U = inverse_upper_cholesky(H, damping)
+    inverse, used_for_inverse = inverse_of_damped(H.clone, damping)
+    diagonal, used_for_diagonal = inverse_diagonal(H.clone, damping)
+    assert {used, used_for_U, used_for_inverse, used_for_diagonal} == {damping}
+    assert torch.equal(H, before)
+    assert L.dtype == U.dtype == H.dtype
+    assert torch.equal(L, L.tril())
+    assert torch.equal(U, U.triu())
+    assert (U.diagonal() > 0).all()
+    assert relative_difference(L @ L.T, damped(H, damping)) < tolerance
+    for found, expected in ((U.T @ U, reference), (inverse, reference), (diagonal, reference.diagonal())):
+        assert relative_difference(found, expected) < tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("damping", [0.0, 0.1, 3.0])
+def test_factorizations(damping: float, dtype: torch.dtype) -> None:
+    check_factorizations(correlated_gram(32).to(dtype), damping)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -86,17 +78,7 @@ class TestLargeFactorizations:
     @pytest.mark.parametrize("n", [193, 448, 1100])
     @pytest.mark.slow
     def test_against_float64(self, n: int, dtype: torch.dtype) -> None:
-        H = correlated_gram(n).to(dtype)
-        reference = torch.linalg.inv(damped(H, 0.1))
-        L, used = damped_cholesky(H.clone, 0.1)
-        U, _ = inverse_upper_cholesky(H, 0.1)
-        assert used == 0.1
-        assert torch.equal(L, L.tril())
-        assert torch.equal(U, U.triu())
-        assert relative_difference(L @ L.T, damped(H, 0.1)) < TOLERANCE[dtype]
-        assert relative_difference(U.T @ U, reference) < TOLERANCE[dtype]
-        assert relative_difference(inverse_of_damped(H.clone, 0.1)[0], reference) < TOLERANCE[dtype]
-        assert relative_difference(inverse_diagonal(H.clone, 0.1)[0], reference.diagonal()) < TOLERANCE[dtype]
+        check_factorizations(correlated_gram(n).to(dtype), 0.1)
 
     @pytest.mark.parametrize("at", [0, 300, 499])
     def test_one_negative_eigenvalue_wherever_it_is(self, at: int, dtype: torch.dtype) -> None:
@@ -122,17 +104,15 @@ class TestMoreDamping:
         assert relative_difference(L @ L.T, damped(H, used)) < TOLERANCE[dtype]
 
     def test_an_indefinite_matrix_gets_what_it_needs(self) -> None:
+        """And what is found is of the damping that is reported."""
+        expected = damped(INDEFINITE, 0.2)  # tenfold steps from what was asked for
         L, used = damped_cholesky(INDEFINITE.clone, 0.02)
-        assert used == pytest.approx(0.2)  # tenfold steps from what was asked for
-        assert relative_difference(L @ L.T, damped(INDEFINITE, used)) < 1e-6
-
-    def test_the_inverses_are_those_of_the_damping_they_report(self) -> None:
-        inverse, used = inverse_of_damped(INDEFINITE.clone, 0.02)
-        assert used == pytest.approx(0.2)
-        assert relative_difference(inverse, torch.linalg.inv(damped(INDEFINITE, used))) < 1e-6
-        U, used = inverse_upper_cholesky(INDEFINITE, 0.02)
-        assert used == pytest.approx(0.2)
-        assert relative_difference(U.T @ U, torch.linalg.inv(damped(INDEFINITE, used))) < 1e-6
+        inverse, used_for_inverse = inverse_of_damped(INDEFINITE.clone, 0.02)
+        U, used_for_U = inverse_upper_cholesky(INDEFINITE, 0.02)
+        assert [used, used_for_inverse, used_for_U] == pytest.approx([0.2] * 3)
+        assert relative_difference(L @ L.T, expected) < 1e-6
+        assert relative_difference(inverse, torch.linalg.inv(expected)) < 1e-6
+        assert relative_difference(U.T @ U, torch.linalg.inv(expected)) < 1e-6
 
     @pytest.mark.timeout(5)  # a loop without end is how this fails
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -177,17 +157,13 @@ def masked(target: Tensor, mask: Tensor) -> Tensor:
 class TestMaskedConjugateGradients:
     @pytest.mark.parametrize("seed", range(3))
     def test_converges_to_the_regression_on_the_support(self, seed: int) -> None:
+        """From any start on the mask."""
         H, target, mask = unit_problem(seed)
-        # 24 unknowns: exact after 24 steps but for rounding, which a few more steps clean up.
-        Z, _ = masked_conjugate_gradients(H, target, masked(target, mask), mask, steps=60)
-        assert (Z[~mask] == 0).all()
-        assert torch.allclose(Z, least_squares(H, target, mask), rtol=0, atol=1e-10)
-
-    def test_converges_from_any_start_on_the_mask(self) -> None:
-        H, target, mask = unit_problem(0)
-        start = masked(normal(12, 24, seed=9), mask)
-        Z, _ = masked_conjugate_gradients(H, target, start, mask, steps=60)
-        assert torch.allclose(Z, least_squares(H, target, mask), rtol=0, atol=1e-10)
+        for start in (target, normal(12, 24, seed=9)):
+            # 24 unknowns: exact after 24 steps but for rounding, which a few more steps clean up.
+            Z, _ = masked_conjugate_gradients(H, target, masked(start, mask), mask, steps=60)
+            assert (Z[~mask] == 0).all()
+            assert torch.allclose(Z, least_squares(H, target, mask), rtol=0, atol=1e-10)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_each_row_gets_better_with_each_step(self, dtype: torch.dtype) -> None:
