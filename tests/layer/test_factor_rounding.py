@@ -7,33 +7,20 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from niwaki.errors import PatternError, UsageError
 from niwaki.layer import rounding
 from niwaki.layer.grid import Grid
-from niwaki.layer.patterns import TwoFactors, Unstructured, factors as pattern_module, make_pattern
+from niwaki.layer.patterns import TwoFactors, Unstructured, make_pattern
 from niwaki.layer.problem import Gram, LayerProblem, Solution
 from niwaki.layer.rounding import factor_flops, factors_onto_grid, onto_grid
-from niwaki.layer.solvers import DoubleSparse
-from niwaki.models.locate import locate_model
 from niwaki.packed.matrix import pack
-from support.models import message, reference
+from support.covering import covered
+from support.models import message
 from support.problems import DEAD, KINDS, generator, make_problem, normal, squared_error
 
 F32, F64 = torch.float32, torch.float64
 INT8 = Grid(8)
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices of these tests are smaller than those of models."""
-    monkeypatch.setattr(pattern_module, "_LEAST", 4)
-
-
-@pytest.fixture(scope="module")
-def demo() -> PreTrainedModel:
-    return reference(locate_model("demo"))
 
 
 def sparse(*shape: int, seed: int, share: float = 0.5, dtype: torch.dtype = F64) -> Tensor:
@@ -75,22 +62,20 @@ def test_more_zeros_than_the_masks_leave() -> None:
     TwoFactors(0.8).check((64, 64))
 
 
+@pytest.mark.parametrize("grid", [None, INT8], ids=str)
 @pytest.mark.parametrize("shape", [(64, 64), (576, 576), (1536, 576), (64, 2048)], ids=str)
-def test_the_highest_sparsity_can_be_had(shape: tuple[int, int]) -> None:
-    most = TwoFactors(0.5, INT8).highest_sparsity(shape)
-    TwoFactors(most, INT8).check(shape)
+def test_the_highest_sparsity_can_be_had(shape: tuple[int, int], grid: Grid | None) -> None:
+    most = TwoFactors(0.5, grid).highest_sparsity(shape)
+    TwoFactors(most, grid).check(shape)
     with pytest.raises(PatternError):
-        TwoFactors(most + 0.01, INT8).check(shape)
+        TwoFactors(most + 0.01, grid).check(shape)
 
 
-@pytest.mark.parametrize("pattern", [TwoFactors(0.5, INT8), TwoFactors(0.25, Grid(8, 128))], ids=str)
-def test_names(pattern: TwoFactors) -> None:
-    assert make_pattern(str(pattern), Unstructured) == pattern
-    assert pattern.at(0.6) == TwoFactors(0.6, pattern.grid)
-
-
-def test_a_name() -> None:
+def test_names() -> None:
     assert str(TwoFactors(0.5, Grid(8, 64))) == "two-factors:0.5:int8:64"
+    for pattern in (TwoFactors(0.5, INT8), TwoFactors(0.25, Grid(8, 128))):
+        assert make_pattern(str(pattern), Unstructured) == pattern
+        assert pattern.at(0.6) == TwoFactors(0.6, pattern.grid)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +126,7 @@ def test_it_is_what_it_says(shape: tuple[int, int], damping: float, monkeypatch:
     assert torch.equal(left, expected.W)
 
 
+@covered
 @pytest.mark.parametrize("shape", [(24, 64), (64, 64), (128, 64)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("grid", [INT8, Grid(8, 8)], ids=str)
@@ -171,29 +157,6 @@ def test_what_it_gives(shape: tuple[int, int], kind: str, grid: Grid, dtype: tor
         assert not ((factor == 0) & factor.signbit()).any()
     W, H = problem.W, problem.gram.H
     assert squared_error(W, factors[0] @ factors[1], H) < 1.01 * squared_error(W, given[0] @ given[1], H)
-
-
-@pytest.mark.parametrize("name", ["q_proj", "k_proj", "up_proj", "down_proj"])
-def test_it_adds_little_to_the_error(name: str, demo: PreTrainedModel) -> None:
-    """With matrices and inputs of a real model; less than both factors rounded to the nearest."""
-    layer = next(module for path, module in demo.named_modules() if ".2." in path and path.endswith(name))
-    seen: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].flatten(0, -2)))
-    with torch.no_grad():
-        demo(torch.randint(0, 4096, (8, 256), generator=generator(1)))
-    hook.remove()
-    (X,) = seen
-    problem = LayerProblem(layer.weight.detach().float(), Gram(X.T @ X / len(X), tokens=len(X)))
-    before = DoubleSparse()(problem, TwoFactors(0.5, INT8))
-    assert before.factors
-    damping = float(before.stats["damping"])
-    (A, B), _ = factors_onto_grid(problem, before.factors, INT8, torch.bfloat16, damping)
-    nearest = [
-        INT8.project(factor, INT8.scales(factor, torch.ones(factor.shape[1]), torch.bfloat16), torch.bfloat16)
-        for factor in before.factors
-    ]
-    assert problem.error(A @ B) < 1.03 * before.error
-    assert problem.error(A @ B) < problem.error(nearest[0] @ nearest[1])
 
 
 @pytest.mark.parametrize("what", ["weights", "inputs", "factors"])
