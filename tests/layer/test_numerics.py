@@ -30,8 +30,6 @@ SAYS = {
     "exact": ("residual",),
 }
 
-each_solver = pytest.mark.parametrize("name", OF_ONE_MATRIX)
-
 
 @dataclass(frozen=True)
 class Case:
@@ -119,19 +117,11 @@ def check(name: str, solver: Solver, case: Case) -> None:
         assert lost(What) <= 1.001 * lost(before) + 1e-5 * sizes
 
 
-@each_solver
-@given(case=cases())
-@settings(max_examples=60 if FULL else 25)
+@pytest.mark.parametrize("name", OF_ONE_MATRIX)
+@given(case=cases() | cases(half=True))
+@settings(max_examples=100 if FULL else 45)
 @pytest.mark.slow
 def test_hard_problems(name: str, case: Case) -> None:
-    check(name, SOLVERS[name], case)
-
-
-@each_solver
-@given(case=cases(half=True))
-@settings(max_examples=40 if FULL else 20)
-@pytest.mark.slow
-def test_inputs_of_half_precision(name: str, case: Case) -> None:
     check(name, SOLVERS[name], case)
 
 

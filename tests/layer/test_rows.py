@@ -21,7 +21,6 @@ from support.threads import in_threads
 T = TypeVar("T")
 
 ROWS, COLUMNS = 11, 24  # which 2, 3 and 4 processes share unevenly
-SIZES = (1, 2, 3)
 PATTERNS: list[Pattern] = [
     *(Unstructured(s) for s in (0.0, 0.002, 0.5, 0.6, 0.999)),
     *(PerRow(s) for s in (0.0, 0.02, 0.5, 0.6)),
@@ -58,90 +57,60 @@ def scores_of(kind: str, dtype: torch.dtype, rows: int = ROWS) -> Tensor:
     return normal(rows, COLUMNS, seed=2, dtype=dtype).abs()
 
 
-each_size = pytest.mark.parametrize("size", SIZES)
-each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-each_kind = pytest.mark.parametrize("kind", ["random", "tied", "last rows"])
-
-
 # Patterns
+
+
+def check_answers(pattern: Pattern, scores: Tensor, rows: Rows) -> None:
+    share, own = among(pattern, rows), rows.own(scores)
+    assert share.sparsity == pattern.sparsity
+    assert share.weights(own) == scores.numel()
+    assert torch.equal(share.mask(own), rows.own(pattern.mask(scores)))
+    assert torch.equal(rows.joined(own), scores)
+    theta, expected = share.threshold(own), pattern.threshold(scores)
+    assert (theta is None) == (expected is None)
+    if theta is not None and expected is not None:
+        assert torch.equal(theta, rows.own(expected) if expected.shape[0] == ROWS else expected)
+
+
+def check_half_way_there(pattern: Pattern, scores: Tensor, rows: Rows) -> None:
+    for fraction in (0.0, 0.37, 1.0):
+        share, whole = among(pattern, rows).partial(fraction), pattern.partial(fraction)
+        assert share.sparsity == whole.sparsity
+        assert torch.equal(share.mask(rows.own(scores)), rows.own(whole.mask(scores)))
+
+
+def check_runs_of_columns(pattern: Pattern, scores: Tensor, rows: Rows) -> None:
+    own, whole = rows.own(scores), pattern.slices((ROWS, COLUMNS), 5)
+    share = among(pattern, rows).slices((len(own), COLUMNS), 5)
+    for (start, stop, run), (start_, stop_, run_) in zip(share, whole, strict=True):
+        assert (start, stop) == (start_, stop_)
+        assert torch.equal(run(own[:, start:stop]), rows.own(run_(scores[:, start_:stop_])))
+
+
+def check_parts_with_thresholds_of_their_own(pattern: Pattern, scores: Tensor, rows: Rows) -> None:
+    parts = scores.mul(torch.arange(1, 3).repeat(COLUMNS // 2)).split([12, 12], dim=1)
+    own = [rows.own(part) for part in parts]
+    share, expected = among(pattern, rows).split(own), pattern.split(parts)
+    assert (share is None) == (expected is None)
+    for one, other, mine, part in zip(share or [], expected or [], own, parts, strict=False):
+        assert one.sparsity == other.sparsity
+        assert torch.equal(one.mask(mine), rows.own(other.mask(part)))
 
 
 @covered
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@each_size
-@each_kind
-@each_pattern
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["random", "tied", "last rows"])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.slow
-def test_answers_are_those_of_the_whole(pattern: Pattern, dtype: torch.dtype, kind: str, size: int) -> None:
+def test_answers_are_those_of_the_whole(pattern: Pattern, kind: str, size: int, dtype: torch.dtype) -> None:
     scores = scores_of(kind, dtype)
 
     def work(rows: Rows) -> None:
-        share, own = among(pattern, rows), rows.own(scores)
-        assert share.sparsity == pattern.sparsity
-        assert share.weights(own) == scores.numel()
-        assert torch.equal(share.mask(own), rows.own(pattern.mask(scores)))
-        assert torch.equal(rows.joined(own), scores)
-        theta, expected = share.threshold(own), pattern.threshold(scores)
-        assert (theta is None) == (expected is None)
-        if theta is not None and expected is not None:
-            expected = rows.own(expected) if expected.shape[0] == ROWS else expected
-            assert torch.equal(theta, expected)
-
-    in_each(size, ROWS, work)
-
-
-@covered
-@each_size
-@each_kind
-@each_pattern
-@pytest.mark.slow
-def test_half_way_there(pattern: Pattern, kind: str, size: int) -> None:
-    scores = scores_of(kind, torch.float32)
-
-    def work(rows: Rows) -> None:
-        for fraction in (0.0, 0.37, 1.0):
-            share = among(pattern, rows).partial(fraction)
-            assert share.sparsity == pattern.partial(fraction).sparsity
-            assert torch.equal(share.mask(rows.own(scores)), rows.own(pattern.partial(fraction).mask(scores)))
-
-    in_each(size, ROWS, work)
-
-
-@covered
-@each_size
-@each_kind
-@each_pattern
-@pytest.mark.slow
-def test_runs_of_columns(pattern: Pattern, kind: str, size: int) -> None:
-    scores = scores_of(kind, torch.float32)
-
-    def work(rows: Rows) -> None:
-        own = rows.own(scores)
-        whole = pattern.slices((ROWS, COLUMNS), 5)
-        share = among(pattern, rows).slices((len(own), COLUMNS), 5)
-        for (start, stop, run), (start_, stop_, run_) in zip(share, whole, strict=True):
-            assert (start, stop) == (start_, stop_)
-            assert torch.equal(run(own[:, start:stop]), rows.own(run_(scores[:, start_:stop_])))
-
-    in_each(size, ROWS, work)
-
-
-@covered
-@each_size
-@each_kind
-@each_pattern
-@pytest.mark.slow
-def test_parts_with_thresholds_of_their_own(pattern: Pattern, kind: str, size: int) -> None:
-    parts = scores_of(kind, torch.float32).mul(torch.arange(1, 3).repeat(COLUMNS // 2)).split([12, 12], dim=1)
-    expected = pattern.split(parts)
-
-    def work(rows: Rows) -> None:
-        own = [rows.own(part) for part in parts]
-        share = among(pattern, rows).split(own)
-        assert (share is None) == (expected is None)
-        for one, other, mine, part in zip(share or [], expected or [], own, parts, strict=False):
-            assert one.sparsity == other.sparsity
-            assert torch.equal(one.mask(mine), rows.own(other.mask(part)))
+        check_answers(pattern, scores, rows)
+        check_half_way_there(pattern, scores, rows)
+        check_runs_of_columns(pattern, scores, rows)
+        check_parts_with_thresholds_of_their_own(pattern, scores, rows)
 
     in_each(size, ROWS, work)
 
