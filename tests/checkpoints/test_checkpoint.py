@@ -25,10 +25,13 @@ from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
 from niwaki.models.locate import locate_model
 from niwaki.runs.carried import find_carried
-from support import models
-from support.models import edit_json, reference, save_model, weight
+from support.models import edit_json, message, reference, save_model, weight
 
 Q = "model.layers.1.self_attn.q_proj.weight"
+KINDS = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+]
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -60,8 +63,10 @@ def shard_of(directory: Path, key: str) -> Path:
     return directory / Checkpoint(directory).entries[key].shard
 
 
-def message(call: Callable[[], object], kind: type[NiwakiError] = CheckpointError) -> str:
-    return models.message(call, kind)
+def refused(call: Callable[[], object], *said: str, kind: type[NiwakiError] = CheckpointError) -> None:
+    """Asserts that it is, in a line that has all that is ``said``."""
+    text = message(call, kind)
+    assert all(part in text for part in said), text
 
 
 def bend_header(path: Path, bend: Callable[[dict[str, Any]], object]) -> None:
@@ -82,32 +87,13 @@ def test_reads_what_safetensors_reads(directory: Path) -> None:
     assert set(checkpoint.entries) == set(expected)
     assert len(expected) == 30
     for key, value in expected.items():
-        assert key in checkpoint.entries
         assert checkpoint.dtype(key) == torch.float32
         assert torch.equal(checkpoint.read(key), value)
     assert checkpoint.config["model_type"] == "llama"
-    assert "nothing" not in checkpoint.entries
-    assert "has no tensor 'nothing'" in message(lambda: checkpoint.read("nothing"))
+    refused(lambda: checkpoint.read("nothing"), "has no tensor 'nothing'")
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     (tmp_path / "config.json").write_text("{}")
     values = {
@@ -127,9 +113,7 @@ def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_an_unknown_dtype_is_named_when_it_is_read(single: Path) -> None:
     bend_header(single / SINGLE_NAME, lambda header: header[Q].update(dtype="F8_E8M0", shape=[4096]))
     checkpoint = Checkpoint(single)
-    text = message(lambda: checkpoint.read(Q))
-    assert Q in text
-    assert "F8_E8M0" in text
+    refused(lambda: checkpoint.read(Q), Q, "F8_E8M0")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -138,50 +122,44 @@ def test_weights_that_are_not_finite(single: Path, bad: float) -> None:
     values[Q][3, 5] = bad
     save_file(values, single / SINGLE_NAME, {"format": "pt"})
     checkpoint = Checkpoint(single)
-    text = message(lambda: checkpoint.read(Q))
-    assert "NaN or infinite" in text
-    assert Q in text
+    refused(lambda: checkpoint.read(Q), Q, "NaN or infinite")
     checkpoint.read(UP)  # the others are fine
 
 
-@pytest.mark.parametrize(
-    "keep",
-    [
-        lambda size, header: 0,
-        lambda size, header: 5,
-        lambda size, header: 8,
-        lambda size, header: header // 2,
-        lambda size, header: header,
-        lambda size, header: (header + size) // 2,
-        lambda size, header: size - 1,
-    ],
-    ids=["empty", "in length", "behind length", "in header", "behind header", "in data", "last byte"],
-)
-def test_a_truncated_shard(directory: Path, keep: Callable[[int, int], int]) -> None:
+#: By what is left, how many bytes of a file, from its size and where its data begins.
+CUTS: dict[str, Callable[[int, int], int]] = {
+    "nothing": lambda size, data: 0,
+    "some of the length": lambda size, data: 5,
+    "the length": lambda size, data: 8,
+    "some of the header": lambda size, data: data // 2,
+    "the header": lambda size, data: data,
+    "some of the data": lambda size, data: (data + size) // 2,
+    "all but a byte": lambda size, data: size - 1,
+}
+
+
+@pytest.mark.parametrize("left", CUTS)
+def test_a_truncated_shard(directory: Path, left: str) -> None:
     path = shard_of(directory, Q)
     with path.open("r+b") as file:
         (header,) = struct.unpack("<Q", file.read(8))
-        file.truncate(keep(path.stat().st_size, header + 8))
-    text = message(lambda: Checkpoint(directory))
-    assert path.name in text
-    assert "truncated" in text
+        file.truncate(CUTS[left](path.stat().st_size, header + 8))
+    refused(lambda: Checkpoint(directory), path.name, "truncated")
 
 
 def test_a_shard_that_shrinks_after_it_was_opened(single: Path) -> None:
     checkpoint = Checkpoint(single)
     entry = checkpoint.entries[Q]
     os.truncate(single / SINGLE_NAME, entry.offset + entry.size - 1)
-    assert f"ends inside '{Q}'" in message(lambda: checkpoint.read(Q))
+    refused(lambda: checkpoint.read(Q), f"ends inside '{Q}'")
     (single / SINGLE_NAME).unlink()
-    assert SINGLE_NAME in message(lambda: checkpoint.read(Q))
+    refused(lambda: checkpoint.read(Q), SINGLE_NAME)
 
 
 def test_a_missing_shard(shards: Path) -> None:
     path = shard_of(shards, Q)
     path.unlink()
-    text = message(lambda: Checkpoint(shards))
-    assert path.name in text
-    assert "download" in text
+    refused(lambda: Checkpoint(shards), path.name, "download")
 
 
 @pytest.mark.parametrize(
@@ -201,47 +179,35 @@ def test_a_missing_shard(shards: Path) -> None:
 def test_files_that_are_no_safetensors(shards: Path, raw: bytes, said: str) -> None:
     path = shard_of(shards, Q)
     path.write_bytes(raw)
-    text = message(lambda: Checkpoint(shards))
-    assert path.name in text
-    assert said in text
+    refused(lambda: Checkpoint(shards), path.name, said)
 
 
 @pytest.mark.parametrize(
-    "lie",
+    ("name", "lie"),
     [
-        {"dtype": ...},
-        {"shape": ...},
-        {"data_offsets": ...},
-        {"shape": "big"},
-        {"shape": [32, 33]},
-        {"shape": [-32, -32]},
-        {"dtype": "F16"},
-        {"dtype": ["F32"]},
-        {"data_offsets": [0]},
-        {"data_offsets": [-4096, 0]},
-        {"data_offsets": [4096, 0]},
-        {"data_offsets": [0.0, 4096.0]},
-        {"data_offsets": [1 << 40, (1 << 40) + 4096]},
-        {"data_offsets": [0, 4096]},
-        {"shape": [1 << 63, 1 << 63]},
+        *(("dtype", lie) for lie in (..., "F16", ["F32"])),
+        *(("shape", lie) for lie in (..., "big", [32, 33], [-32, -32], [1 << 63, 1 << 63])),
+        *(("data_offsets", lie) for lie in (..., [0], [-4096, 0], [4096, 0], [0.0, 4096.0], [0, 4096])),
+        ("data_offsets", [1 << 40, (1 << 40) + 4096]),
     ],
     ids=str,
 )
-def test_headers_that_lie(single: Path, lie: dict[str, Any]) -> None:
+def test_headers_that_lie(single: Path, name: str, lie: Any) -> None:
     def bend(header: dict[str, Any]) -> None:
-        entry = {**header[Q], **lie}
-        header[Q] = {name: value for name, value in entry.items() if value is not ...}
+        header[Q][name] = lie
+        if lie is ...:
+            del header[Q][name]
 
     bend_header(single / SINGLE_NAME, bend)
-    assert SINGLE_NAME in message(lambda: Checkpoint(single))
+    refused(lambda: Checkpoint(single), SINGLE_NAME)
 
 
 def _add(dtype: str, shape: list[int], size: int) -> Callable[[Path], None]:
     """A tensor of ``size`` bytes after all others."""
 
     def add(path: Path) -> None:
-        end = max(entry.offset + entry.size for entry in Checkpoint(path.parent).entries.values())
-        start = min(entry.offset for entry in Checkpoint(path.parent).entries.values())
+        entries = Checkpoint(path.parent).entries.values()
+        start, end = min(each.offset for each in entries), max(each.offset + each.size for each in entries)
         ends = [end - start, end - start + size]
         bend_header(path, lambda header: header.update(more={"dtype": dtype, "shape": shape, "data_offsets": ends}))
         path.write_bytes(path.read_bytes() + bytes(size))
@@ -272,7 +238,7 @@ def test_safetensors_is_the_judge(single: Path, out: Path, change: Callable[[Pat
         with safe_open(path, framework="pt") as file:
             keys = set(file.keys())
     except SafetensorError:
-        assert SINGLE_NAME in message(lambda: Checkpoint(single))
+        refused(lambda: Checkpoint(single), SINGLE_NAME)
         return
     checkpoint = Checkpoint(single)
     assert set(checkpoint.entries) == keys
@@ -280,11 +246,6 @@ def test_safetensors_is_the_judge(single: Path, out: Path, change: Callable[[Pat
         pass
     assert (out / SINGLE_NAME).read_bytes() == path.read_bytes()
     verify(out, checkpoint, {})
-
-
-def test_metadata_is_no_tensor(single: Path) -> None:
-    bend_header(single / SINGLE_NAME, lambda header: header.update(__metadata__={"format": "pt", "a": "b"}))
-    assert "__metadata__" not in Checkpoint(single).entries
 
 
 @pytest.mark.parametrize(
@@ -297,9 +258,6 @@ def test_metadata_is_no_tensor(single: Path) -> None:
         ('{"weight_map": ["model.safetensors"]}', "weight_map"),
         ('{"weight_map": {"a": 7}}', "7"),
         ('{"weight_map": {"a": ["x"]}}', "x"),
-        ('{"weight_map": {"a": "../x.safetensors"}}', "../x.safetensors"),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "/etc/passwd"),
-        ('{"weight_map": {"a": "sub/x.safetensors"}}', "sub/x.safetensors"),
         ('{"weight_map": {"a": ".."}}', ".."),
         ('{"weight_map": {"a": ""}}', "not a safetensors file: ''"),
         ('{"weight_map": {"a": "config.json"}}', "not a safetensors file: 'config.json'"),
@@ -311,8 +269,7 @@ def test_metadata_is_no_tensor(single: Path) -> None:
 )
 def test_an_index_that_makes_no_sense(shards: Path, index: str, said: str) -> None:
     (shards / INDEX_NAME).write_text(index)
-    shutil.copyfile(next(shards.glob("*.safetensors")), shards.parent / "x.safetensors")
-    text = message(lambda: Checkpoint(shards))
+    text = message(lambda: Checkpoint(shards), CheckpointError)
     assert INDEX_NAME in text or str(shards) in text
     assert said in text
 
@@ -325,31 +282,20 @@ def test_sound_weights_elsewhere_are_not_read(single: Path, name: str) -> None:
     (single / "sub").mkdir()
     shutil.move(single / SINGLE_NAME, single / name)
     (single / INDEX_NAME).write_text(json.dumps({"weight_map": dict.fromkeys(keys, name)}))
-    text = message(lambda: Checkpoint(single))
-    assert "outside its directory" in text
-    assert name in text
+    refused(lambda: Checkpoint(single), "outside its directory", name)
 
 
-def test_a_tensor_that_the_index_names_and_no_shard_has(shards: Path) -> None:
-    index = json.loads((shards / INDEX_NAME).read_text())
-    index["weight_map"]["model.extra"] = index["weight_map"][Q]
-    (shards / INDEX_NAME).write_text(json.dumps(index))
-    assert "lacks the tensor 'model.extra'" in message(lambda: Checkpoint(shards))
-    # In another shard than where the index says is as bad.
-    del index["weight_map"]["model.extra"]
-    other = next(s for s in index["weight_map"].values() if s != index["weight_map"][Q])
-    index["weight_map"][Q] = other
-    (shards / INDEX_NAME).write_text(json.dumps(index))
-    assert Q in message(lambda: Checkpoint(shards))
-
-
-def test_one_key_in_two_shards(shards: Path) -> None:
-    # Other programs read all of both shards, and may take the other one.
-    index = json.loads((shards / INDEX_NAME).read_text())
-    shutil.copyfile(shard_of(shards, Q), shards / "copy.safetensors")
-    index["weight_map"]["model.extra"] = "copy.safetensors"
-    (shards / INDEX_NAME).write_text(json.dumps(index))
-    assert "twice, in copy.safetensors and in" in message(lambda: Checkpoint(shards))
+def test_an_index_that_is_not_true(shards: Path) -> None:
+    places = json.loads((shards / INDEX_NAME).read_text())["weight_map"]
+    shutil.copyfile(shards / places[Q], shards / "copy.safetensors")
+    for wrong, said in (
+        ({"model.extra": places[Q]}, "lacks the tensor 'model.extra'"),
+        ({Q: next(shard for shard in places.values() if shard != places[Q])}, Q),
+        # Other programs read all of both shards, and may take the other one.
+        ({"model.extra": "copy.safetensors"}, "twice, in copy.safetensors and in"),
+    ):
+        edit_json(shards / INDEX_NAME, weight_map={**places, **wrong})
+        refused(lambda: Checkpoint(shards), said)
 
 
 def test_one_file_counts_before_an_index(single: Path) -> None:
@@ -361,29 +307,14 @@ def test_one_file_counts_before_an_index(single: Path) -> None:
     assert torch.equal(Checkpoint(single).read(Q), expected)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickled_weights_are_not_touched(single: Path, name: str) -> None:
-    (single / SINGLE_NAME).rename(single / name)
-    text = message(lambda: Checkpoint(single))
-    assert name in text
-    assert "safetensors" in text
-
-
-def test_no_weights_at_all(single: Path) -> None:
-    (single / SINGLE_NAME).unlink()
-    text = message(lambda: Checkpoint(single))
-    assert SINGLE_NAME in text
-    assert INDEX_NAME in text
-
-
 def test_config_json(single: Path) -> None:
     config = single / "config.json"
     for raw in (b"{", b"\xff\xfe", b"[1]", b""):
         config.write_bytes(raw)
-        assert "config.json" in message(lambda: Checkpoint(single))
+        refused(lambda: Checkpoint(single), "config.json")
     config.unlink()
-    assert "no config.json" in message(lambda: Checkpoint(single))
-    assert "no config.json" in message(lambda: Checkpoint(single / "nowhere"))
+    for path in (single, single / "nowhere"):
+        refused(lambda path=path: Checkpoint(path), "no config.json")  # type: ignore[misc]
 
 
 # Finding
@@ -399,11 +330,10 @@ def test_where_models_are(single: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert locate_model(str(single)) == single
     assert (locate_model("demo") / SINGLE_NAME).exists()
     for name in (str(tmp_path / "nowhere"), "./nowhere", "a/b/c", "nowhere/"):
-        assert name in message(lambda name=name: locate_model(name), UsageError)  # type: ignore[misc]
-    assert "is a file" in message(lambda: locate_model(str(single / "config.json")), UsageError)
-    text = message(lambda: locate_model("someone/something"), UsageError)
-    assert "someone/something" in text
-    assert "the Hugging Face hub cannot be reached" in text
+        refused(lambda name=name: locate_model(name), name, kind=UsageError)  # type: ignore[misc]
+    refused(lambda: locate_model(str(single / "config.json")), "is a file", kind=UsageError)
+    name = "someone/something"
+    refused(lambda: locate_model(name), name, "the Hugging Face hub cannot be reached", kind=UsageError)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(single, tmp_path / "demo")
     assert locate_model("demo").resolve() == tmp_path / "demo"
@@ -490,13 +420,6 @@ def test_tensors_in_a_file_besides(directory: Path, out: Path, name: str) -> Non
         assert (out / shard).read_bytes() == (directory / shard).read_bytes()
 
 
-def test_without_changes_files_are_equal(directory: Path, out: Path) -> None:
-    with CheckpointWriter(Checkpoint(directory), out):
-        pass
-    for path in directory.glob("*.safetensors"):
-        assert (out / path.name).read_bytes() == path.read_bytes()
-
-
 def test_digests_see_what_is_not_what_was_written(directory: Path, out: Path) -> None:
     """Of parts, after a change, in a file that was cut off, and in one that is gone."""
     checkpoint = Checkpoint(directory)
@@ -553,7 +476,7 @@ def test_reading_parts(stacked: Path) -> None:
     spoilt["experts"][2, 0, 0] = float("nan")
     save_file(spoilt, stacked / SINGLE_NAME)
     assert torch.equal(Checkpoint(stacked).read("experts", 1), whole[1])
-    assert "experts" in message(lambda: Checkpoint(stacked).read("experts", 2))
+    refused(lambda: Checkpoint(stacked).read("experts", 2), "experts")
 
 
 @pytest.mark.parametrize("parts", [[0], [3, 1], [2, 2], [3, 2, 1, 0]])
@@ -570,11 +493,8 @@ def test_parts_that_are_not_written_are_copied(stacked: Path, out: Path, parts: 
         assert torch.equal(written[key], value), key
     entry = checkpoint.entries["experts"]
     was, now = ((path / SINGLE_NAME).read_bytes() for path in (stacked, out))
-    assert len(was) == len(now)
     for at, (a, b) in enumerate(zip(was, now, strict=True)):
-        part = (at - entry.offset) // (entry.size // 4)
-        if part not in parts:
-            assert a == b
+        assert a == b or (at - entry.offset) // (entry.size // 4) in parts
 
 
 def test_the_whole_and_then_a_part(stacked: Path, out: Path) -> None:
@@ -592,7 +512,7 @@ def test_parts_that_do_not_fit(stacked: Path, out: Path, value: Tensor) -> None:
         with CheckpointWriter(Checkpoint(stacked), out) as writer:
             writer.write("experts", value, 1)
 
-    assert r"'experts' was BF16 (3, 5) and cannot become" in message(write, OutputError)
+    refused(write, r"'experts' was BF16 (3, 5) and cannot become", kind=OutputError)
 
 
 def test_tensors_that_the_index_does_not_name_move_along(shards: Path, out: Path) -> None:
@@ -609,10 +529,8 @@ def test_tensors_that_the_index_does_not_name_move_along(shards: Path, out: Path
 def test_other_dtypes_or_shapes_are_refused(single: Path, out: Path) -> None:
     with CheckpointWriter(Checkpoint(single), out) as writer:
         for wrong in (torch.zeros(32, 32).half(), torch.zeros(32, 32).double(), torch.zeros(16, 64)):
-            text = message(lambda wrong=wrong: writer.write(Q, wrong), OutputError)  # type: ignore[misc]
-            assert Q in text
-            assert str(wrong.dtype) in text
-            assert str(tuple(wrong.shape)) in text
+            said = (Q, str(wrong.dtype), str(tuple(wrong.shape)))
+            refused(lambda wrong=wrong: writer.write(Q, wrong), *said, kind=OutputError)  # type: ignore[misc]
     # A refused tensor is not half in the file.
     assert (out / SINGLE_NAME).read_bytes() == (single / SINGLE_NAME).read_bytes()
 
@@ -623,10 +541,8 @@ def no_space(*_: object) -> None:
 
 def test_no_space_shows_before_the_work(shards: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", no_space, raising=False)
-    text = message(CheckpointWriter(Checkpoint(shards), out).__enter__, OutputError)
-    assert "no space left on disk" in text
-    assert "GiB are free" in text
-    assert str(out) in text
+    said = ("no space left on disk", "GiB are free", str(out))
+    refused(CheckpointWriter(Checkpoint(shards), out).__enter__, *said, kind=OutputError)
 
 
 @pytest.mark.slow
@@ -640,7 +556,7 @@ def test_no_space_for_the_second_shard(shards: Path, out: Path, monkeypatch: pyt
             no_space()
 
     monkeypatch.setattr(os, "posix_fallocate", second, raising=False)
-    assert "no space left" in message(CheckpointWriter(Checkpoint(shards), out).__enter__, OutputError)
+    refused(CheckpointWriter(Checkpoint(shards), out).__enter__, "no space left", kind=OutputError)
     assert len(calls) == 2
     gc.collect()
 
@@ -671,12 +587,9 @@ def test_a_write_that_fails_midway(
                 writer.write(last, checkpoint.read(last))
 
     try:
-        with pytest.raises(OutputError) as caught:
-            write()
+        refused(write, str(out), kind=OutputError)
     finally:
         small_files(resource.RLIM_INFINITY)
-    assert str(out) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 class _Full:
@@ -697,21 +610,17 @@ class _Full:
 
 
 def test_no_space_when_files_are_closed(single: Path, out: Path) -> None:
-    def write() -> None:
+    """An error of the work is not hidden by that."""
+
+    def write(error: BaseException | None = None) -> None:
         with CheckpointWriter(Checkpoint(single), out) as writer:
             writer._files = {name: _Full(file) for name, file in writer._files.items()}  # type: ignore[misc]
+            if error:
+                raise error
 
-    assert "no space left" in message(write, OutputError)
-
-
-def test_an_error_of_the_work_is_not_hidden_by_one_of_closing(single: Path, out: Path) -> None:
-    def write() -> None:
-        with CheckpointWriter(Checkpoint(single), out) as writer:
-            writer._files = {name: _Full(file) for name, file in writer._files.items()}  # type: ignore[misc]
-            raise KeyboardInterrupt
-
+    refused(write, "no space left", kind=OutputError)
     with pytest.raises(KeyboardInterrupt):
-        write()
+        write(KeyboardInterrupt())
 
 
 def test_the_source_shrinks_on_the_way(single: Path, out: Path) -> None:
@@ -719,13 +628,12 @@ def test_the_source_shrinks_on_the_way(single: Path, out: Path) -> None:
         with CheckpointWriter(Checkpoint(single), out):
             os.truncate(single / SINGLE_NAME, (single / SINGLE_NAME).stat().st_size - 10)
 
-    assert SINGLE_NAME in message(write)
+    refused(write, SINGLE_NAME)
 
 
 def test_a_directory_that_cannot_be_written(single: Path, tmp_path: Path) -> None:
     writer = CheckpointWriter(Checkpoint(single), tmp_path / "nowhere")
-    text = message(writer.__enter__, OutputError)
-    assert "nowhere" in text
+    refused(writer.__enter__, "nowhere", kind=OutputError)
 
 
 # Carrying over
@@ -735,16 +643,10 @@ def test_what_is_carried_over(shards: Path, out: Path) -> None:
     (shards / "notes").mkdir()
     (shards / "notes" / "deep").mkdir()
     files = {"tokenizer.json": b"{}", "LICENSE": b"free", "notes/deep/a.txt": b"\x00\xff", ".gitattributes": b"* text"}
-    left = {
-        "pytorch_model.bin": b"1",
-        "onnx/model.onnx": b"2",
-        "model.gguf": b"3",
-        "original/consolidated.00.pth": b"4",
-        "other.safetensors": b"5",
-        "tf_model.h5": b"6",
-    }
+    left = ["pytorch_model.bin", "onnx/model.onnx", "model.gguf", "original/consolidated.00.pth"]
+    left += ["other.safetensors", "tf_model.h5"]
     skipped = {".git/config": b"", ".cache/huggingface/x": b""}
-    for name, raw in {**files, **left, **skipped}.items():
+    for name, raw in {**files, **dict.fromkeys(left, b"1"), **skipped}.items():
         (shards / name).parent.mkdir(parents=True, exist_ok=True)
         (shards / name).write_bytes(raw)
     blob = shards.parent / "blob"
@@ -770,13 +672,6 @@ def test_what_is_carried_over(shards: Path, out: Path) -> None:
     assert (out / INDEX_NAME).exists()
 
 
-def test_a_list_of_pickled_shards_stays_with_them(single: Path, out: Path) -> None:
-    for name in ("pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"):
-        (single / name).write_text("{}")
-    find_carried(Checkpoint(single), out).copy(out)
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "generation_config.json"]
-
-
 # Verifying
 
 
@@ -795,50 +690,39 @@ def sparse() -> Tensor:
 
 def test_a_sound_result_passes(directory: Path, out: Path, sparse: Tensor) -> None:
     written(directory, out, sparse)
-    verify(out, Checkpoint(directory), {Q: 512})
+    edit_json(directory / "config.json", model_type="other")  # nothing here depends on it
+    for zeros in ({Q: 512}, {}):
+        verify(out, Checkpoint(directory), zeros)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(0.0, "513 zeros on disk instead of 512"), (float("nan"), "NaN"), (float("-inf"), "NaN or inf")]
+    ("place", "value", "said"),
+    [
+        (31, 0.0, "513 zeros on disk instead of 512"),
+        (31, float("nan"), "NaN"),
+        (31, float("-inf"), "NaN or inf"),
+        (0, 1e-30, "511 zeros"),  # where all are zero
+        (0, -0.0, "negative zeros"),
+    ],
 )
-def test_a_bad_value(directory: Path, out: Path, sparse: Tensor, value: float, said: str) -> None:
-    sparse[31, 31] = value
+def test_a_bad_value(directory: Path, out: Path, sparse: Tensor, place: int, value: float, said: str) -> None:
+    sparse[place, place] = value
     written(directory, out, sparse)
-    text = message(lambda: verify(out, Checkpoint(directory), {Q: 512}), OutputError)
-    assert Q in text
-    assert said in text
-
-
-def test_a_weight_that_should_have_been_zero(directory: Path, out: Path, sparse: Tensor) -> None:
-    sparse[0, 0] = 1e-30
-    written(directory, out, sparse)
-    assert "511 zeros" in message(lambda: verify(out, Checkpoint(directory), {Q: 512}), OutputError)
-
-
-def test_a_negative_zero(directory: Path, out: Path, sparse: Tensor) -> None:
-    sparse[0, 0] = -0.0
-    written(directory, out, sparse)
-    assert "negative zeros" in message(lambda: verify(out, Checkpoint(directory), {Q: 512}), OutputError)
+    refused(lambda: verify(out, Checkpoint(directory), {Q: 512}), Q, said, kind=OutputError)
 
 
 def test_a_missing_or_different_tensor(directory: Path, out: Path, sparse: Tensor) -> None:
-    checkpoint = Checkpoint(directory)
     written(directory, out, sparse)
-    path = out / checkpoint.entries[Q].shard
-    with safe_open(path, framework="pt") as file:
-        values = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    for change, said in (
-        (None, "does not have the tensors"),
-        (values[Q].half(), "no longer F32"),
-        (values[Q].view(16, 64), "no longer F32"),
+    path = out / Checkpoint(directory).entries[Q].shard
+    values = load_file(path)
+    without = {key: value for key, value in values.items() if key != Q}
+    for changed, said in (
+        (without, "does not have the tensors"),
+        ({**values, Q: values[Q].half()}, "no longer F32"),
+        ({**values, Q: values[Q].view(16, 64)}, "no longer F32"),
     ):
-        changed = {key: value for key, value in values.items() if key != Q}
-        if change is not None:
-            changed[Q] = change
         save_file(changed, path)
-        text = message(lambda: verify(out, Checkpoint(directory), {Q: 512}), OutputError)
-        assert path.name in text
-        assert said in text
+        refused(lambda: verify(out, Checkpoint(directory), {Q: 512}), path.name, said, kind=OutputError)
 
 
 def test_a_missing_or_truncated_file(directory: Path, out: Path, sparse: Tensor) -> None:
@@ -846,9 +730,9 @@ def test_a_missing_or_truncated_file(directory: Path, out: Path, sparse: Tensor)
     written(directory, out, sparse)
     path = out / checkpoint.entries[Q].shard
     os.truncate(path, path.stat().st_size - 1)
-    assert path.name in message(lambda: verify(out, checkpoint, {}), OutputError)
+    refused(lambda: verify(out, checkpoint, {}), path.name, kind=OutputError)
     path.unlink()
-    assert path.name in message(lambda: verify(out, checkpoint, {}), OutputError)
+    refused(lambda: verify(out, checkpoint, {}), path.name, kind=OutputError)
 
 
 def test_too_many_open_files(directory: Path, out: Path, sparse: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -861,13 +745,6 @@ def test_too_many_open_files(directory: Path, out: Path, sparse: Tensor, monkeyp
     written(directory, out, sparse)
     with monkeypatch.context() as changed:
         changed.setattr("niwaki.checkpoints.tensors.safe_open", full)
-        assert "Too many open files (24)" in message(lambda: Checkpoint(directory), CheckpointError)
+        refused(lambda: Checkpoint(directory), "Too many open files (24)")
     monkeypatch.setattr("niwaki.checkpoints.writing.safe_open", full)
-    assert "cannot be read back: unable to open file" in message(lambda: verify(out, source, {}), OutputError)
-
-
-def test_unnamed_tensors_are_of_no_interest_to_verify(single: Path, out: Path, sparse: Tensor) -> None:
-    written(single, out, sparse)
-    verify(out, Checkpoint(single), {})
-    edit_json(single / "config.json", model_type="other")  # nothing here depends on it
-    verify(out, Checkpoint(single), {Q: 512})
+    refused(lambda: verify(out, source, {}), "cannot be read back: unable to open file", kind=OutputError)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import niwaki
@@ -18,6 +18,7 @@ from niwaki.checkpoints.reading import INDEX_NAME, SINGLE_NAME, Checkpoint
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from support.encoded import in_fp8, in_mxfp4, split
 from support.models import edit_json, message, random_tokens
+from support.runs import tensors
 
 CALIBRATION, HELDOUT = random_tokens(8, 24), random_tokens(3, 24, seed=1)
 
@@ -56,9 +57,7 @@ def test_a_pruned_model_is_in_bfloat16(tmp_path: Path, make: Any, shards: int) -
         split(source)
     record = niwaki.prune(source, out, 0.5, effort="fast", calibration=CALIBRATION, measurement=HELDOUT)
     assert any("FP8 or MXFP4" in note for note in record.notes)
-    written: dict[str, Tensor] = {}
-    for path in sorted(out.glob("model*.safetensors")):
-        written |= load_file(path)
+    written = tensors(out)
     assert len([*out.glob("model*.safetensors")]) == shards
     assert written.keys() == meant.keys()
     pruned = {key for key in meant if (written[key] == 0).sum() > (meant[key] == 0).sum()}
@@ -114,12 +113,9 @@ def test_experts_are_removed_from_fp8(tmp_path: Path) -> None:
 
 def damaged(path: Path, key: str, **changes: Any) -> None:
     """Replaces, or with None takes out, a tensor of the only file."""
-    tensors = load_file(path / SINGLE_NAME)
-    (suffix, value), *_ = changes.items()
-    tensors.pop(f"{key}_{suffix}")
-    if value is not None:
-        tensors[f"{key}_{suffix}"] = value
-    save_file(tensors, path / SINGLE_NAME, {"format": "pt"})
+    ((suffix, value),) = changes.items()
+    kept = {**load_file(path / SINGLE_NAME), f"{key}_{suffix}": value}
+    save_file({name: each for name, each in kept.items() if each is not None}, path / SINGLE_NAME, {"format": "pt"})
 
 
 def test_files_that_do_not_fit(tmp_path: Path) -> None:
@@ -148,17 +144,17 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
 def test_what_is_no_number_is_seen_before_any_work(tmp_path: Path, what: str) -> None:
     in_mxfp4(tmp_path / "model") if what == "too large a power" else in_fp8(tmp_path / "model")
     Checkpoint(tmp_path / "model")
-    tensors = load_file(tmp_path / "model" / SINGLE_NAME)
+    stored = load_file(tmp_path / "model" / SINGLE_NAME)
     key = "model.layers.1.mlp.experts.down_proj"
     if what == "too large a power":
-        tensors[f"{key}_scales"][1, 2, 0] = 255
+        stored[f"{key}_scales"][1, 2, 0] = 255
     else:
         key = "model.layers.0.mlp.down_proj.weight"
-        scales, codes = tensors[f"{key}_scale_inv"], tensors[key].view(torch.uint8)
+        scales, codes = stored[f"{key}_scale_inv"], stored[key].view(torch.uint8)
         numbers = {"a scale": (scales, torch.inf), "no scale": (scales, torch.nan)}
         where, value = {**numbers, "a code": (codes, 0x7F), "the other code": (codes, 0xFF)}[what]
         where[1, 2] = value
-    save_file(tensors, tmp_path / "model" / SINGLE_NAME, {"format": "pt"})
+    save_file(stored, tmp_path / "model" / SINGLE_NAME, {"format": "pt"})
     said = message(lambda: Checkpoint(tmp_path / "model"), CheckpointError)
     assert key in said
     assert "NaN or infinite values" in said

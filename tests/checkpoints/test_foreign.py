@@ -78,7 +78,8 @@ def diffusers(model: Path) -> None:
         (files("openvino_model.xml", "openvino_model.bin", config=True), ["OpenVINO"]),
         (files("model.nemo"), ["NeMo"]),
         (files("pytorch_model.bin", "onnx/model.bin", config=True), ["pickled", "pytorch_model.bin"]),
-        (files("training_args.bin", config=True), ["neither model.safetensors nor"]),
+        (files("model.pt", config=True), ["model.pt", "safetensors"]),
+        (files("training_args.bin", config=True), ["neither model.safetensors nor model.safetensors.index.json"]),
         (files("readme.txt"), ["no config.json"]),
     ],
 )
@@ -100,11 +101,6 @@ def test_files(model: Path, tmp_path: Path) -> None:
         assert text.endswith(f"give its directory, {model}")
     (tmp_path / "alone.safetensors").touch()
     assert "a model is a directory" in said(tmp_path / "alone.safetensors", UsageError)
-
-
-def test_a_pointer_of_git_lfs(model: Path) -> None:
-    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    assert "git lfs pull" in said(model)
 
 
 def renamed(change: Callable[[str], str]) -> Callable[[Path], None]:

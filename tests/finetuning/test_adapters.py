@@ -59,6 +59,28 @@ def logits(model: nn.Module) -> Tensor:
     return values
 
 
+def trained(model: nn.Module, steps: int = 4, **options: Any) -> PeftModel:
+    """A model with an adapter that was trained while zeros were kept."""
+    adapted = with_lora(model, **options)
+    niwaki.keep_zeros(adapted)
+    train(adapted, steps)
+    return adapted
+
+
+def merged(model: PeftModel) -> Any:
+    """The merged model, which computes what the one with the adapter does."""
+    expected = logits(model)
+    made = niwaki.merge_lora(model)
+    torch.testing.assert_close(logits(made), expected, rtol=1e-4, atol=1e-5)
+    return made
+
+
+def zeros(model: nn.Module, *names: str) -> int:
+    """Those of the parameters that have one of ``names`` in theirs."""
+    values = [value for key, value in model.named_parameters() if any(name in key for name in names)]
+    return sum(int((value == 0).sum()) for value in values)
+
+
 @pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.3}, {"use_rslora": True, "r": 3}])
 def test_what_was_trained_is_what_is_merged(options: dict[str, Any]) -> None:
     plain = logits(pruned())
@@ -68,13 +90,10 @@ def test_what_was_trained_is_what_is_merged(options: dict[str, Any]) -> None:
     torch.testing.assert_close(logits(model), plain)
     model.train()
     train(model)
-    trained = logits(model)
-    assert float((trained - plain).abs().max()) > 0.1
-    merged = niwaki.merge_lora(model)
-    torch.testing.assert_close(logits(merged), trained, rtol=1e-4, atol=1e-5)
-    for name, zeros in before.items():
-        value = merged.get_parameter(name.replace(".base_layer", ""))
-        assert torch.equal(value == 0, zeros)
+    assert float((logits(model) - plain).abs().max()) > 0.1
+    made = merged(model)
+    for name, there in before.items():
+        assert torch.equal(made.get_parameter(name.replace(".base_layer", "")) == 0, there)
     kept.check()
 
 
@@ -90,15 +109,15 @@ def test_the_gradient() -> None:
     name = "base_model.model.model.layers.0.self_attn.q_proj"
     layer = model.get_submodule(name)
     found = layer.lora_B["default"].weight.grad  # type: ignore[index, union-attr]
-    merged = pruned(torch.float64)
+    whole = pruned(torch.float64)
     lora = {at: module for at, module in model.named_modules() if hasattr(module, "lora_A")}
     with torch.no_grad():
         for at, module in lora.items():
-            weight = merged.get_parameter(at.removeprefix("base_model.model.") + ".weight")
+            weight = whole.get_parameter(at.removeprefix("base_model.model.") + ".weight")
             A, B = (getattr(module, each)["default"].weight for each in ("lora_A", "lora_B"))
             weight.add_(4 * B @ A * (weight != 0))
-    merged(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    weight = merged.get_parameter(name.removeprefix("base_model.model.") + ".weight")
+    whole(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    weight = whole.get_parameter(name.removeprefix("base_model.model.") + ".weight")
     assert weight.grad is not None
     expected = 4 * (weight.grad * (weight != 0)) @ layer.lora_A["default"].weight.T  # type: ignore[index, union-attr]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
@@ -107,13 +126,12 @@ def test_the_gradient() -> None:
 def test_without_a_mask() -> None:
     """What the adapter made of zeros is lost, and the zeros are there."""
     model = with_lora(pruned())
-    zeros = sum(int((value == 0).sum()) for name, value in model.named_parameters() if "base_layer" in name)
+    before = zeros(model, "base_layer")
     train(model)
     with pytest.warns(UserWarning, match="trained without keep_zeros"):
-        merged = niwaki.merge_lora(model)
-    names = [name for name, _ in merged.named_parameters() if "q_proj" in name or "down_proj" in name]
-    assert sum(int((merged.get_parameter(name) == 0).sum()) for name in names) == zeros
-    assert not any("lora" in name for name, _ in merged.named_parameters())
+        made = niwaki.merge_lora(model)
+    assert zeros(made, "q_proj", "down_proj") == before
+    assert not any("lora" in name for name, _ in made.named_parameters())
 
 
 def test_removed() -> None:
@@ -132,10 +150,10 @@ def test_after_it_was_merged() -> None:
     model = with_lora(pruned())
     kept = niwaki.keep_zeros(model)
     train(model)
-    merged = niwaki.merge_lora(model)
+    made = niwaki.merge_lora(model)
     train(with_lora(pruned()))
-    merged.requires_grad_(True)
-    train(merged)
+    made.requires_grad_(True)
+    train(made)
     kept.check()
 
 
@@ -143,30 +161,23 @@ def test_copies_of_matrices() -> None:
     """Those of ``modules_to_save``, with the zeros kept and without."""
     for keeps in (True, False):
         model = with_lora(pruned(), target_modules=["q_proj"], modules_to_save=["down_proj"])
-        zeros = sum(int((value == 0).sum()) for name, value in pruned().named_parameters() if "proj" in name)
+        before = zeros(pruned(), "proj")
         if keeps:
-            assert niwaki.keep_zeros(model).zeros == zeros
+            assert niwaki.keep_zeros(model).zeros == before
         train(model)
         with nothing() if keeps else pytest.warns(UserWarning, match="trained without"):
-            merged = niwaki.merge_lora(model)
-        assert sum(int((value == 0).sum()) for name, value in merged.named_parameters() if "proj" in name) == zeros
+            made = niwaki.merge_lora(model)
+        assert zeros(made, "proj") == before
 
 
-@pytest.mark.parametrize("zeros", ["few rows", "all"])
-def test_copies_that_began_as_zero(zeros: str) -> None:
+@pytest.mark.parametrize("count", [1, None], ids=["few", "all"])
+def test_copies_that_began_as_zero(count: int | None) -> None:
     """They are no zeros of pruning, and what they were trained to stays."""
     model: Any = pruned()
     with torch.no_grad():
-        model.get_submodule("lm_head").weight[
-            : 1 if zeros == "few rows" else None, : 2 if zeros == "few rows" else None
-        ] = 0
-    model = with_lora(model, modules_to_save=["lm_head"])
-    niwaki.keep_zeros(model)
-    train(model)
-    trained = logits(model)
-    merged = niwaki.merge_lora(model)
-    torch.testing.assert_close(logits(merged), trained, rtol=1e-4, atol=1e-5)
-    assert bool(merged.get_submodule("lm_head").weight[0].all())  # type: ignore[index]
+        model.get_submodule("lm_head").weight[:count, : 2 * count if count else None] = 0
+    made = merged(trained(model, modules_to_save=["lm_head"]))
+    assert bool(made.get_submodule("lm_head").weight[0].all())
 
 
 def test_an_adapter_of_a_matrix_of_zeros() -> None:
@@ -174,15 +185,11 @@ def test_an_adapter_of_a_matrix_of_zeros() -> None:
     name = "model.layers.0.self_attn.v_proj"
     with torch.no_grad():
         model.get_parameter(f"{name}.weight").zero_()
-    model = with_lora(model, target_modules=["v_proj", "q_proj"])
-    niwaki.keep_zeros(model)
-    train(model)
-    trained = logits(model)
+    adapted = trained(model, target_modules=["v_proj", "q_proj"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        merged = niwaki.merge_lora(model)
-    torch.testing.assert_close(logits(merged), trained, rtol=1e-4, atol=1e-5)
-    assert bool(merged.get_parameter(f"{name}.weight").any())
+        made = merged(adapted)
+    assert bool(made.get_parameter(f"{name}.weight").any())
 
 
 def tied() -> nn.Module:
@@ -225,14 +232,12 @@ def test_layers_that_share_matrices_are_masked() -> None:
 @pytest.mark.filterwarnings("ignore:.*tied:UserWarning")
 def test_a_head_that_is_not_tied_any_more(tmp_path: Path) -> None:
     """Its configuration says so, and what is saved is what was trained."""
-    model = with_lora(tied(), modules_to_save=["lm_head"])
-    niwaki.keep_zeros(model)
-    train(model)
-    trained = logits(model)
-    merged = niwaki.merge_lora(model)
-    assert not merged.config.tie_word_embeddings  # type: ignore[union-attr]
-    merged.save_pretrained(tmp_path)  # type: ignore[operator]
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), trained, rtol=1e-4, atol=1e-5)
+    model = trained(tied(), modules_to_save=["lm_head"])
+    expected = logits(model)
+    made: Any = niwaki.merge_lora(model)
+    assert not made.config.tie_word_embeddings
+    made.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_adapters_by_sequence() -> None:
@@ -244,26 +249,19 @@ def test_adapters_by_sequence() -> None:
 
 
 def test_what_is_merged_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = with_lora(pruned())
-    niwaki.keep_zeros(model)
-    train(model)
+    model = trained(pruned())
     monkeypatch.setattr(MaskedLinear, "merge", lambda self, safe_merge: None)
     assert "the merged model is not the trained one" in message(lambda: niwaki.merge_lora(model), OutputError)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
-    model = with_lora(pruned(dtype))
-    niwaki.keep_zeros(model)
-    train(model, 2)
-    niwaki.merge_lora(model)
+    niwaki.merge_lora(trained(pruned(dtype), 2))
 
 
 def test_copied_and_pickled() -> None:
     """A copy has adapters of its own."""
-    model = with_lora(pruned())
-    niwaki.keep_zeros(model)
-    train(model)
+    model = trained(pruned())
     copied = copy.deepcopy(model)
     before = logits(copied)
     with torch.no_grad():

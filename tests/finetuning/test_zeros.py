@@ -53,6 +53,12 @@ def zeros(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() == 0 for name, value in model.named_parameters() if value.ndim > 1}
 
 
+def step(model: Any, optimizer: torch.optim.Optimizer, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
+    x, y = data(seed, dtype)
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_all_optimizers(name: str, dtype: torch.dtype) -> None:
@@ -61,10 +67,8 @@ def test_all_optimizers(name: str, dtype: torch.dtype) -> None:
     kept = niwaki.keep_zeros(model)
     trained = [value for value in model.parameters() if value.ndim == 2 or name != "Muon"]
     optimizer = getattr(torch.optim, name)(trained, lr=0.01, **OPTIMIZERS[name])
-    for step in range(4):
-        x, y = data(step, dtype)
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
+    for seed in range(4):
+        step(model, optimizer, seed, dtype)
         optimizer.zero_grad()
     kept.check()
     for at, value in zeros(model).items():
@@ -101,28 +105,26 @@ def test_as_if_there_were_no_other_weights(name: str) -> None:
     model = pruned_layers()
     few, kept = Few(model), niwaki.keep_zeros(model)
     optimizers = [getattr(torch.optim, name)(each.parameters(), lr=0.02, **OPTIMIZERS[name]) for each in (model, few)]
-    for step in range(6):
+    for batch in range(6):
         norms = []
         for each, optimizer in zip((model, few), optimizers, strict=True):
             for part in range(2):
-                x, y = data(2 * step + part)
+                x, y = data(2 * batch + part)
                 (each(x) - y).square().sum().backward()
             norms.append(nn.utils.clip_grad_norm_(each.parameters(), 1.0))
             optimizer.step()
             optimizer.zero_grad()
         assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-12)
     for i, layer in enumerate((model[0], model[2])):
-        torch.testing.assert_close(
-            layer.get_parameter("weight").detach(), few.whole(i).detach(), rtol=1e-10, atol=1e-12
-        )
+        found = layer.get_parameter("weight").detach()
+        torch.testing.assert_close(found, few.whole(i).detach(), rtol=1e-10, atol=1e-12)
     kept.check()
 
 
 def test_what_is_kept() -> None:
     """Vectors, matrices that are all zero and those with next to none are trained whole; frozen ones are known."""
-    model = nn.ModuleDict(
-        {"pruned": nn.Linear(8, 8), "dense": nn.Linear(64, 64), "adapter": nn.Linear(8, 8), "frozen": nn.Linear(8, 8)}
-    )
+    sizes = {"pruned": 8, "dense": 64, "adapter": 8, "frozen": 8}
+    model = nn.ModuleDict({name: nn.Linear(size, size) for name, size in sizes.items()})
     with torch.no_grad():
         model["pruned"].get_parameter("weight")[:, ::2] = 0
         model["frozen"].get_parameter("weight")[:, ::2] = 0
@@ -135,9 +137,8 @@ def test_what_is_kept() -> None:
     assert (kept.zeros, kept.sparsity) == (64, 0.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     x = torch.randn(4, 8)
-    (
-        model["adapter"](x) + model["frozen"](model["pruned"](x)) + model["dense"](torch.randn(4, 64)).sum()
-    ).sum().backward()
+    outputs = model["adapter"](x) + model["frozen"](model["pruned"](x)) + model["dense"](torch.randn(4, 64)).sum()
+    outputs.sum().backward()
     optimizer.step()
     assert int((model["pruned"].get_parameter("weight") == 0).sum()) == 32
     assert int((model["dense"].get_parameter("weight") == 0).sum()) == 0
@@ -163,9 +164,7 @@ def test_removed_and_forgotten() -> None:
     with niwaki.keep_zeros(model) as kept:
         reference = weakref.ref(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = data()
-    (model(x) - y).square().mean().backward()
-    optimizer.step()
+    step(model, optimizer)
     text = message(kept.check, OutputError)
     assert f"of {kept.zeros:,} zeros of the model are nonzero now, most of them in 0.weight" in text
     model = pruned_layers()
@@ -180,9 +179,8 @@ def test_removed_and_forgotten() -> None:
 def test_saved(tmp_path: Path) -> None:
     model = random_model("llama", tie_word_embeddings=False)
     with torch.no_grad():
-        for value in model.parameters():
-            if value.ndim > 1:
-                value.mul_(torch.rand(value.shape) > 0.5)
+        for value in filter(lambda value: value.ndim > 1, model.parameters()):
+            value.mul_(torch.rand(value.shape) > 0.5)
     model.config.pruning_config = {"sparsity": 0.5}
     kept = niwaki.keep_zeros(model)
     model.save_pretrained(tmp_path)
@@ -194,9 +192,8 @@ def test_saved(tmp_path: Path) -> None:
     assert "says no longer that it is pruned" in message(lambda: kept.check_saved(tmp_path), OutputError)
     assert "pruning_config" not in json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "adapter").mkdir()
-    assert "give a directory that save_pretrained" in message(
-        lambda: kept.check_saved(tmp_path / "adapter"), CheckpointError
-    )
+    said = message(lambda: kept.check_saved(tmp_path / "adapter"), CheckpointError)
+    assert "give a directory that save_pretrained" in said
     (tmp_path / "adapter" / "adapter_model.safetensors").touch()
     kept.check_saved(tmp_path / "adapter")
     with torch.no_grad():  # as many as before, in other places
@@ -216,13 +213,11 @@ def test_frozen_and_trained_later() -> None:
     assert not any(value.requires_grad for value in model.parameters())
     model.requires_grad_(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = data()
-    (model(x) - y).square().mean().backward()
+    step(model, optimizer)
     for name, there in before.items():
         gradient = model.get_parameter(name).grad
         assert gradient is not None
         assert not bool(gradient[there].any())
-    optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in zeros(model).items())
 
 
@@ -244,10 +239,8 @@ def test_compiled() -> None:
     compiled = torch.compile(model, backend="aot_eager")
     niwaki.keep_zeros(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step in range(2):
-        x, y = data(step, torch.float32)
-        (compiled(x) - y).square().mean().backward()
-        optimizer.step()
+    for seed in range(2):
+        step(compiled, optimizer, seed, torch.float32)
     assert all(torch.equal(value, before[name]) for name, value in zeros(model).items())
 
 
@@ -269,8 +262,8 @@ def train(shards: bool) -> str:
     kept = niwaki.keep_zeros(trained)
     assert kept.zeros == int(before.sum())
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1, weight_decay=0.1)
-    for step in range(3):
-        drawing = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    for batch in range(3):
+        drawing = torch.Generator().manual_seed(10 * batch + dist.get_rank())
         trained(torch.randn(4, 12, generator=drawing)).square().sum().backward()
         norm: Any = nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         optimizer.step()
