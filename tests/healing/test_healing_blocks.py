@@ -15,19 +15,28 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.healing.blocks import BlockRun
 from niwaki.healing.run import block_memory
-from niwaki.layer.grid import Grid
 from niwaki.models.formats import WeightFormat
-from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import BLOCKS_RATE, Compute
 from niwaki.records.progress import Progress
 from niwaki.records.record import FitRecord, Record
-from support.covering import some
-from support.healing import LENGTH, TOKENS, divergence, drawn, heal as healed, held, pruned_model, same_tensors
+from support.healing import (
+    LENGTH,
+    TOKENS,
+    curve,
+    divergences,
+    drawn,
+    heal as healed,
+    healing_of,
+    held,
+    pruned_model,
+    same_tensors,
+)
 from support.models import COMMON, decoder_blocks, message, reference, save_model
 from support.runs import files, tensors
 from support.streams import error_by_places
 
+pytestmark = pytest.mark.slow
 #: Tokens of a step, and the share of the steps' parts that a fit holds out.
 BATCH, HELD = 64, 16
 
@@ -64,17 +73,15 @@ def outputs(path: Path, tokens: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("case", "dtype"), [*zip([*COMMON, "zamba2"], [torch.float32, torch.bfloat16] * 3, strict=True)], ids=str
 )
-@pytest.mark.slow
 def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     """Nearer to the dense model by transformers' own account, with the same zeros and everything else as it was."""
     dense, pruned = pruned_model(tmp_path, case, dtype)
     record = heal(pruned, tmp_path / "out", dense)
-    assert record.healing
-    before, after = record.healing.points
-    assert record.healing.best == 1
+    (before, after), best = curve(record)
+    assert best is after
     assert after.error < 0.95 * before.error
-    for point, directory in ((before, pruned), (after, tmp_path / "out")):
-        assert point.error == pytest.approx(divergence(dense, directory, held(record)), rel=0.02)
+    measured = divergences(dense, [pruned, tmp_path / "out"], held(record))
+    assert [before.error, after.error] == pytest.approx(measured, rel=0.02)
     came, left = tensors(pruned), tensors(tmp_path / "out")
     matrices = StreamedModel(Checkpoint(pruned), "cpu").matrices()
     keys = {matrix.key for matrix in matrices if not matrix.blocks}  # what blocks share stays, which is said
@@ -88,15 +95,12 @@ def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.slow
 def test_each_block_is_healed_on_what_the_healed_ones_give(tmp_path: Path) -> None:
-    """The errors of the fits are those between transformers' hidden states of the whole models."""
+    """The errors of the fits are those between transformers' hidden states of the whole models; at the usual rate."""
     dense, pruned = pruned_model(tmp_path, "llama")
-    record = heal(pruned, tmp_path / "out", dense)
-    assert record.healing
-    count = len(TOKENS) - len(held(record))
-    windows = BATCH // LENGTH
-    parts = drawn(TOKENS)[:count].split(windows)[::HELD]
+    record = heal(pruned, tmp_path / "out", dense, rate=None)
+    assert healing_of(record).rate == BLOCKS_RATE
+    parts = drawn(TOKENS)[: -len(held(record))].split(BATCH // LENGTH)[::HELD]
     wanted, found = (outputs(path, torch.cat(parts)) for path in (dense, tmp_path / "out"))
     fits = {fit.block: fit for fit in record.fits}
     assert len(fits) == len(wanted) > 1
@@ -105,29 +109,19 @@ def test_each_block_is_healed_on_what_the_healed_ones_give(tmp_path: Path) -> No
         assert fits[block].after < fits[block].before
 
 
-@pytest.mark.slow
 def test_the_steps(tmp_path: Path) -> None:
     """As many as the tokens take, of what the fits do not hold out."""
     dense, pruned = pruned_model(tmp_path, "llama")
     record = heal(pruned, tmp_path / "out", dense, tokens=3000)
-    assert record.healing
+    points, _ = curve(record)
     there = (len(TOKENS) - len(held(record))) * LENGTH
     parts = math.ceil(there / BATCH)
     steps = round(3000 / there * (parts - math.ceil(parts / HELD)))
     assert [fit.steps for fit in record.fits] == [steps] * len(record.fits)
-    assert record.healing.points[-1].steps == steps * len(record.fits)
-    assert record.healing.points[-1].tokens == steps * BATCH
+    assert (points[-1].steps, points[-1].tokens) == (steps * len(record.fits), steps * BATCH)
     assert f"the text has {there:,} tokens to train on, each of which is used {3000 / there:.3g} times" in record.notes
 
 
-def test_the_usual_rate(tmp_path: Path) -> None:
-    dense, pruned = pruned_model(tmp_path, "llama")
-    record = heal(pruned, tmp_path / "out", dense, rate=None)
-    assert record.healing
-    assert record.healing.rate == BLOCKS_RATE
-
-
-@pytest.mark.slow
 def test_stopped_after_each_block(tmp_path: Path) -> None:
     """The same bytes as in one go."""
     dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
@@ -147,7 +141,6 @@ def test_stopped_after_each_block(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.slow
 def test_a_block_that_is_damaged_is_healed_again(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     heal(pruned, tmp_path / "whole", dense)
@@ -165,53 +158,13 @@ def test_a_block_that_is_damaged_is_healed_again(tmp_path: Path) -> None:
     assert same_tensors(tmp_path / "out", tmp_path / "whole")
 
 
-@pytest.mark.slow
-def test_never_worse(tmp_path: Path) -> None:
-    """Where healed blocks are not better together the model stays as it was."""
-    dense, pruned = pruned_model(tmp_path, "llama")
-    other = save_model(tmp_path / "other", "llama", seed=3)
-    worse = heal(pruned, tmp_path / "worse", other)  # towards another model, which is worth nothing to this one
-    assert worse.healing
-    out = tmp_path / "out"
-    record = heal(tmp_path / "worse" if worse.healing.best else pruned, out, dense, rate=1e3)
-    assert record.healing
-    assert record.healing.best == 0
-    assert any("the weights are those of the pruned model" in note for note in record.notes)
-    assert same_tensors(tmp_path / "worse" if worse.healing.best else pruned, out)
-
-
-@pytest.mark.parametrize("case", some(["gpt2", "llama", "mixtral", "gpt_oss"], 2))
-@pytest.mark.slow
-def test_a_grid(tmp_path: Path, case: str) -> None:
-    """Weights stay on it, with its scales, and what is measured is what the files say."""
-    dense, pruned = save_model(tmp_path / "dense", case), tmp_path / "pruned"
-    niwaki.prune(
-        dense, pruned, 0.5, solver="magnitude", quantize="int4:8", calibration=TOKENS, measurement=None, compute="cpu"
-    )
-    record = heal(pruned, tmp_path / "out", dense)
-    assert record.healing
-    before, after = record.healing.points
-    assert after.error < before.error
-    for point, directory in ((before, pruned), (after, tmp_path / "out")):
-        assert point.error == pytest.approx(divergence(dense, directory, held(record)), rel=0.03)
-    assert (tmp_path / "out" / FILE).read_bytes() == (pruned / FILE).read_bytes()
-    came, left, checkpoint = tensors(pruned), tensors(tmp_path / "out"), Checkpoint(tmp_path / "out")
-    for matrix in StreamedModel(checkpoint, "cpu").matrices():
-        scales = read_scales(checkpoint, matrix, Grid(4, 8))
-        codes = matrix.read(checkpoint).unflatten(1, (-1, 8)).double() / scales.double().unsqueeze(2)
-        torch.testing.assert_close(codes, codes.round().clamp(-8, 7), rtol=0, atol=1e-5)
-        assert torch.equal(left[matrix.key] == 0, came[matrix.key] == 0)
-
-
-@pytest.mark.slow
 def test_where_memory_is_for_nothing_else(tmp_path: Path) -> None:
     """And hidden states on disk change nothing."""
     dense, pruned = pruned_model(tmp_path, "llama")
     model, other = (StreamedModel(Checkpoint(path), "cpu") for path in (pruned, dense))
     enough = block_memory(model, other, WeightFormat())
     record = heal(pruned, tmp_path / "out", dense, method="auto", compute=Compute("cpu", "float32", max_memory=enough))
-    assert record.healing
-    assert record.healing.method == "blocks"
+    assert healing_of(record).method == "blocks"
     assert any("(lora), and there are" in note and "blocks instead" in note for note in record.notes)
     assert any("spilled to disk" in note for note in record.notes)
     heal(pruned, tmp_path / "spacious", dense)
@@ -222,15 +175,14 @@ def test_where_memory_is_for_nothing_else(tmp_path: Path) -> None:
         assert "(blocks) of memory, and there are" in text
 
 
-@pytest.mark.slow
 def test_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends, and says how much there was time for; fits keep to it where that was wrong."""
     dense, pruned = pruned_model(tmp_path, "llama")
     record = heal(pruned, tmp_path / "out", dense, tokens="100M", max_time="2s")
-    assert record.healing
-    assert record.healing.limit == 2
-    assert record.healing.tokens < 100_000_000
-    assert any(f"the time is enough to train on {record.healing.tokens:,} tokens" in note for note in record.notes)
+    healing = healing_of(record)
+    assert healing.limit == 2
+    assert healing.tokens < 100_000_000
+    assert any(f"the time is enough to train on {healing.tokens:,} tokens" in note for note in record.notes)
     assert record.seconds["total"] < 8
     monkeypatch.setattr(BlockRun, "_enough", lambda *_: 1 << 40)
     record = heal(pruned, tmp_path / "wrong", dense, tokens="100M", max_time="2s")
@@ -238,25 +190,15 @@ def test_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(0 < fit.epochs <= fit.steps for fit in record.fits if fit.after < fit.before)
 
 
-@pytest.mark.slow
 def test_smaller(tmp_path: Path) -> None:
     """A model without some neurons has the same number of blocks, a model without a block has not."""
     dense = save_model(tmp_path / "dense", "llama grouped")
     shrinking: dict[str, Any] = {"calibration": TOKENS[:8], "measurement": None, "compute": "cpu"}
     niwaki.shrink(dense, tmp_path / "narrow", neurons=0.25, **shrinking)
     record = heal(tmp_path / "narrow", tmp_path / "out", dense, rate=0.001, tokens=4000)
-    assert record.healing
-    assert record.healing.points[1].error < record.healing.points[0].error
+    (before, after), _ = curve(record)
+    assert after.error < before.error
     niwaki.shrink(dense, tmp_path / "short", blocks=1, **shrinking)
     text = message(lambda: heal(tmp_path / "short", tmp_path / "none", dense), UnsupportedModelError)
     assert "so that it can only be healed as a whole" in text
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.slow
-def test_perplexities(tmp_path: Path) -> None:
-    dense, pruned = pruned_model(tmp_path, "llama")
-    record = heal(pruned, tmp_path / "out", dense, measurement=TOKENS[:8])
-    for when, directory in (("before", dense), ("pruned", pruned), ("after", tmp_path / "out")):
-        measured = niwaki.evaluate(directory, TOKENS[:8], compute="cpu")
-        assert record.perplexity[when].value == pytest.approx(measured.value, rel=1e-5)

@@ -16,7 +16,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
 from niwaki.records.progress import Progress
 from niwaki.records.record import FitRecord, HealingRecord
-from support.healing import LENGTH, TOKENS, drawn, heal, pruned_model, same_tensors, undrawn
+from support.healing import LENGTH, TOKENS, drawn, heal, healing_of, pruned_model, same_tensors, undrawn
 from support.models import random_tokens, save_model
 from support.runs import files
 
@@ -53,8 +53,7 @@ def test_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
     monkeypatch.setattr(run, "synthesize", lambda _, count, *__, **___: own[:count])
     tokens = 35 * LENGTH
     record = heal(pruned, tmp_path / "out", dense, method=method, own_text=SHARE, tokens=tokens)
-    assert record.healing
-    last = 9 + record.healing.held // LENGTH
+    last = 9 + healing_of(record).held // LENGTH
     assert record.calibration["synthetic"] == last
     assert f"{last} windows" in record.own_text
     given = undrawn(torch.cat([by_turns(drawn(TOKENS)[:26], own[:9]), own[9:last]]))
@@ -127,8 +126,7 @@ def test_where_writing_would_take_too_long(tmp_path: Path, monkeypatch: pytest.M
     assert note.endswith(" of 60 min; give more --max-time")
     assert written == [8]
     assert record.calibration["synthetic"] == 0
-    assert record.healing
-    assert record.healing.points[-1].tokens >= 64
+    assert healing_of(record).points[-1].tokens >= 64
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.8])

@@ -24,6 +24,7 @@ from niwaki.runs.stage import Stage
 from niwaki.shrinking.tokenizer import TokenizerFile
 from niwaki.shrinking.tokens import Size, choose, renumbered
 from support.covering import some
+from support.healing import curve, healing_of
 from support.models import message
 from support.runs import files
 from support.small_tokenizers import KINDS, TEXT, save_with_tokenizer, size, write_tokenizer
@@ -56,11 +57,10 @@ def _translation(kind: str) -> Translation:
 def _pieces(kind: str, number: int) -> tuple[int, ...]:
     """Of one token, as the tokenizer library makes them of its text."""
     one, other, _ = _both(kind)
-    token = one.convert_ids_to_tokens(number)
-    known = other.get_vocab()
-    return (
-        (known[token],) if token in known else tuple(each.id for each in other.backend_tokenizer.model.tokenize(token))
-    )
+    token, known = one.convert_ids_to_tokens(number), other.get_vocab()
+    if token in known:
+        return (known[token],)
+    return tuple(each.id for each in other.backend_tokenizer.model.tokenize(token))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,10 +146,9 @@ def test_it_comes_nearer(tmp_path: Path, kind: str) -> None:
     model, cut = _cut(tmp_path, kind, 290 if kind in ("bytes", "whole words") else None)
     options = _options(tmp_path)
     record = niwaki.heal(cut, tmp_path / "out", model, tokens=4096, batch=64, rate=0.005, own_text=0.5, **options)
-    assert record.healing
-    errors = [point.error for point in record.healing.points]
-    assert min(errors) < errors[0]
-    assert record.healing.best > 0
+    points, best = curve(record)
+    assert min(point.error for point in points) < points[0].error
+    assert best is not points[0]
     perplexity = record.perplexity
     assert perplexity["before"].bytes == perplexity["pruned"].bytes == perplexity["after"].bytes
     assert perplexity["before"].tokens < perplexity["after"].tokens
@@ -164,15 +163,14 @@ def test_in_one_run(tmp_path: Path) -> None:
     options = _options(tmp_path, calibration=Calibration(str(_text(tmp_path)), samples=4, length=32))
     stages: list[Stage | str] = [ShrinkVocabulary(size("bytes") - 40), Heal(tokens=512, batch=64)]
     record = niwaki.run(model, tmp_path / "out", stages, **options)
-    assert record.healing
+    assert healing_of(record)
     assert record.structure
     assert record.structure.vocabulary["after"] == size("bytes") - 40
     assert {*record.perplexity} == {"before", "pruned", "after"}
     assert len({each.bytes for each in record.perplexity.values()}) == 1
     cut = size("bytes") - 40
     record = niwaki.shrink(model, tmp_path / "short", vocabulary=cut, effort="fast:healing=2", **options)
-    assert record.healing
-    assert record.healing.tokens == 2 * 4 * 32
+    assert healing_of(record).tokens == 2 * 4 * 32
     stages = [ShrinkVocabulary(cut), niwaki.Prune(0.5, effort="fast"), Heal(tokens=256, batch=64)]
     record = niwaki.run(model, tmp_path / "pruned", stages, **options)
     assert record.sparsity == pytest.approx(0.5, abs=0.01)
@@ -209,8 +207,7 @@ def test_refused(tmp_path: Path) -> None:
     text = message(lambda: niwaki.heal(cut, out, other, **options), UsageError)
     assert "tokens and" in text or "another" in text
     cut_size = size("bytes") - 40
-    text = message(lambda: ShrinkVocabulary(cut_size, "balanced"), UsageError)
-    assert "balanced has none; give best" in text
+    assert "balanced has none; give best" in message(lambda: ShrinkVocabulary(cut_size, "balanced"), UsageError)
     stages: list[Stage | str] = [ShrinkVocabulary(cut_size), Heal("blocks", tokens=64)]
     assert "same tokens" in message(lambda: niwaki.run(model, out, stages, **options), UsageError)
     assert not out.exists()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import niwaki
 from niwaki.options import Compute
-from niwaki.records.record import Record
+from niwaki.records.record import HealingPoint, HealingRecord, Record
 from support.made import made_once
 from support.models import random_tokens, reference, save_model
 from support.runs import tensors
@@ -55,6 +55,17 @@ def heal(pruned: Path, out: Path, teacher: Path, **changes: Any) -> Record:
     return niwaki.heal(pruned, out, teacher, **options)
 
 
+def healing_of(record: Record) -> HealingRecord:
+    assert record.healing
+    return record.healing
+
+
+def curve(record: Record) -> tuple[list[HealingPoint], HealingPoint]:
+    """What was measured while it was trained, and that of the weights that were written."""
+    healing = healing_of(record)
+    return healing.points, healing.points[healing.best]
+
+
 def divergence(dense: Path, other: Path, tokens: Tensor) -> float:
     """KL in nats a token, by transformers in float64."""
     return divergences(dense, [other], tokens)[0]
@@ -68,8 +79,7 @@ def divergences(dense: Path, others: list[Path], tokens: Tensor) -> list[float]:
 
 
 def held(record: Record, tokens: Tensor = TOKENS) -> Tensor:
-    assert record.healing
-    return drawn(tokens)[-(record.healing.held // LENGTH) :]
+    return drawn(tokens)[-(healing_of(record).held // LENGTH) :]
 
 
 def same_tensors(one: Path, other: Path) -> bool:
