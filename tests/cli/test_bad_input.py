@@ -17,6 +17,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError
 from niwaki.packed.pack import pack
 from support.command import Command
+from support.covering import in_turns
 from support.models import edit_json, message, reference, save_model_with_tokenizer, weight
 from support.runs import SMALL, listing, run
 
@@ -24,37 +25,6 @@ from support.runs import SMALL, listing, run
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return save_model_with_tokenizer(tmp_path / "model")
-
-
-#: What needs the model, or the solvers; all else is in test_refused_at_once.py.
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--pattern 2:5", "model.layers.0.self_attn.q_proj.weight: the pattern 2:5 needs"),
-        ("--sparsity 0.5 --solver admm1:roh=1", "no parameter of admm1 is called 'roh'; did you mean rho?"),
-        ("--sparsity 0.5 --solver continuation:sweep=1", "did you mean sweeps"),
-        ("--sparsity 0.5 --solver admm1:rho=big", "rho='big': admm1 wants float here"),
-        ("--sparsity 0.5 --solver admm1:iterations=1.5", "admm1 wants int here"),
-        ("--sparsity 0.5 --solver admm1:rho=-1", "rho must be above 0; got -1"),
-        ("--sparsity 0.5 --solver admm1:rho=nan", "rho must be"),
-        ("--sparsity 0.5 --solver admm1:damping=inf", "damping must be"),
-        ("--sparsity 0.5 --solver admm-grad:schedule=cubik", "constant, cubic or printed"),
-        ("--sparsity 0.5 --solver wanda:rho=1", "wanda has no parameters"),
-        ("--sparsity 0.5 --length 129", "129 is more than the model's 128 positions"),
-        ("--sparsity 0.5 --blocks 0:3", "invalid range of blocks 0:3; the model's are 0:2"),
-        ("--sparsity 0.5 --blocks 1:1", "invalid range of blocks 1:1"),
-    ],
-)
-@pytest.mark.slow
-def test_usage_errors(model: Path, tmp_path: Path, niwaki_: Command, options: str, said: str) -> None:
-    before = listing(tmp_path)
-    ran = niwaki_("prune", model, tmp_path / "out", *SMALL, *options.split())
-    assert ran.code == 2, ran
-    assert ran.out == ""
-    assert len(ran.err.splitlines()) == 1
-    assert ran.err.startswith("error: ")
-    assert said in ran.err
-    assert listing(tmp_path) == before
 
 
 def _remove_shard(model: Path) -> None:
@@ -161,89 +131,30 @@ def test_odd_configurations(model: Path, tmp_path: Path, niwaki_: Command, chang
     assert (tmp_path / "out").exists() != bool(said)
 
 
-def test_broken_files_beside_the_weights(model: Path, niwaki_: Command) -> None:
-    (model / "generation_config.json").write_text('{"max_new_tokens": -1, "do_sample": []}')
-    ran = niwaki_("generate", model, "The", "--tokens", "2")
-    assert ran.code == 1, ran
-    assert "generation_config.json is refused by transformers" in ran.err
-    edit_json(
-        model / "tokenizer.json",
-        model={**json.loads((model / "tokenizer.json").read_text())["model"], "unk_token": "no"},
-    )
-    (model / "generation_config.json").unlink()
+PATHS = ["", "~nosuch/m", "a" * 300, "loop", "b/" * 3000]
+WITH_A_PATH = [
+    *("prune PATH out --sparsity 0.5", "shrink PATH out --blocks 1", "eval PATH", "inspect PATH", "bench PATH"),
+    *("generate PATH x", "pack PATH out", "unpack PATH out", "export PATH out", "compare PATH -o out", "report PATH"),
+    *("prune demo PATH --sparsity 0.5", "shrink demo PATH --blocks 1", "pack demo PATH", "compare demo -o PATH"),
+    *("heal PATH out --teacher demo", "heal demo out --teacher PATH", "heal demo PATH --teacher demo"),
+    *("eval demo --text demo --record PATH", "demo --record PATH", "bench demo --record PATH"),
+    *("prune demo out --sparsity 0.5 --calibration PATH", "eval demo --text PATH"),
+    *("prune demo out --sparsity 0.5 --mask-from PATH", "prune demo out --sparsity 0.5 --record PATH"),
+]
 
 
-@pytest.mark.parametrize("path", ["", "~nosuch/m", "a" * 300, "loop", "b/" * 3000])
-@pytest.mark.parametrize(
-    "command",
-    [
-        *("prune PATH out --sparsity 0.5", "shrink PATH out --blocks 1", "eval PATH", "inspect PATH", "bench PATH"),
-        *(
-            "generate PATH x",
-            "pack PATH out",
-            "unpack PATH out",
-            "export PATH out",
-            "compare PATH -o out",
-            "report PATH",
-        ),
-        *("prune demo PATH --sparsity 0.5", "shrink demo PATH --blocks 1", "pack demo PATH", "compare demo -o PATH"),
-        *("heal PATH out --teacher demo", "heal demo out --teacher PATH", "heal demo PATH --teacher demo"),
-        *("eval demo --text demo --record PATH", "demo --record PATH", "bench demo --record PATH"),
-        *("prune demo out --sparsity 0.5 --calibration PATH", "eval demo --text PATH"),
-        *("prune demo out --sparsity 0.5 --mask-from PATH", "prune demo out --sparsity 0.5 --record PATH"),
-    ],
-)
+@pytest.mark.parametrize(("command", "path"), in_turns(WITH_A_PATH, PATHS))
 @pytest.mark.slow
 def test_paths_that_cannot_be(
     tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch, command: str, path: str
 ) -> None:
+    """Each of them by some of the commands; that they are none, in all ways, is in test_files.py."""
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
     ran = niwaki_(*(path if word == "PATH" else word for word in command.split()))
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran
     assert "cannot be used as a path" in ran.err or "the name of a text is empty" in ran.err
     assert listing(tmp_path) == ["loop"]
-
-
-def test_a_comparison_that_is_called_like_its_model(
-    tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    ran = niwaki_("compare", "demo", "-o", "demo")
-    assert ran.code == 2
-    assert "is what the model is called" in ran.err
-    assert listing(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("missing.txt", None, "there is no file"),
-        ("short.txt", b"not much", "are missing"),
-        ("empty.txt", b"", "it has 0, 64 are missing"),  # of the half of four windows that is its share
-        ("binary.txt", b"\xff\xfe\x00\x01", "cannot be read as UTF-8 text"),
-        ("bad.jsonl", b'{"text": "x"}\n{"no": "y"}\n', "line 2: not an object with a field 'text'"),
-        ("bad.gz", b"no gzip", "cannot be read as UTF-8 text"),
-        ("wide.txt", "UTF-16".encode("utf-16-le"), "it has NUL characters"),
-    ],
-)
-@pytest.mark.parametrize("option", ["--calibration", "--text"])
-@pytest.mark.slow
-def test_bad_texts(
-    model: Path, tmp_path: Path, niwaki_: Command, option: str, name: str, content: bytes | None, said: str
-) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    if option == "--text":
-        said = said.replace("64", "32")
-    before = listing(tmp_path)
-    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL, option, path)
-    assert ran.code == 1
-    assert len(ran.err.splitlines()) == 1
-    assert str(path) in ran.err
-    assert said in ran.err
-    assert listing(tmp_path) == before
 
 
 def test_data_sets_without_their_library(
@@ -312,8 +223,7 @@ def test_records_replace_only_records(model: Path, tmp_path: Path, niwaki_: Comm
         assert niwaki_("eval", model, *text, "--record", record).code == 0
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "deep.json").write_text('{"a":' * 100_000)
-    speed = {"model": "m", "command": "niwaki bench m", "speeds": []}
-    (tmp_path / "speed.json").write_text(json.dumps(speed))
+    (tmp_path / "speed.json").write_text(json.dumps({"model": "m", "command": "niwaki bench m", "speeds": []}))
     files = [tmp_path / name for name in ("list.json", "deep.json", "speed.json")]
     files += [model / name for name in ("config.json", "model.safetensors", "tokenizer.json")]
     before = {file: file.read_bytes() for file in [*files, record]}
@@ -332,18 +242,6 @@ def test_records_replace_only_records(model: Path, tmp_path: Path, niwaki_: Comm
     assert not (tmp_path / "out").exists()
 
 
-def test_outputs_that_are_taken(model: Path, tmp_path: Path, niwaki_: Command) -> None:
-    (tmp_path / "file").write_text("keep me")
-    before = listing(tmp_path)
-    for out in (tmp_path, tmp_path / "file", model, model / "out"):
-        ran = niwaki_("prune", model, out, "--sparsity", "0.5", *SMALL)
-        assert ran.code == 2
-        assert len(ran.err.splitlines()) == 1
-        assert str(out) in ran.err
-    assert niwaki_("inspect", tmp_path / "file").code == 2
-    assert listing(tmp_path) == before
-
-
 def test_a_library_that_cannot_be_imported(
     model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,19 +252,6 @@ def test_a_library_that_cannot_be_imported(
     ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", "--calibration", "wikitext2-train")
     assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)
     assert "a library cannot be loaded: ValueError: invalid literal for int() with base 10: 'x'; does an" in ran.err
-
-
-def test_no_space_left(model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    before = listing(tmp_path)
-    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL)
-    assert ran.code == 1
-    assert len(ran.err.splitlines()) == 1
-    assert "no space left on disk" in ran.err
-    assert listing(tmp_path) == before
 
 
 @pytest.mark.parametrize("command", ["prune --sparsity 0.5", "shrink --blocks 1"])

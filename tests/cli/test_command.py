@@ -39,16 +39,17 @@ from support.runs import SMALL, files, listing
 NIWAKI = Path(sys.executable).with_name("niwaki")
 
 
-def subprocess_niwaki(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "COLUMNS")}
+def ended(script: str, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """What becomes of a shell's script, in which $niwaki is the command."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "COLUMNS")}
     return subprocess.run(
-        [NIWAKI, *map(str, arguments)],
+        ["bash", "-c", f"set -o pipefail; {script}"],
         capture_output=True,
         text=True,
         timeout=300,
-        env={**environment, "HF_HUB_OFFLINE": "1"},
+        env={**environment, "niwaki": str(NIWAKI), "HF_HUB_OFFLINE": "1"},
+        cwd=directory,
         check=False,
-        **options,
     )
 
 
@@ -62,10 +63,10 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_prune_as_a_user_does(tmp_path: Path) -> None:
-    ran = subprocess_niwaki(
-        *("prune", "demo", "out", "--calibration", "demo", "--samples", "8", "--length", "64"),
-        *("--sparsity", "0.5", "--solver", "wanda", "--text-samples", "4", "--record", "run.json"),
-        cwd=tmp_path,
+    ran = ended(
+        "$niwaki prune demo out --calibration demo --samples 8 --length 64 --sparsity 0.5 --solver wanda "
+        "--text-samples 4 --record run.json",
+        tmp_path,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == "pruning demo\n"
@@ -76,20 +77,16 @@ def test_prune_as_a_user_does(tmp_path: Path) -> None:
     assert ran.stdout.rstrip().endswith("written to out")
     assert len(ran.stdout.splitlines()) < 25
     record = Record.from_json((tmp_path / "run.json").read_text())
-    assert record == Record.from_json((tmp_path / "out" / "niwaki.json").read_text())
+    assert record == Record.load(tmp_path / "out" / "niwaki.json")
     assert record.command.startswith("niwaki prune demo out --calibration demo --samples 8")
-    assert record.method == "wanda"
-    assert record.calibration["sequence_length"] == 64
-    assert record.sparsity == 0.5
+    assert (record.method, record.calibration["sequence_length"], record.sparsity) == ("wanda", 64, 0.5)
     before, after = (record.perplexity[name].value for name in ("before", "after"))
     assert 30 < before < after < 2 * before
     # Wanda's are the two products that measure the error.
     flops = sum(2 * 2 * rows * columns**2 for rows, columns in (matrix.shape for matrix in record.matrices))
     assert record.flops == flops
-    text = f"perplexity after   {after:.2f} ± "
-    assert text in ran.stdout
-    tokens = torch.arange(50)[None]
-    assert torch.isfinite(reference(tmp_path / "out")(tokens).logits).all()
+    assert f"perplexity after   {after:.2f} ± " in ran.stdout
+    assert torch.isfinite(reference(tmp_path / "out")(torch.arange(50)[None]).logits).all()
 
 
 @pytest.mark.slow
@@ -102,9 +99,8 @@ def test_help_is_quick_and_needs_no_torch() -> None:
         "print('loaded', [m for m in ('torch', 'transformers', 'datasets', 'numpy') if m in sys.modules])\n"
     )
     for arguments in (["--help"], ["prune", "-h"], ["--version"]):
-        ran = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=60
-        )
+        command = [sys.executable, "-c", code, *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         assert "loaded []" in ran.stdout
         assert "exit 0" in ran.stdout or arguments == ["--version"]
         assert ran.stderr == ""
@@ -199,18 +195,6 @@ def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path, niwaki_: Command, mon
 
 
 # How it ends
-
-
-def ended(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What becomes of a shell's script, in which $niwaki is the command."""
-    return subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {script}"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "niwaki": str(NIWAKI), "HF_HUB_OFFLINE": "1", **environment},
-        check=False,
-    )
 
 
 LOST = "error: standard output cannot be written: No space left on device\n"
@@ -337,11 +321,7 @@ def test_what_nobody_foresaw(failing: Callable[[BaseException], Result], monkeyp
     ("error", "code", "said"),
     [
         (MemoryError(), 1, "error: there is not enough memory: MemoryError; docs/troubleshooting.md lists"),
-        (
-            RuntimeError("can't allocate memory: you tried\nto"),
-            1,
-            "not enough memory: can't allocate memory: you tried;",
-        ),
+        (RuntimeError("can't allocate memory: you\nto"), 1, "not enough memory: can't allocate memory: you;"),
         (ImportError("libtorch: failed to map"), 1, "error: a library cannot be loaded: libtorch: failed to map; "),
         (KeyboardInterrupt(), 130, "stopped before the result: nothing was written"),
         (SystemExit(3), 3, ""),
@@ -374,8 +354,7 @@ def test_compare(tmp_path: Path, model: Path, niwaki_: Command, monkeypatch: pyt
         changed.setattr(DecoderBlock, "input_grams", interrupt)
         ran = niwaki_(*command, "--solvers", "wanda, magnitude", "--sparsity", "0.5")
     assert ran.code not in (0, 2)
-    said = "1 of 2 runs are done and kept, and 1 of 2 blocks of the current one; repeat the command"
-    assert said in ran.err
+    assert "1 of 2 runs are done and kept, and 1 of 2 blocks of the current one; repeat the command" in ran.err
     ran = niwaki_(*command, "--solvers", "magnitude,wanda@best:epochs=1", "--sparsity", "50%,2:4")
     assert (ran.code, ran.err) == (0, "")
     there = json.loads((out / "compare.json").read_text())

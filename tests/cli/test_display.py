@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,12 +72,16 @@ def text(console: Console) -> str:
     return console.file.getvalue()
 
 
+#: What a bar shows, again and again: how much is complete, of what, the time left, and details.
+Shown = list[tuple[float, str, str, str]]
+
+
 class Watched(Display):
     """Keeps what the bar shows after each event."""
 
     def __init__(self, console: Console) -> None:
         super().__init__("pruning", console)
-        self.shown: list[tuple[float, str, str, str]] = []
+        self.shown: Shown = []
 
     def show(self) -> None:
         super().show()
@@ -116,27 +121,28 @@ def play(display: Display, clock: Clock, finished: Record, blocks: int = 3) -> N
     display.end(finished)
 
 
-def test_the_bar_only_moves_forwards(clock: Clock) -> None:
-    display = Watched(console(True))
-    with display:
+@pytest.fixture
+def shown(clock: Clock) -> Shown:
+    """What the bar shows of a run."""
+    with Watched(console(True)) as display:
         play(display, clock, record())
-    completed = [shown[0] for shown in display.shown]
+    return display.shown
+
+
+def test_the_bar_only_moves_forwards(shown: Shown) -> None:
+    completed = [each[0] for each in shown]
     assert completed == sorted(completed)
     assert completed[0] < 0.05
     assert 0.8 < completed[-1] <= 1.0
     assert len(set(completed)) > 25
     # From the second block on it knows how the time is shared out: after 3 of 9 seconds a third of a block.
-    at_capture = [s[0] for s in display.shown if s[1] == "block 2/3" and s[3] == "inputs"]
+    at_capture = [s[0] for s in shown if s[1] == "block 2/3" and s[3] == "inputs"]
     assert at_capture[-1] == pytest.approx((1 + 3 / 9) / 3)
 
 
-def test_the_time_left(clock: Clock) -> None:
-    display = Watched(console(True))
-    with display:
-        play(display, clock, record())
-    first = [shown for shown in display.shown if shown[1] == "block 1/3"]
-    assert {left for _, _, left, _ in first} == {""}  # nothing to go by yet
-    later = [shown for shown in display.shown if shown[1] in ("block 2/3", "block 3/3")]
+def test_the_time_left(shown: Shown) -> None:
+    assert {left for _, description, left, _ in shown if description == "block 1/3"} == {""}  # nothing to go by yet
+    later = [each for each in shown if each[1] in ("block 2/3", "block 3/3")]
     assert len(later) > 20
     for completed, _, left, _ in later:
         # Stages take the same time in each block here, so it can be right to a matrix, 1.7 seconds.
@@ -144,6 +150,13 @@ def test_the_time_left(clock: Clock) -> None:
     # Two blocks of 9 seconds; and one, less the first batch of 0.75 s.
     assert later[0][2] == "18 s left"
     assert "8 s left" in [left for _, description, left, _ in later if description == "block 3/3"]
+
+
+def test_what_the_solver_says(shown: Shown) -> None:
+    details = [each[3] for each in shown]
+    assert "self_attn.q_proj 1/2 error 0.5" in details
+    assert "mlp.down_proj 2/2 error 0.25" in details
+    assert any(re.fullmatch(r"self_attn\.o_proj error 0\.020", detail) for detail in details)
 
 
 def test_a_look_at_the_dense_model_before(clock: Clock) -> None:
@@ -216,21 +229,15 @@ def test_a_stage_without_blocks_has_the_bar_too(clock: Clock) -> None:
         assert task.completed == pytest.approx(1 / 3)
 
 
-def test_what_the_solver_says(clock: Clock) -> None:
-    display = Watched(console(True))
-    with display:
-        play(display, clock, record())
-    details = [shown[3] for shown in display.shown]
-    assert "self_attn.q_proj 1/2 error 0.5" in details
-    assert "mlp.down_proj 2/2 error 0.25" in details
-    assert any(re.fullmatch(r"self_attn\.o_proj error 0\.020", detail) for detail in details)
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
+    """A terminal gets a bar besides, which goes away; a file gets neither that nor colours."""
     where = console(terminal)
     with Display("pruning", where) as display:
+        assert display.wants_steps == terminal
         play(display, clock, record(effort=describe(EFFORTS["balanced"])))
+    assert [part in text(where) for part in ("\x1b", "\r", "━", "left")] == [terminal] * 4
+    assert text(where).count("\x1b[?25l") == text(where).count("\x1b[?25h") == terminal  # the cursor is back
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text(where)).replace("\r", "\n").splitlines()
     for expected in (
         "models/tiny: 3 blocks with 3 matrices, 2:4",
@@ -266,26 +273,6 @@ def test_a_grid_is_named_once(changes: dict[str, str], said: str, clock: Clock) 
     with Display("pruning", screen) as display:
         display.begin(record(**changes), 3, 3)
     assert any(line.endswith(said) for line in text(screen).splitlines())
-
-
-def test_a_file_gets_no_bar_and_no_colours(clock: Clock) -> None:
-    where = console(False)
-    with Display("pruning", where) as display:
-        assert not display.wants_steps
-        play(display, clock, record())
-    assert "\x1b" not in text(where)
-    assert "\r" not in text(where)
-    assert "━" not in text(where)
-    assert "left" not in text(where)
-
-
-def test_a_terminal_gets_a_bar_that_goes_away(clock: Clock) -> None:
-    where = console(True)
-    with Display("pruning", where) as display:
-        assert display.wants_steps
-        play(display, clock, record())
-    assert "━" in text(where)
-    assert text(where).count("\x1b[?25l") == text(where).count("\x1b[?25h") == 1  # the cursor is back
 
 
 def test_an_interrupted_run_gives_the_terminal_back(clock: Clock) -> None:
@@ -400,8 +387,7 @@ def test_names_are_shown_as_they_are(clock: Clock, odd: str, terminal: bool) -> 
         run.perplexity["before"] = Perplexity(2.0, 0.1, 10, 8, 2, odd)
         run.seconds = {"total": 1.0}
         display.end(run)
-    shown = text(where)
-    assert shown.count(odd) == 5
+    assert text(where).count(odd) == 5
 
 
 def test_long_lines_of_a_log_are_not_broken(clock: Clock) -> None:
@@ -423,58 +409,23 @@ def test_a_run_without_perplexity_or_error(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"),
+    ("word", "value", "shown"),
     [
-        (0, "0 s"),
-        (0.4, "0 s"),
-        (45.2, "45 s"),
-        (89.4, "89 s"),
-        (90, "2 min"),
-        (12 * 60, "12 min"),
-        (89 * 60, "89 min"),
-        (90 * 60, "1 h 30 min"),
-        (3 * 3600 + 5 * 60, "3 h 05 min"),
-        (3 * 3600 - 1, "3 h 00 min"),
-        (100 * 3600, "100 h 00 min"),
+        *((duration, 0, "0 s"), (duration, 0.4, "0 s"), (duration, 45.2, "45 s"), (duration, 89.4, "89 s")),
+        *((duration, 90, "2 min"), (duration, 12 * 60, "12 min"), (duration, 89 * 60, "89 min")),
+        *((duration, 90 * 60, "1 h 30 min"), (duration, 3 * 3600 + 5 * 60, "3 h 05 min")),
+        *((duration, 3 * 3600 - 1, "3 h 00 min"), (duration, 100 * 3600, "100 h 00 min")),
+        # Estimates have few digits.
+        *((estimated, 16, "20 s"), (estimated, 88, "2 min"), (estimated, 95, "2 min"), (estimated, 560, "9 min")),
+        *((estimated, 700, "10 min"), (estimated, 1100, "20 min"), (estimated, 5350, "1 h 30 min")),
+        *((estimated, 5500, "1 h 30 min"), (estimated, 12000, "3 h 30 min"), (estimated, 36000, "10 h 00 min")),
+        # Errors have two.
+        *((two_digits, 0.0, "0"), (two_digits, 0.1, "0.10"), (two_digits, 0.0996, "0.10"), (two_digits, 1.0, "1.0")),
+        *((two_digits, 0.00812, "0.0081"), (two_digits, 1.234e-5, "1.2e-05"), (two_digits, 17.3, "17")),
     ],
 )
-def test_durations(seconds: float, shown: str) -> None:
-    assert duration(seconds) == shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (16, "20 s"),
-        (88, "2 min"),
-        (95, "2 min"),
-        (560, "9 min"),
-        (700, "10 min"),
-        (1100, "20 min"),
-        (5350, "1 h 30 min"),
-        (5500, "1 h 30 min"),
-        (12000, "3 h 30 min"),
-        (36000, "10 h 00 min"),
-    ],
-)
-def test_estimates_have_few_digits(seconds: float, shown: str) -> None:
-    assert estimated(seconds) == shown
-
-
-@pytest.mark.parametrize(
-    ("error", "shown"),
-    [
-        (0.0, "0"),
-        (0.1, "0.10"),
-        (0.0996, "0.10"),
-        (0.00812, "0.0081"),
-        (1.234e-5, "1.2e-05"),
-        (1.0, "1.0"),
-        (17.3, "17"),
-    ],
-)
-def test_errors_have_two_digits(error: float, shown: str) -> None:
-    assert two_digits(error) == shown
+def test_numbers_in_words(word: Callable[[float], str], value: float, shown: str) -> None:
+    assert word(value) == shown
 
 
 def test_what_rounds_is_said_as_such() -> None:

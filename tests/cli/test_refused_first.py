@@ -20,7 +20,7 @@ from support.runs import listing
 
 WORDS = "the old man looked at the sea and the boat "
 #: Texts of the options of all commands: long enough; and of about 60 tokens, too few for one window.
-TEXTS = {"long.txt": WORDS * 2000, "short.txt": WORDS * 4, "p.jsonl": '{"prompt": "the sea"}\n'}
+TEXTS = {"long.txt": WORDS * 2000, "short.txt": WORDS * 4, "p.jsonl": '{"prompt": "the sea"}\n', "nul.txt": "a\0"}
 #: By the command what it says. Models: ``model`` is a LLaMA with a tokenizer, and ``odd`` has rows of 48.
 REFUSED = {
     # names of outputs
@@ -29,11 +29,18 @@ REFUSED = {
     "run model out.gguf -s 'quantize int4:16' -s 'export gguf-q4_0'": "give it a name without .gguf",
     "prune model out.gguf --sparsity 0.5": "give it a name without .gguf",
     "compress model full --size 0.6": "full exists and is not an empty directory",
+    "prune model model/out --sparsity 0.5": "is inside the model's own directory",
+    "prune model full/x --sparsity 0.5": "full/x exists and is not an empty directory",
+    "shrink model model/out --blocks 1": "is inside the model's own directory",
+    "shrink model full --blocks 1": "full exists and is not an empty directory",
+    "inspect full/x": "full/x is a file; a model is a directory",
     "heal pruned model/x --teacher model": "is inside model, which the run reads",
     # texts that are too short, to calibrate on and to measure on
     "prune model out --sparsity 0.5 --calibration short.txt": "short.txt is too short",
     "prune model out --sparsity 0.5 --calibration long.txt --samples 999": "long.txt is too short",
     "prune model out --sparsity 0.5 --calibration long.txt --text short.txt": "short.txt is too short",
+    "prune model out --sparsity 0.5 --calibration nul.txt": "nul.txt is not text: it has NUL characters",
+    "prune model out --sparsity 0.5 --text nul.txt": "it has NUL characters",
     "quantize model out int4:16 --calibration long.txt --text short.txt": "short.txt is too short",
     "quantize model out int8 --text short.txt": "short.txt is too short",
     "shrink model out --blocks 1 --calibration long.txt --text short.txt": "short.txt is too short",
@@ -54,7 +61,11 @@ REFUSED = {
     # answers are written once all else is known to be right
     "prune chat out --sparsity 0.5 --calibration p.jsonl --answers own --text short.txt": "short.txt is too short",
     "run chat out -s 'prune 0.5' -s 'export gguf-q8_0' --calibration p.jsonl --answers own": "cannot be exported",
-    # groups, patterns and ranges that do not fit
+    # solvers, groups, patterns and ranges that do not fit
+    "prune model out --sparsity 0.5 --solver admm1:roh=1": "no parameter of admm1 is called 'roh'; did you mean rho?",
+    "prune model out --sparsity 0.5 --solver admm1:rho=big": "rho='big': admm1 wants float here",
+    "prune model out --sparsity 0.5 --solver admm1:rho=-1": "rho must be above 0; got -1",
+    "prune model out --sparsity 0.5 --length 129": "129 is more than the model's 128 positions",
     "quantize model out int4:24 --calibration short.txt": "24",
     "prune model out --pattern 3:7 --calibration short.txt": "the pattern 3:7 needs",
     "prune model out --sparsity 0.5 --blocks 0:9 --calibration short.txt": "the model's are 0:3",
@@ -82,7 +93,6 @@ REFUSED = {
     "export gpt2-int4 out": "it is stored the other way around",
     "pack model full": "full exists and is not an empty directory",
     "push pruned me/small": "say which model of the hub this was made from",
-    "eval model --text long.txt --tasks nothing-like-it": "nothing-like-it",
     "generate model hello --device cuda:77": "cannot be used",
     "report pruned -o model": "it is a directory",
     "bench model --device cuda:77": "cannot be used",
