@@ -7,7 +7,7 @@ Order = Literal["first", "random"]
 #: Where to use TF32: for Gram matrices of half-precision activations, for all products, or for none.
 TF32 = Literal["auto", "always", "never"]
 #: How ``export`` writes a model: without its zeros, as packed integers, or as a file for llama.cpp.
-ExportFormat = Literal["packed", "compressed-tensors", "gguf-f16", "gguf-q8_0", "gguf-q4_0"]
+ExportFormat = Literal["packed", "compressed-tensors", "gguf", "gguf-f16", "gguf-q8_0", "gguf-q4_0"]
 #: What runs a compressed model; Ollama has the files of llama.cpp.
 Runtime = Literal["niwaki", "llama.cpp", "ollama", "transformers", "2:4"]
 #: What healing trains: all weights that are left, factors of low rank, norms and biases, or one block after the other;
@@ -40,6 +40,11 @@ LEAST_SQUARES = "least squares"
 NO_ZEROS = "no zeros"
 #: Patterns of each kind, as they are written; the same test reads them.
 PATTERN_NAMES = ("2:4", "unstructured:0.6", "per-row:0.6", "two-factors:0.5")
+#: The types of numbers that llama.cpp has, as grids for weights: the bits of each weight, those of its scales included.
+BLOCK_TYPE_BITS = {
+    "q2_k": 2.625, "q3_k": 3.4375, "iq4_xs": 4.25, "q4_k": 4.5, "iq4_nl": 4.5, "q4_0": 4.5, "q4_1": 5.0,
+    "q5_k": 5.5, "q5_0": 5.5, "q5_1": 6.0, "q6_k": 6.5625, "q8_0": 8.5,
+}  # fmt: skip
 #: How long OpenMP's threads wait by spinning, which takes the core from the thread that they wait for when another
 #: program is busy (docs/methods.md). Briefly costs nothing measurable, except between the small products of one token.
 SPINS, BRIEFLY, LONG = "GOMP_SPINCOUNT", "1000", "10000"

@@ -58,8 +58,8 @@ def is_gguf_file(out: str | os.PathLike[str], form: str) -> bool:
     """Whether ``out`` is one file for llama.cpp, by its name; UsageError where ``form`` is a format of directories."""
     if Path(out).suffix.lower() != GGUF:
         return False
-    if not form.startswith("gguf-"):
-        formats = either(each for each in get_args(ExportFormat) if each.startswith("gguf-"))
+    if not form.startswith("gguf"):
+        formats = either(each for each in get_args(ExportFormat) if each.startswith("gguf"))
         raise UsageError(f"{out} would be a file for llama.cpp; its format is {formats}")
     return True
 

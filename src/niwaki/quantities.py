@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
-from niwaki.choices import FIRST_PARAMETERS, TWO_FACTORS
+from niwaki.choices import BLOCK_TYPE_BITS, FIRST_PARAMETERS, TWO_FACTORS
 from niwaki.errors import PatternError, UnknownNameError, UsageError, shown
 
 #: In texts, as short as anybody needs.
@@ -80,11 +80,33 @@ def parse_bits(text: str) -> tuple[int, int | None, float | None]:
     """
     match = re.fullmatch(r"int([0-9]{1,9}(?:\.[0-9]{1,9})?)(?::([0-9]{1,9}))?", text.strip())
     if match is None:
-        raise UsageError(f"{text!r} is not a valid grid for weights; try int4:128, int8, or int5.5:64 for mixed bits")
+        raise UsageError(
+            f"{text!r} is not a valid grid for weights; try int4:128, int8, or int5.5:64 for mixed bits; q4_k, or "
+            "q4.25 for mixed types, are for llama.cpp"
+        )
     average = float(match[1]) if "." in match[1] else None
     bits, group = int(match[1]) if average is None else 8, int(match[2]) if match[2] else None
     check_grid(bits, group, average)
     return bits, group, average
+
+
+def parse_block_types(text: str) -> tuple[str, float] | None:
+    """The name and the bits of one of llama.cpp's types, or "" and the mean of "q4.25"; None for all else."""
+    name = text.strip().lower()
+    if name in BLOCK_TYPE_BITS:
+        return name, BLOCK_TYPE_BITS[name]
+    if (match := re.fullmatch(r"q([0-9]{1,9}\.[0-9]{1,9})", name)) is None:
+        return None
+    least, most = min(BLOCK_TYPE_BITS.values()), max(BLOCK_TYPE_BITS.values())
+    if not least <= float(match[1]) <= most:
+        raise UsageError(f"llama.cpp's types have {least:g} to {most:g} bits a weight; got {match[1]}")
+    return "", float(match[1])
+
+
+def check_grid_name(text: str) -> None:
+    """UsageError where there is no grid of that name."""
+    if parse_block_types(text) is None:
+        parse_bits(text)
 
 
 def check_grid(bits: int, group: int | None, average: float | None = None) -> None:

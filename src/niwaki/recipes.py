@@ -14,7 +14,7 @@ from niwaki.choices import HealingMethod
 from niwaki.effort import Effort
 from niwaki.errors import UsageError, named
 from niwaki.healing.heal import Heal, refusal
-from niwaki.layer.grid import Grid
+from niwaki.layer.grid import AnyGrid
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.solvers import Solver
 from niwaki.models.hidden_states import MemoryBudget
@@ -110,7 +110,7 @@ def prune(
     solver: str | Solver | None = None,
     effort: str | Effort | None = None,
     mask_from: str | Path | None = None,
-    quantize: str | Grid | None = None,
+    quantize: str | AnyGrid | None = None,
     keep_format: bool = False,
     revive: bool = False,
     blocks: tuple[int, int] | str | None = None,
@@ -170,9 +170,9 @@ def prune(
 def quantize(
     model: str | Path,
     out: str | Path,
-    grid: str | Grid,
+    grid: str | AnyGrid,
     *,
-    embeddings: str | Grid | None = None,
+    embeddings: str | AnyGrid | None = None,
     effort: str | Effort | None = None,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),

@@ -12,6 +12,7 @@ from niwaki.effort import Effort, effort_text, make_effort
 from niwaki.errors import UnknownNameError, UsageError, named, shown
 from niwaki.exports.export import Export, Pack
 from niwaki.healing.heal import Heal
+from niwaki.layer.block_types import BlockGrid
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, parse_pattern
 from niwaki.layer.solvers import Solver, make_solver, solver_text
@@ -40,6 +41,7 @@ _MODELS = {"teacher", "mask_from"}
 _TEXTS: tuple[tuple[type, Callable[[Any], str], Callable[[str], Any]], ...] = (
     (Pattern, str, parse_pattern),
     (Grid, str, parse_grid),
+    (BlockGrid, str, parse_grid),
     (Effort, effort_text, make_effort),
     (Solver, solver_text, make_solver),
 )

@@ -15,11 +15,11 @@ from niwaki.errors import CheckpointError, UnknownNameError, UsageError
 from niwaki.files import given_path, is_gguf_file, is_model
 from niwaki.options import check_count, check_device, check_dtype
 from niwaki.quantities import (
+    check_grid_name,
     check_sparsity,
     check_temperature,
     find,
     fraction,
-    parse_bits,
     parse_compressed_size,
     parse_name,
     parse_number,
@@ -126,7 +126,7 @@ def _directory(text: str) -> None:
 #: By the name of an option, argument or parameter of a stage.
 _CHECKS: Mapping[str, Callable[[Any], object]] = {
     **dict.fromkeys(("model", "pruned", "teacher"), _model),
-    **dict.fromkeys(("grid", "quantize", "embeddings"), parse_bits),
+    **dict.fromkeys(("grid", "quantize", "embeddings"), check_grid_name),
     **dict.fromkeys(("sparsity", "pattern"), _pattern),
     **dict.fromkeys(("calibration", "text", "also"), check_text),
     **{name: partial(_count, name) for name in ("tokens", "batch", "prompt_tokens", "repeats", "limit")},

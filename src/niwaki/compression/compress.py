@@ -319,7 +319,7 @@ def _limit(asked: Asked) -> float:
 def _with_foresight(ways: Ways, asked: Asked, calibration: Calibration, compute: Compute, progress: Progress) -> Ways:
     """``ways``, with what they are foreseen to cost; nothing is known of smaller dense models that do not predict."""
     try:
-        sight = foresee(asked.checkpoint, ways.grid, ways.ends_bits, calibration, compute, progress, asked.look)
+        sight = foresee(asked.checkpoint, ways.grid, [*ways.ends], calibration, compute, progress, asked.look)
     except UnsupportedModelError:
         if ways.grid:
             raise

@@ -19,7 +19,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.errors import CalibrationError, CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import cached_directory, digest
-from niwaki.layer.grid import Grid, scale_dtype
+from niwaki.layer.grid import AnyGrid, parse_grid
 from niwaki.layer.linalg import STRIP, has_tf32, products
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
@@ -186,7 +186,7 @@ class LookingAtTokens:
 
 
 #: Goes up when anything else is foreseen of the same model: what earlier ones kept is not read then.
-_VERSION = 6
+_VERSION = 7
 #: On about how many tokens predictions are compared.
 _COMPARED = 512
 #: Logarithms of both, probabilities, differences, and their products, which are in memory at once.
@@ -212,14 +212,14 @@ class Foresight:
     Attributes:
         tokens: What fewer tokens cost.
         bits: For each matrix what rounding it to so many bits costs; empty where that was not looked at.
-        ends: By bits what rounding the embeddings and the head costs.
+        ends: By grid what rounding the embeddings and the head costs.
         neurons: For shares of the neurons, in ascending order, what it costs to remove these from each block; empty for
             models that have none of a known kind, and where that was not looked at.
     """
 
     tokens: TokenCosts
     bits: list[tuple[Place, BitCosts]] = field(default_factory=list)
-    ends: dict[int, float] = field(default_factory=dict)
+    ends: dict[str, float] = field(default_factory=dict)
     neurons: tuple[tuple[float, float], ...] = ()
 
     def of_matrices(self, average: float) -> float:
@@ -272,8 +272,8 @@ class PartOf(Progress):
 @torch.no_grad()
 def foresee(
     checkpoint: Checkpoint,
-    grid: Grid | None,
-    ends: Sequence[int],
+    grid: AnyGrid | None,
+    ends: Sequence[str],
     calibration: Calibration,
     compute: Compute,
     progress: Progress,
@@ -281,7 +281,7 @@ def foresee(
 ) -> Foresight:
     """Looks at the model in two and a half passes forward and one backward over a little of the calibration text.
 
-    Bits are the :attr:`.Grid.choices` of ``grid``, and those of embeddings and head the ``ends``. Squared errors of the
+    Bits are the :meth:`.Grid.choices` of ``grid``, and the ``ends`` grids of embeddings and head. Squared errors of the
     outputs of matrices count by how sensitive the loss is to each of them (:func:`.sensitivities`): those of numbers of
     the grid (:func:`.costs_of_bits`), or without a ``grid`` of the neurons that add least to the outputs. What rounding
     embeddings and head costs is measured: the divergence of predictions. So is what a removed token costs
@@ -309,7 +309,7 @@ def foresee(
         kept = Found(place, kind, world)
         found: Foresight | None = kept.read("costs", Foresight)
         if found is None:
-            at_end = _Ends(model, grid.group if grid else None, ends)
+            at_end = _Ends(model, ends)
             if world.first:
                 at_end.add_tokens(text, windows, look)
             operations = duration.looking(model, min(look.tokens, tokens.numel()))
@@ -331,8 +331,8 @@ def foresee(
 
 def _place_of(
     model: StreamedModel,
-    grid: Grid | None,
-    ends: Sequence[int],
+    grid: AnyGrid | None,
+    ends: Sequence[str],
     tokens: Tensor,
     tf32: str,
     calibration: Calibration,
@@ -342,7 +342,7 @@ def _place_of(
     # Which tokens stay depends on the whole of the texts, and on the tokenizer.
     text = hashlib.sha256(raw_bytes(tokens)).hexdigest(), tuple(tokens.shape), digests_of_texts(calibration)
     how = str(model.dtype), model.device.type, tf32, torch.get_num_threads(), versions()
-    of_grid = grid and (grid.choices, grid.group)
+    of_grid = grid and grid.family
     with contextlib.suppress(OSError, ValueError):
         names = {file.name: digest(file) for file in sorted(model.checkpoint.path.glob("*.json"))}
         asked = _VERSION, model.checkpoint.fingerprint(), names, text, of_grid, tuple(ends), how, astuple(look)
@@ -371,11 +371,11 @@ class _Neurons:
 class _Ends:
     """Looks at embeddings, head and tokens."""
 
-    def __init__(self, model: StreamedModel, group: int | None, ends: Sequence[int]) -> None:
-        self._model, self._group = model, group
+    def __init__(self, model: StreamedModel, ends: Sequence[str]) -> None:
+        self._model = model
         self._keys = embedding_keys(model)
-        self._of_scales = scale_dtype(model.checkpoint.dtype(self._keys[-1]))
-        #: By bits of the embeddings and the head.
+        self._stored = model.checkpoint.dtype(self._keys[-1])
+        #: By the grid of the embeddings and the head.
         self.ends = dict.fromkeys(ends, 0.0)
         self._tokens: LookingAtTokens | None = None
         self._unknown = ""
@@ -395,9 +395,9 @@ class _Ends:
         """The first block's inputs with embeddings of each number of bits, and those of fewer tokens."""
         tokens = tokens[: max(1, _CHANGED // tokens.shape[1])]
         found, embeddings = [], self._model.model.get_input_embeddings()
-        for bits in self.ends:
+        for grid in self.ends:
             # What it gives are rows of the table, each of which has scales of its own.
-            hook = embeddings.register_forward_hook(lambda _, __, rows, bits=bits: self._rounded(rows, bits))
+            hook = embeddings.register_forward_hook(lambda _, __, rows, grid=grid: self._rounded(rows, grid))
             try:
                 found.append(self._model.embed(tokens, budget=budget))
             finally:
@@ -423,48 +423,52 @@ class _Ends:
         )
         expected = self._predictions(dense, tokens)
         grams = [head_gram(self._model, each) for each in (halves[0], halves[-1])]
-        for bits, x in zip(self.ends, inputs, strict=True):
-            of_head, before = self._left(weight, bits, *grams)
-            self.ends[bits] += of_head * self._divergence(expected, self._predictions(dense, tokens, bits))
-            self.ends[bits] += before * self._divergence(expected, self._predictions(x, tokens))
+        for grid, x in zip(self.ends, inputs, strict=True):
+            of_head, before = self._left(weight, grid, *grams)
+            self.ends[grid] += of_head * self._divergence(expected, self._predictions(dense, tokens, grid))
+            self.ends[grid] += before * self._divergence(expected, self._predictions(x, tokens))
 
     def _some(self, x: Tensor) -> Tensor:
         """(count, 1, width) some of the hidden states (samples, length, width), each a text: positions may be few."""
         return x.flatten(0, 1)[:: math.ceil(x.shape[0] * x.shape[1] / _COMPARED)].unsqueeze(1)
 
-    def _predictions(self, x: Tensor, tokens: Tensor, bits: int = 0) -> Tensor:
-        """(count, 1, tokens) logits, by hidden states (count, 1, width), of a head of so many bits or of its own."""
+    def _predictions(self, x: Tensor, tokens: Tensor, grid: str = "") -> Tensor:
+        """(count, 1, tokens) logits, by hidden states (count, 1, width), of a head on ``grid`` or of its own."""
         head = self._model.model.get_output_embeddings()
 
         def rounded(module: nn.Linear, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
             for rows, out in zip(module.weight.split(STRIP), logits.split(STRIP, dim=-1), strict=True):
-                out.copy_(inputs[0] @ self._rounded(rows, bits).T)
+                out.copy_(inputs[0] @ self._rounded(rows, grid).T)
             return logits if module.bias is None else logits.add_(module.bias)
 
-        hooked = head.register_forward_hook(rounded) if bits else contextlib.nullcontext()
+        hooked = head.register_forward_hook(rounded) if grid else contextlib.nullcontext()
         with hooked, self._model.head(torch.float32) as predict:
             return predict(x, tokens.flatten()[: len(x)].unsqueeze(1))
 
-    def _left(self, weight: Tensor, bits: int, first: Gram, other: Gram) -> tuple[float, float]:
+    def _left(self, weight: Tensor, name: str, first: Gram, other: Gram) -> tuple[float, float]:
         """What fitting some rows of the head to its inputs leaves of squared errors: of its outputs, and of the rows.
 
         The latter are those of embeddings, where they are tied. What is fitted to the first half counts on the other.
         """
-        if rounds_to_nearest(grid := Grid(bits, self._group), None):
+        if rounds_to_nearest(grid := parse_grid(name), None):
             return 1.0, 1.0
         W = weight[:: math.ceil(len(weight) / _ROWS)].float()
         problem, counted = LayerProblem(W, first), LayerProblem(W, other)
-        fitted = onto_grid(problem, unsolved(problem), grid, self._of_scales)[0].W
-        nearest = self._rounded(W, bits)
+        fitted = onto_grid(problem, unsolved(problem), grid, grid.scale_dtype(self._stored))[0].W
+        nearest = self._rounded(W, name)
         tied = len(self._keys) == 1
         errors = float((nearest - W).square().sum())
         before = float((fitted - W).square().sum()) / errors if tied and errors else 1.0
         lost = counted.loss(nearest)
         return counted.loss(fitted) / lost if lost else 1.0, before
 
-    def _rounded(self, rows: Tensor, bits: int) -> Tensor:
-        grid = Grid(bits, self._group)
-        return to_nearest(rows.flatten(0, -2).float(), grid, self._of_scales)[0].to(rows.dtype).view_as(rows)
+    def _rounded(self, rows: Tensor, name: str) -> Tensor:
+        grid = parse_grid(name)
+        return (
+            to_nearest(rows.flatten(0, -2).float(), grid, grid.scale_dtype(self._stored))[0]
+            .to(rows.dtype)
+            .view_as(rows)
+        )
 
     def _divergence(self, expected: Tensor, found: Tensor) -> float:
         """The mean divergence of predictions from the expected ones, both logits (count, 1, tokens), in nats."""

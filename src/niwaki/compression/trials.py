@@ -86,13 +86,13 @@ def throughput(checkpoint: Checkpoint, compute: Compute, progress: Progress) -> 
     scratch, most = Path(tempfile.gettempdir()), ways.largest.size
     if 2 * most > _SHARE * (room := free_space(scratch)):  # with its parts while it is written
         raise UsageError(f"{scratch} has {in_bytes(room)} free, and a packed form of {in_bytes(most)} is made there")
-    where, group, part = Compute(compute.device), ways.grid.group, PartOf(progress, "measuring speed")
+    where, group, part = Compute(compute.device), ways.parts.group, PartOf(progress, "measuring speed")
     part.status("timing the dense model")
     dense = measured(checkpoint.path, *_TOKENS, where)
     found = []
-    for bits, ends in ((ways.grid.choices[0], ways.ends_bits[-1]), (8, 8)):
+    for bits, ends in ((2, min(ways.ends, key=ways.ends.__getitem__)), (8, next(iter(ways.ends)))):
         part.status(f"timing {bits} bits")
-        to_nearest = Quantize(Grid(bits, group), effort="none"), QuantizeEmbeddings(Grid(ends, group), effort="none")
+        to_nearest = Quantize(Grid(bits, group), effort="none"), QuantizeEmbeddings(ends, effort="none")
         with tempfile.TemporaryDirectory(prefix="niwaki-") as place:
             out = Path(place) / "out"
             run(checkpoint.path, out, [*to_nearest, Pack()], measurement=None, compute=where)

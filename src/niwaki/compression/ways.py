@@ -20,7 +20,8 @@ from niwaki.compression.foresight import FEWEST, Foresight, TokenCosts
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.exports.export import Export, Pack
 from niwaki.exports.gguf_file import Gguf
-from niwaki.layer.grid import Grid
+from niwaki.layer.block_types import BlockGrid
+from niwaki.layer.grid import AnyGrid, Grid
 from niwaki.models.outside import embedding_keys
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.embeddings import QuantizeEmbeddings
@@ -37,8 +38,10 @@ from niwaki.shrinking.vocabulary import ShrinkVocabulary
 
 #: Weights that share a scale.
 _GROUPS = {"niwaki": 64, "llama.cpp": 32}
-#: Bits that embeddings and head can have, the most first.
-_ENDS = {"niwaki": (8, 6, 5, 4), "llama.cpp": (8, 5, 4)}
+#: Bits that embeddings and head can have, the most first; for llama.cpp those of types.
+_ENDS = {"niwaki": (8, 6, 5, 4), "llama.cpp": (8.5, 6.5625, 5.5, 4.5, 3.4375)}
+#: The most that a matrix has for llama.cpp.
+_MOST_BITS = 8.5
 #: What a foreseen size may be too small by, relative; and what headers of files have beside names, in all and for each
 #: tensor: a matrix is at most three of them, its numbers, scales and mask.
 _MARGIN, _HEADER, _ENTRY, _TENSORS = 0.002, 4096, 100, 3
@@ -97,13 +100,19 @@ class Way:
         )
 
 
+def _mixed(runtime: Runtime, group: int | None) -> AnyGrid:
+    """The grid of matrices of as many bits as suit each."""
+    return Grid(8, group, 8.0) if runtime == "niwaki" else BlockGrid(_MOST_BITS, average=_MOST_BITS)
+
+
 @dataclass(frozen=True)
 class Composition:
     """What a model is made of: numbers of weights, bytes of all else, and of headers.
 
     The tokenizer is in the same file for llama.cpp, and has no bytes elsewhere. ``group`` is how many weights share a
     scale (None for a row, in niwaki's format where rows are no multiples of its groups), and ``scale`` the bytes of
-    scales for each weight.
+    scales for each weight; ``least`` are the fewest bits that matrices have in the mean, and ``width`` is that of a row
+    of the embeddings.
     """
 
     matrices: int
@@ -113,6 +122,8 @@ class Composition:
     tokenizer: int
     group: int | None
     scale: float
+    least: float
+    width: int
 
     @classmethod
     def of(cls, model: StreamedModel, runtime: Runtime) -> "Composition":
@@ -140,6 +151,7 @@ class Composition:
         else:  # in the model's own dtypes
             tokenizer, others = 0, sum(entries[key].size for key in rest)
             scale = max(DTYPES[entries[key].dtype].itemsize for key in entries.keys() - rest)
+        grid = _mixed(runtime, group)
         tensors = (len(key) + _ENTRY for key in [*entries, *(_TENSORS - 1) * [*keys, *of_blocks]])
         return cls(
             matrices=sum(matrix.size for matrix in matrices),
@@ -148,7 +160,10 @@ class Composition:
             headers=_HEADER + sum(tensors),
             tokenizer=tokenizer,
             group=group,
-            scale=max(2, scale) / (group or min(widths)),
+            scale=0.0 if runtime == "llama.cpp" else max(2, scale) / (group or min(widths)),
+            least=sum(matrix.size * grid.choices(matrix.shape[1])[0] for matrix in matrices)
+            / sum(matrix.size for matrix in matrices),
+            width=entries[next(iter(keys))].shape[1] if keys else 0,
         )
 
 
@@ -160,14 +175,14 @@ class Ways(ABC):
     foresight: Foresight | None = None
 
     @property
-    def grid(self) -> Grid | None:
+    def grid(self) -> AnyGrid | None:
         """The grid of mixed bits; None in dense models."""
         return None
 
     @property
-    def ends_bits(self) -> tuple[int, ...]:
-        """Bits that embeddings and head can have, the most first."""
-        return ()
+    def ends(self) -> dict[str, float]:
+        """The grids that embeddings and head can have, those of most bits first, with the bits of a weight."""
+        return {}
 
     @property
     def costs(self) -> TokenCosts:
@@ -309,13 +324,20 @@ class PackedWays(Ways):
     #: How many tokens it has left, where some are removed first.
     tokens: int | None = None
 
-    @property
-    def grid(self) -> Grid:
-        return Grid(8, self.parts.group, 8.0)
+    @cached_property
+    def grid(self) -> AnyGrid:
+        return _mixed(self.runtime, self.parts.group)
 
-    @property
-    def ends_bits(self) -> tuple[int, ...]:
-        return _ENDS[self.runtime]
+    @cached_property
+    def ends(self) -> dict[str, float]:
+        if self.runtime == "niwaki":
+            return {str(Grid(int(bits), self.parts.group)): bits for bits in _ENDS["niwaki"]}
+        found = self.grid.choices(self.parts.width)
+        return {
+            BlockGrid(bits).type_of(self.parts.width).name.lower(): bits
+            for bits in _ENDS[self.runtime]
+            if bits in found
+        }
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -323,13 +345,17 @@ class PackedWays(Ways):
 
     @cached_property
     def largest(self) -> Way:
-        """8 bits for everything."""
-        return self._bits(8.0, 8)
+        """The most bits for everything."""
+        return self._bits(self._most, next(iter(self.ends)))
 
     @cached_property
     def smallest(self) -> Way:
         """The fewest bits, with the tokens there are."""
-        return self._bits(self.grid.choices[0], self.ends_bits[-1])
+        return self._bits(math.ceil(100 * self.parts.least) / 100, [*self.ends][-1])
+
+    @property
+    def _most(self) -> float:
+        return 8.0 if self.runtime == "niwaki" else _MOST_BITS
 
     @property
     def reach(self) -> tuple[Way, ...]:
@@ -365,10 +391,10 @@ class PackedWays(Ways):
 
     def _to(self, limit: int) -> Iterator[Way]:
         """The ways with these tokens: one for each number of bits of embeddings and head."""
-        for ends in self.ends_bits:
+        for ends in self.ends:
             low, high = self._bytes(0, ends), self._bytes(8, ends)
-            bits = min(8.0, math.floor(100 * (8 * (limit - low) / (high - low))) / 100)  # the most that fit
-            if bits >= self.grid.choices[0] and (way := self._bits(bits, ends)).size <= limit:
+            bits = min(self._most, math.floor(100 * (8 * (limit - low) / (high - low))) / 100)  # the most that fit
+            if bits >= self.parts.least and (way := self._bits(bits, ends)).size <= limit:
                 yield way
 
     def _with_fewer_tokens(self) -> Iterator["PackedWays"]:
@@ -381,21 +407,24 @@ class PackedWays(Ways):
                 parts = replace(self.parts, embeddings=embeddings, tokenizer=tokenizer)
                 yield replace(self, parts=parts, tokens=tokens)
 
-    def _bytes(self, bits: float, ends: int) -> int:
+    def _bytes(self, bits: float, ends: str) -> int:
         parts = self.parts
-        weights = parts.matrices * (bits / 8 + parts.scale) + parts.embeddings * (ends / 8 + parts.scale)
+        weights = parts.matrices * (bits / 8 + parts.scale) + parts.embeddings * (self.ends[ends] / 8 + parts.scale)
         return int((weights + parts.others + parts.tokenizer) * (1 + _MARGIN)) + parts.headers
 
-    def _bits(self, bits: float, ends: int) -> Way:
+    def _bits(self, bits: float, ends: str) -> Way:
         """Rounds matrices to so many bits, one number for all of them where it can be, and embeddings and head."""
-        text = f"int{bits:g}" if bits in (4, 8) else f"int{bits:.2f}"
-        words = f"{bits:g} bits a weight, embeddings and head of {ends}"
-        if self.parts.group:
-            text += f":{self.parts.group}"
+        if self.runtime == "llama.cpp":
+            text = "q8_0" if bits == _MOST_BITS else f"q{bits:.2f}"
+            words, last = f"{bits:g} bits a weight, embeddings and head in {ends}", Export("gguf")
         else:
-            words += ", one scale for each row"
-        last: Stage = Pack() if self.runtime == "niwaki" else Export("gguf-q8_0" if bits == 8 else "gguf-q4_0")
-        stages = (Quantize(text), *self.heal, QuantizeEmbeddings(str(Grid(ends, self.parts.group))), last)
+            text = f"int{bits:g}" if bits in (4, 8) else f"int{bits:.2f}"
+            words, last = f"{bits:g} bits a weight, embeddings and head of {self.ends[ends]:g}", Pack()
+            if self.parts.group:
+                text += f":{self.parts.group}"
+            else:
+                words += ", one scale for each row"
+        stages = (Quantize(text), *self.heal, QuantizeEmbeddings(ends), last)
         nats = None if self.foresight is None else self.foresight.of_matrices(bits) + self.foresight.ends[ends]
         way = Way.fitted(words, self._bytes(bits, ends), stages, nats)
         return way if self.tokens is None else way.with_tokens(self.tokens, self.costs)

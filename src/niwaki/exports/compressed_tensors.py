@@ -13,7 +13,7 @@ from niwaki.checkpoints.writing import Shards
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import replace_file
 from niwaki.layer.grid import Grid
-from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_grid, why_no_layer
+from niwaki.models.scales import read_scales, stored_as_usual, verify_grid, whole_numbers_of, why_no_layer
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.wording import markdown
@@ -59,7 +59,7 @@ class CompressedTensors(Conversion):
                 f"the matrices of {name} are products of two sparse factors, which compressed-tensors does not have; "
                 "'niwaki pack' writes the factors"
             )
-        grid, blocks = grid_of(checkpoint), checkpoint.pruning.blocks
+        grid, blocks = whole_numbers_of(checkpoint), checkpoint.pruning.blocks
         if grid is None:
             raise UsageError(
                 f"{name} has no weights on a grid, which compressed-tensors needs: quantize it first, as in 'niwaki "

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint, pipeline
@@ -27,9 +29,12 @@ from niwaki.exports.gguf_architectures import (
     numbers,
     stretched,
 )
+from niwaki.exports.gguf_blocks import bytes_of, bytes_of_whole_numbers
 from niwaki.exports.gguf_tokenizer import Tokenizer
 from niwaki.files import check_space, given_path, new_file
-from niwaki.layer.grid import Grid
+from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid, stored_type
+from niwaki.layer.grid import AnyGrid
+from niwaki.layer.rounding import to_nearest
 from niwaki.models.outside import embedding_keys, find_extra
 from niwaki.models.scales import bits_in, embedding_grid_of, grid_of, read_embedding_scales, read_scales
 from niwaki.models.sentence_vectors import pooling_of
@@ -44,7 +49,7 @@ from niwaki.runs.conversion import Conversion, model_name
 
 # Weights on a grid in the groups of 32 that llama.cpp has: the same whole numbers and scales, and no rounding.
 
-Kind = Literal["F16", "Q8_0", "Q5_0", "Q4_0"]
+Kind = Literal["", "F16", "Q8_0", "Q5_0", "Q4_0"]
 
 GROUP = 32  # weights that have a scale in Q8_0, Q5_0 and Q4_0
 #: The bits of a whole number there, the fewest first.
@@ -58,18 +63,25 @@ class TensorOnGrid:
     Of mixed bits these are known once it is written.
     """
 
-    grid: Grid
+    grid: AnyGrid
     scales: Callable[[], Tensor]
-    find_bits: Callable[[], int]
+    find_bits: Callable[[], float]
 
     @cached_property
-    def bits(self) -> int:
+    def bits(self) -> float:
         """The bits that its whole numbers have."""
         return self.find_bits()
 
+    @cached_property
+    def type(self) -> str:
+        """The one of llama.cpp's types that it has; "" on a grid of whole numbers."""
+        return stored_type(self.scales()).name if isinstance(self.grid, BlockGrid) else ""
+
     def fits(self, kind: str, columns: int) -> bool:
         """Whether ``kind`` has its whole numbers, and a scale wherever the grid has one."""
-        return self.bits <= BITS[kind] and (self.grid.group or columns) % GROUP == 0
+        if isinstance(self.grid, BlockGrid):
+            return self.type == kind
+        return kind in BITS and self.bits <= BITS[kind] and (self.grid.group or columns) % GROUP == 0
 
 
 def tensors_on_grids(model: StreamedModel) -> dict[tuple[str, int | None], TensorOnGrid]:
@@ -92,31 +104,8 @@ def tensors_on_grids(model: StreamedModel) -> dict[tuple[str, int | None], Tenso
     return found
 
 
-def groups_of(codes: Tensor, scales: Tensor, kind: str) -> np.ndarray[Any, Any]:
-    """(rows, bytes) uint8: whole numbers (rows, columns) times ``scales`` (rows, groups), as ``kind`` stores them.
-
-    A group of the file is its scale in float16 and then its numbers: a byte each in Q8_0; in Q4_0 16 bytes with q + 8
-    of one of the first 16 in the low half and of one of the others in the high half; in Q5_0 the same of the lowest
-    four bits of q + 16, and before them four bytes with the fifth bit of each.
-    """
-    rows, columns = codes.shape
-    numbers: np.ndarray[Any, Any]
-    whole = codes.numpy().astype(np.int8).reshape(rows, -1, GROUP)
-    if kind == "Q8_0":
-        numbers = whole.view(np.uint8)
-    else:
-        unsigned = (whole + (8 if kind == "Q4_0" else 16)).astype(np.uint8)
-        lowest = unsigned & 15
-        numbers = lowest[..., : GROUP // 2] | (lowest[..., GROUP // 2 :] << 4)
-        if kind == "Q5_0":
-            fifth = np.packbits(unsigned >> 4, axis=2, bitorder="little")
-            numbers = np.concatenate([fifth, numbers], axis=2)
-    each = np.repeat(scales.float().numpy(), columns // GROUP // scales.shape[1], axis=1).astype(np.float16)
-    return np.concatenate([each[..., None].view(np.uint8), numbers], axis=2).reshape(rows, -1)
-
-
 #: By the names of formats.
-KINDS: dict[ExportFormat, Kind] = {"gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
+KINDS: dict[ExportFormat, Kind] = {"gguf": "", "gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
 
 #: By what the largest weight of a group is divided, which gives the scale.
 _STEPS = {"Q8_0": 127, "Q5_0": 16, "Q4_0": 8}
@@ -203,33 +192,33 @@ class Gguf(Conversion):
         self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
 
     def _follow_grids(self) -> None:
-        """Stores what is on a grid of its own as the smallest numbers that hold it.
+        """Stores what is on a grid of its own as the smallest numbers that hold it, or in the type that it has.
 
-        That are embeddings and head, in a file of 4 or 8 bits, and in one of 4 bits matrices of mixed bits or of 5: a
+        In a file of 4 or 8 bits that are embeddings and head, and in one of 4 bits matrices of mixed bits or of 5: a
         format of 5 bits cannot be asked for. One of 8 can, so that fewer are meant where they are asked for.
         """
         grid = grid_of(self.checkpoint)
-        has_more, counts = grid is not None and (grid.is_mixed or grid.bits == 5), Counter[str]()
+        follows = not self._kind or (self._kind == "Q4_0" and grid is not None and (grid.is_mixed or grid.bits == 5))
+        counts = Counter[str]()
         for tensor in self._tensors:
             of_it = [self._on_grids[one.entry] for one in tensor.sources if one.entry in self._on_grids]
-            if tensor.kind == "F16" or not of_it:
+            if not of_it or tensor.together % GROUP or len(tensor.shape) != 2:
                 continue
-            if tensor.name in _ENDS:
-                fitting = (kind for kind in BITS if all(one.fits(kind, tensor.shape[1]) for one in of_it))
-                tensor.kind = next(fitting, "Q8_0")
-                if tensor.kind != "Q8_0":
-                    self._notes.append(f"{tensor.name} is in {tensor.kind}")
-            elif has_more and self._kind == "Q4_0":
-                tensor.kind = next(kind for kind, each in BITS.items() if each >= max(one.bits for one in of_it))
-                counts[tensor.kind] += 1
-        del counts["Q4_0"]
-        for kind, count in counts.items():
-            self._notes.append(f"{counted(count, 'matrix', 'matrices')} of more bits are in {kind}")
+            types = [BLOCK_TYPES[one.type] for one in of_it if one.type]
+            if tensor.name not in _ENDS and not (follows or types):
+                continue
+            fitting = (kind for kind in BITS if all(one.fits(kind, tensor.shape[1]) for one in of_it))
+            tensor.kind = max(types, key=attrgetter("bits")).name if types else next(fitting, "Q8_0")
+            counts[tensor.kind] += 1
+        if counts.keys() - {self._kind}:
+            which = ", ".join(f"{count:,} in {kind}" for kind, count in counts.most_common())
+            self._notes.append(f"on grids of their own: {which}")
+        self._most = (counts or Counter([self._kind or "F16"])).most_common(1)[0][0]
 
     @property
     def file_name(self) -> str:
         """The name of the file, where a directory is written."""
-        return f"model-{self._kind}.gguf"
+        return f"model-{self._kind}.gguf" if self._kind else "model.gguf"
 
     @property
     def tokenizer_size(self) -> int:
@@ -272,7 +261,7 @@ class Gguf(Conversion):
             for add, number in self._numbers.items():
                 (getattr(writer, add) if "." not in add else partial(writer.add_array, f"{architecture}.{add}"))(number)
             tokenizer.write(writer)
-            writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{self._kind}"))
+            writer.add_file_type(_file_type(gguf, self._kind or self._most))
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             self._write_tensors(writer)
         return [note for note in (*self._notes, *self._rounding(), *tokenizer.notes) if note]
@@ -280,18 +269,18 @@ class Gguf(Conversion):
     @property
     def _is_rounded(self) -> bool:
         """Whether the file, once it is written, has other numbers than the model."""
-        in_groups = (tensor for tensor in self._tensors if tensor.kind in BITS)
+        in_groups = (tensor for tensor in self._tensors if tensor.kind in BLOCK_TYPES)
         return bool(self._left) or not all(self._fits(tensor, one) for tensor in in_groups for one in tensor.sources)
 
     def _rounding(self) -> Iterator[str]:
         """What there is to say of the weights that were rounded."""
         on_grids, kind, left = self._on_grids, self._kind, self._left
-        groups = [(tensor, one) for tensor in self._tensors if tensor.kind in BITS for one in tensor.sources]
+        groups = [(tensor, one) for tensor in self._tensors if tensor.kind in BLOCK_TYPES for one in tensor.sources]
         odd = [(tensor.kind, one) for tensor, one in groups if one.entry in on_grids and not self._fits(tensor, one)]
         for stored, one in odd[:1]:
             yield (
                 f"weights on the grid {on_grids[one.entry].grid} are rounded to the nearest of {stored}, which does "
-                f"not have its numbers; quantize onto int{BITS[stored]}:{GROUP} for it"
+                f"not have its numbers; quantize onto int{BITS.get(stored, 8)}:{GROUP} for it"
             )
         in_blocks = [one for tensor, one in groups if tensor.name.startswith("blk.")]
         plain = [one.key for one in in_blocks if one.entry not in on_grids]
@@ -320,7 +309,7 @@ class Gguf(Conversion):
         for tensor in self._tensors:
             stored = getattr(gguf.GGMLQuantizationType, tensor.kind)
             shape = tensor.whole_shape
-            as_bytes = gguf.quant_shape_to_byte_shape(shape, stored) if tensor.kind.startswith("Q") else shape
+            as_bytes = gguf.quant_shape_to_byte_shape(shape, stored) if tensor.kind in BLOCK_TYPES else shape
             dtype = np.dtype({"F32": np.float32, "F16": np.float16}.get(tensor.kind, np.uint8))
             writer.add_tensor_info(tensor.name, as_bytes, dtype, int(np.prod(as_bytes)) * dtype.itemsize, stored)
         writer.write_header_to_file()
@@ -342,10 +331,13 @@ class Gguf(Conversion):
         if self._fits(tensor, source):
             on = self._on_grids[source.entry]
             scales = on.scales()
-            if on.grid.has(W, scales):
+            if on.grid.has(W.to(self.checkpoint.dtype(key)), scales):
                 codes, scales = on.grid.codes(W, scales.float())[source.rows], scales[source.rows]
-                _check_values(key, W[source.rows].numpy(), tensor.kind, scales.float().numpy())
-                stored = groups_of(codes, scales, tensor.kind)
+                if isinstance(on.grid, BlockGrid):
+                    stored = bytes_of(codes, scales)
+                else:
+                    _check_values(key, W[source.rows].numpy(), tensor.kind, scales.float().numpy())
+                    stored = bytes_of_whole_numbers(codes, scales, tensor.kind)
             else:
                 self._left.append(source)
         if stored is None:
@@ -353,13 +345,18 @@ class Gguf(Conversion):
             value = (-W.exp() if tensor.name.endswith("ssm_a") else W + tensor.added).numpy()
             _check_values(key, value, tensor.kind)
             gguf = self._gguf
-            stored = gguf.quants.quantize(value, getattr(gguf.GGMLQuantizationType, tensor.kind))
+            if tensor.kind in BLOCK_TYPES and tensor.kind not in BITS:  # which the package does not round to
+                grid = BlockGrid(BLOCK_TYPES[tensor.kind].bits, tensor.kind)
+                rounded, scales = to_nearest(W.reshape(tensor.shape), grid, torch.float32)
+                stored = bytes_of(grid.codes(rounded, scales), scales)
+            else:
+                stored = gguf.quants.quantize(value, getattr(gguf.GGMLQuantizationType, tensor.kind))
         return tensor.ordered(stored)
 
     def _fits(self, tensor: ExportedTensor, source: Source) -> bool:
         """Whether the form of ``tensor`` has the numbers of the grid that ``source`` is on, if it is on one."""
         on = self._on_grids.get(source.entry)
-        return on is not None and tensor.kind in BITS and on.fits(tensor.kind, tensor.shape[-1])
+        return on is not None and on.fits(tensor.kind, tensor.shape[-1])
 
 
 def write_gguf(form: Gguf, model: str | Path, out: str | Path) -> list[str]:
@@ -374,6 +371,13 @@ def write_gguf(form: Gguf, model: str | Path, out: str | Path) -> list[str]:
     form.check(str(model))
     with new_file(file, lambda there: there.read(4) == b"GGUF") as temporary:
         return form.write_file(temporary, model_name(model, path))
+
+
+def _file_type(gguf: Any, kind: str) -> int:
+    """The number that llama.cpp has for a file with most matrices in ``kind``."""
+    names = (f"MOSTLY_{kind}{ending}" for ending in ("", "_M", "_S"))
+    found: int = next(number for name in names if (number := getattr(gguf.LlamaFileType, name, None)) is not None)
+    return found
 
 
 def _package() -> Any:
@@ -402,8 +406,8 @@ def _choose_kinds(tensors: list[ExportedTensor], kind: Kind) -> list[str]:
     for tensor in tensors:
         if len(tensor.shape) != 2 or any(each in tensor.name for each in _PRECISE):  # norms, biases...
             continue
-        tensor.kind = "Q8_0" if kind == "Q4_0" and tensor.name in _ENDS else kind
-        if kind != "F16" and tensor.together % GROUP:
+        tensor.kind = "Q8_0" if kind == "Q4_0" and tensor.name in _ENDS else kind or "F16"
+        if tensor.kind != "F16" and tensor.together % GROUP:
             tensor.kind = "F16"
             odd.append(tensor)
     if not odd:
@@ -443,7 +447,7 @@ def _check_values(key: str, value: np.ndarray[Any, Any], kind: str, scales: np.n
     numbers, what = value, "weights"
     if kind != "F16":
         what = "scales of groups"
-        numbers = np.abs(value.reshape(-1, GROUP)).max(axis=1) / _STEPS[kind] if scales is None else scales
+        numbers = np.abs(value.reshape(-1, GROUP)).max(axis=1) / _STEPS.get(kind, 8) if scales is None else scales
     half, wide = numbers.astype(np.float16), numbers.astype(np.float64)
     if np.linalg.norm(half - wide) > _FAR * np.linalg.norm(wide):
         lost = int(((half == 0) & (numbers != 0)).sum())

@@ -9,12 +9,16 @@ from torch import Tensor
 
 from niwaki.arguments import check_fields
 from niwaki.errors import UsageError
+from niwaki.layer.block_types import BlockGrid, parse_block_grid
+from niwaki.layer.linalg import products
 from niwaki.quantities import check_grid, parse_bits
 
 #: How many scales are tried for a group. Grids of at most 4 bits have half of them for each sign.
 _CANDIDATES = 32
 #: How many weights are looked at together, which a processor's cache is to hold.
 _AT_ONCE = 1 << 18
+#: The ridge of the least squares for scales, relative to the squared output of each group.
+_RIDGE = 1e-3
 #: The integers that are as wide as a number of so many bytes.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -49,14 +53,20 @@ class Grid:
         bits = self.bits if self.average is None else self.average
         return f"int{bits}" + ("" if self.group is None else f":{self.group}")
 
+    keeps_zeros = True
+
     @property
     def is_mixed(self) -> bool:
         """Whether matrices have different numbers of bits."""
         return self.average is not None
 
     @property
-    def choices(self) -> tuple[int, ...]:
-        """The numbers of bits that a matrix may have: those that exist in the formats with such groups.
+    def family(self) -> tuple[tuple[int, ...], int | None]:
+        """What the grids of matrices can be, whatever the mean."""
+        return self.choices(), self.group
+
+    def choices(self, columns: int = 0) -> tuple[int, ...]:
+        """The numbers of bits that a matrix may have, of any width: those that exist in the formats with such groups.
 
         Packed models, with groups of a multiple of 64, have more of them than GGUF files, with groups of 32.
         """
@@ -64,14 +74,14 @@ class Grid:
             return (self.bits,)
         return (4, 5, 8) if self.group and self.group % 64 else (2, 3, 4, 5, 6, 8)
 
-    def of(self, bits: int) -> "Grid":
+    def of(self, bits: float) -> "Grid":
         """The grid of a matrix with this number of ``bits``."""
-        return Grid(bits, self.group)
+        return Grid(int(bits), self.group)
 
     def fewest(self, codes: Tensor) -> int:
         """The smallest of the :attr:`choices` of bits that can hold all of the whole numbers ``codes``."""
         low, high = (int(codes.min()), int(codes.max())) if codes.numel() else (0, 0)
-        return next(bits for bits in self.choices if self.of(bits).lowest <= low and high <= self.of(bits).highest)
+        return next(bits for bits in self.choices() if self.of(bits).lowest <= low and high <= self.of(bits).highest)
 
     @property
     def lowest(self) -> int:
@@ -137,10 +147,41 @@ class Grid:
             chosen, least = best_of(torch.where(power > 0, weighted.mul_(W).sum(2) / power, chosen))
         return torch.where(exact != 0, exact, chosen)
 
+    def scale_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype of scales of weights that are ``stored`` so."""
+        return scale_dtype(stored)
+
+    def are_scales(self, scales: Tensor) -> bool:
+        """Whether ``scales`` can be those of a matrix."""
+        return bool(((scales != 0) & scales.isfinite()).all())
+
     def finest(self, W: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """The scales of :meth:`exact` for W, which is on the grid with ``scales``: they depend on nothing but W."""
         exact = self.exact(W, dtype)
         return torch.where(exact != 0, exact, scales)
+
+    def refitted(self, W: Tensor, codes: Tensor, scales: Tensor, H: Tensor, dtype: torch.dtype) -> Tensor:
+        """(out, groups): scales with the least (w - q s) H (w - q s)^T of each row for ``codes`` q.
+
+        There is a ridge towards the old ``scales``; an old one stays where the new one has another sign.
+        """
+        rows, groups = scales.shape
+        A, b = W.new_empty(rows, groups, groups), torch.empty_like(scales)
+        width = W.shape[1] // groups
+        for group in range(groups):
+            columns = slice(group * width, (group + 1) * width)
+            outputs = codes[:, columns] @ H[columns]
+            A[:, group] = (outputs * codes).view(rows, groups, width).sum(dim=2)
+            b[:, group] = outputs.mul_(W).sum(dim=1)
+        diagonal = A.diagonal(dim1=1, dim2=2)
+        seen = diagonal > 0
+        ridge = diagonal * _RIDGE
+        b.addcmul_(ridge, scales)
+        diagonal.add_(ridge).masked_fill_(~seen, 1.0)
+        with products(tf32=False):
+            fitted, _ = torch.linalg.solve_ex(A, b)
+        fitted = torch.where(seen & (fitted.sign() == scales.sign()) & fitted.isfinite(), fitted, scales)
+        return usable(fitted, dtype)
 
     def _largest_codes(self, width: int) -> list[float]:
         """The numbers, not whole ones, at which scales put the largest of ``width`` weights: candidates.
@@ -223,6 +264,13 @@ def scale_dtype(stored: torch.dtype) -> torch.dtype:
     return torch.float32 if stored == torch.float64 else stored
 
 
-def parse_grid(text: str) -> Grid:
-    """The grid of a text such as ``"int4:128"``, or ``"int8"`` for one scale for each row; UsageError if not valid."""
-    return Grid(*parse_bits(text))
+#: What weights can be on.
+AnyGrid = Grid | BlockGrid
+
+
+def parse_grid(text: str) -> AnyGrid:
+    """The grid of a text: "int4:128", "int8" for a scale for each row, "q4_k" for a type of llama.cpp's.
+
+    UsageError if it is not valid.
+    """
+    return parse_block_grid(text) or Grid(*parse_bits(text))

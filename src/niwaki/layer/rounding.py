@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from niwaki.layer.floats import TiledFloats
-from niwaki.layer.grid import Grid, usable
-from niwaki.layer.linalg import STRIP, conjugate_gradients, products, resolvent, with_unit_diagonal
+from niwaki.layer.grid import AnyGrid, Grid
+from niwaki.layer.linalg import STRIP, conjugate_gradients, resolvent, with_unit_diagonal
 from niwaki.layer.problem import Gram, LayerProblem, Normalized, Solution
 
 _SWEEPS = 20
@@ -18,8 +18,6 @@ _FIRST_PENALTY = 0.3
 _LAST_PENALTY = 0.7
 #: The penalty of the weights themselves.
 _RHO = math.sqrt(_FIRST_PENALTY * _LAST_PENALTY)
-#: The ridge of the least squares for scales, relative to the squared output of each group.
-_RIDGE = 1e-3
 
 
 def unsolved(problem: LayerProblem) -> Solution:
@@ -27,7 +25,7 @@ def unsolved(problem: LayerProblem) -> Solution:
     return problem.solution(problem.W, torch.ones_like(problem.W, dtype=torch.bool))
 
 
-def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torch.dtype) -> tuple[Solution, Tensor]:
+def onto_grid(problem: LayerProblem, solution: Solution, grid: AnyGrid, dtype: torch.dtype) -> tuple[Solution, Tensor]:
     """``solution`` with weights on ``grid``, for the same mask and with the same ``stats``, and scales (out, groups).
 
     Both are in the dtype of W, with values that ``dtype`` has. UsageError if the grid does not fit W.
@@ -61,13 +59,14 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
         first = grid.scales(solved, importance, dtype)
 
         def nearest(V: Tensor, s: Tensor = first, mask: Tensor = mask) -> Tensor:
-            return grid.project(V, s, dtype).masked_fill_(~mask, 0.0)
+            numbers = grid.project(V, s, dtype)
+            return numbers.masked_fill_(~mask, 0.0) if grid.keeps_zeros else numbers
 
         rounded = nearest(solved)
         swept = _swept(target, solved, R, nearest)
         swept[:, dead] = rounded[:, dead]
         codes = grid.codes(swept, first)
-        fitted = _fitted_scales(target, codes, first, gram.H, dtype)
+        fitted = grid.refitted(target, codes, first, gram.H, dtype)
         best, chosen, least = rounded, first, _losses(target, rounded, gram.H)
         for candidate, s in ((swept, first), (grid.values(codes, fitted, dtype), fitted)):
             losses = _losses(target, candidate, gram.H)
@@ -78,7 +77,7 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
     return problem.solution(weights, solution.mask, **solution.stats), scales
 
 
-def to_nearest(W: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def to_nearest(W: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """W (out, in) rounded to the nearest numbers of ``grid``, and scales (out, groups), as if all inputs were alike.
 
     Both are in the dtype of W, with values that ``dtype`` has; scales are those of :meth:`Grid.scales` for inputs that
@@ -157,27 +156,6 @@ def _swept(W: Tensor, start: Tensor, R: Tensor, nearest: Callable[[Tensor], Tens
         Z = nearest(torch.add(X, U, alpha=_RHO / gamma))
         U.add_(X).sub_(Z)
     return Z
-
-
-def _fitted_scales(W: Tensor, codes: Tensor, scales: Tensor, H: Tensor, dtype: torch.dtype) -> Tensor:
-    """(out, groups): the scales with the least squared error for ``codes``; an old one where the sign is another."""
-    rows, groups = scales.shape
-    A, b = W.new_empty(rows, groups, groups), torch.empty_like(scales)
-    width = W.shape[1] // groups
-    for group in range(groups):
-        columns = slice(group * width, (group + 1) * width)
-        outputs = codes[:, columns] @ H[columns]
-        A[:, group] = (outputs * codes).view(rows, groups, width).sum(dim=2)
-        b[:, group] = outputs.mul_(W).sum(dim=1)
-    diagonal = A.diagonal(dim1=1, dim2=2)
-    seen = diagonal > 0
-    ridge = diagonal * _RIDGE
-    b.addcmul_(ridge, scales)
-    diagonal.add_(ridge).masked_fill_(~seen, 1.0)
-    with products(tf32=False):
-        fitted, _ = torch.linalg.solve_ex(A, b)
-    fitted = torch.where(seen & (fitted.sign() == scales.sign()) & fitted.isfinite(), fitted, scales)
-    return usable(fitted, dtype)
 
 
 def _losses(W: Tensor, Q: Tensor, H: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from niwaki.checkpoints.tensors import Entry, new_shard, read_beside, read_tenso
 from niwaki.checkpoints.writing import CheckpointWriter, check_zeros, verify
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.layer.floats import TiledFloats
-from niwaki.layer.grid import Grid, scale_dtype
+from niwaki.layer.grid import AnyGrid, Grid, scale_dtype
 from niwaki.layer.linalg import products
 from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.problem import LayerProblem, Solution
@@ -32,6 +32,7 @@ from niwaki.models.scales import (
     scale_key,
     stored_as_usual,
     verify_grid,
+    whole_numbers_of,
 )
 from niwaki.models.streamed import StreamedModel
 
@@ -123,19 +124,19 @@ class OnGrid(WeightFormat):
     On one of mixed bits ``bits_of`` says how many a matrix has.
     """
 
-    grid: Grid
-    bits_of: Callable[[Matrix], int] | None = field(default=None, compare=False)
+    grid: AnyGrid
+    bits_of: Callable[[Matrix], float] | None = field(default=None, compare=False)
 
     files = (FILE,)
 
-    def _grid(self, matrix: Matrix) -> Grid:
+    def _grid(self, matrix: Matrix) -> AnyGrid:
         return self.grid if self.bits_of is None else self.grid.of(self.bits_of(matrix))
 
     def part_keys(self, matrix: Matrix) -> tuple[str, ...]:
         return (scale_key(matrix),)
 
     def parts_like(self, matrix: Matrix, stored: torch.dtype) -> list[Like]:
-        return [((matrix.shape[0], self.grid.groups(matrix.shape[1])), scale_dtype(stored))]
+        return [((matrix.shape[0], self.grid.groups(matrix.shape[1])), self.grid.scale_dtype(stored))]
 
     def read_parts(self, checkpoint: Checkpoint, matrix: Matrix) -> tuple[Tensor, ...]:
         return (read_scales(checkpoint, matrix, self.grid),) if checkpoint.pruning.includes(matrix.block) else ()
@@ -150,16 +151,16 @@ class OnGrid(WeightFormat):
         self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
     ) -> tuple[Solution, tuple[Tensor, ...]]:
         before = solution.W != 0
-        solution, scales = onto_grid(problem, solution, self._grid(matrix), scale_dtype(stored))
+        solution, scales = onto_grid(problem, solution, self._grid(matrix), self.grid.scale_dtype(stored))
         after = solution.W != 0
         lost, raised = (rows.total(int(each.count_nonzero())) for each in (before & ~after, after & ~before))
         stats = {**solution.stats, "rounded_to_zero": lost}
         if raised:  # kept weights of 0
             stats["revived_by_rounding"] = raised
-        return replace(solution, stats=stats), (rows.joined(scales).to(scale_dtype(stored)),)
+        return replace(solution, stats=stats), (rows.joined(scales).to(self.grid.scale_dtype(stored)),)
 
     def nearest(self, matrix: Matrix, W: Tensor, stored: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
-        dtype = scale_dtype(stored)
+        dtype = self.grid.scale_dtype(stored)
         weights, scales = to_nearest(W, self._grid(matrix), dtype)
         return weights, (scales.to(dtype),)
 
@@ -263,7 +264,7 @@ class Factored(WeightFormat):
         why = f", as factors on {self.grid} have it" if self.grid else ""
         parts = tuple(read_beside(file, places, f"factors of {matrix.key!r}", why))
         for key, scales in zip([*places][2:], parts[2:], strict=True):
-            check_scales(scales, file, key)
+            check_scales(scales, file, key, self.grid or Grid(8))
         return parts
 
     def notes(self, matrices: Iterable[Matrix]) -> list[str]:
@@ -350,7 +351,7 @@ def format_of(checkpoint: Checkpoint) -> WeightFormat:
     """
     grid = grid_of(checkpoint)
     if checkpoint.pruning.has_factors:
-        return Factored(grid, checkpoint.pruning.blocks)
+        return Factored(whole_numbers_of(checkpoint), checkpoint.pruning.blocks)
     if grid is None:
         return WeightFormat()
     return OnGrid(grid, cache(partial(bits_in, checkpoint, grid=grid))) if grid.is_mixed else OnGrid(grid)

@@ -10,7 +10,8 @@ from torch import Tensor
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import Entry, new_shard, read_beside
 from niwaki.errors import CheckpointError, OutputError, UsageError
-from niwaki.layer.grid import Grid, parse_grid, scale_dtype
+from niwaki.layer.block_types import BlockGrid, stored_type
+from niwaki.layer.grid import AnyGrid, Grid, parse_grid
 from niwaki.models.layout import Matrix
 
 #: In a folder of its own, because some programs load every safetensors file that lies beside config.json.
@@ -22,24 +23,43 @@ _PACKED_GROUP, _EXPORTED_BITS = 64, (4, 8)
 EMBEDDINGS = f"{FOLDER}/embeddings.safetensors"
 
 
-def grid_of(checkpoint: Checkpoint) -> Grid | None:
+def grid_of(checkpoint: Checkpoint) -> AnyGrid | None:
     """The grid of a model's weights, as its configuration names it; CheckpointError where there is none such."""
     return _parsed(checkpoint, checkpoint.pruning.quantization)
 
 
-def embedding_grid_of(checkpoint: Checkpoint) -> Grid | None:
+def embedding_grid_of(checkpoint: Checkpoint) -> AnyGrid | None:
     """The grid of a model's token embeddings and head; CheckpointError where its configuration names no such grid."""
     return _parsed(checkpoint, checkpoint.pruning.embeddings)
 
 
-def _parsed(checkpoint: Checkpoint, name: str | None) -> Grid | None:
+def _parsed(checkpoint: Checkpoint, name: str | None) -> AnyGrid | None:
     try:
         return parse_grid(name) if name else None
     except UsageError as error:
         raise CheckpointError(f"{checkpoint.path / 'config.json'}, pruning_config: {error}") from error
 
 
-def stored_as_usual(grid: Grid, matrices: Iterable[Matrix]) -> str:
+def whole_numbers_of(checkpoint: Checkpoint) -> Grid | None:
+    """The grid of a model's weights; UsageError where they have a type of llama.cpp's."""
+    return _whole_numbers(checkpoint, grid_of(checkpoint))
+
+
+def embedding_numbers_of(checkpoint: Checkpoint) -> Grid | None:
+    """The same of token embeddings and head."""
+    return _whole_numbers(checkpoint, embedding_grid_of(checkpoint))
+
+
+def _whole_numbers(checkpoint: Checkpoint, grid: AnyGrid | None) -> Grid | None:
+    if isinstance(grid, BlockGrid):
+        raise UsageError(
+            f"{checkpoint.path} has weights in {grid}, a type of llama.cpp's; 'niwaki export --format gguf' "
+            "writes the file for it"
+        )
+    return grid
+
+
+def stored_as_usual(grid: AnyGrid, matrices: Iterable[Matrix]) -> str:
     """The note of ``prune`` on ``matrices``, which ``export`` has to take back."""
     ways = _small_forms(grid, [*matrices])
     packs = f", and {' and '.join(ways)} make{'' if len(ways) > 1 else 's'} them small" if ways else ""
@@ -49,8 +69,10 @@ def stored_as_usual(grid: Grid, matrices: Iterable[Matrix]) -> str:
     )
 
 
-def _small_forms(grid: Grid, matrices: Sequence[Matrix]) -> list[str]:
+def _small_forms(grid: AnyGrid, matrices: Sequence[Matrix]) -> list[str]:
     """The commands that make a small model of ``matrices`` on ``grid``."""
+    if isinstance(grid, BlockGrid):
+        return ["'niwaki export --format gguf'"]
     if any(matrix.blocks for matrix in matrices):
         return []
     ways = ["'niwaki pack'"] if grid.group is None or grid.group % _PACKED_GROUP == 0 else []
@@ -77,59 +99,61 @@ def scale_key(matrix: Matrix) -> str:
     return f"{matrix.key}_scale"
 
 
-def places(checkpoint: Checkpoint, matrices: Sequence[Matrix], grid: Grid) -> dict[str, Entry]:
+def places(checkpoint: Checkpoint, matrices: Sequence[Matrix], grid: AnyGrid) -> dict[str, Entry]:
     """Where the scales of ``matrices`` go: (out, groups), or (experts, out, groups) where a tensor has all experts."""
     tensors = {}
     for matrix in matrices:
         entry = checkpoint.entries[matrix.key]
         experts = () if matrix.index is None else entry.shape[:1]
         shape = (*experts, matrix.shape[0], grid.groups(matrix.shape[1]))
-        tensors[scale_key(matrix)] = scale_dtype(checkpoint.dtype(matrix.key)), shape
+        tensors[scale_key(matrix)] = grid.scale_dtype(checkpoint.dtype(matrix.key)), shape
     return new_shard(FILE, tensors)
 
 
-def read_scales(checkpoint: Checkpoint, matrix: Matrix, grid: Grid) -> Tensor:
+def read_scales(checkpoint: Checkpoint, matrix: Matrix, grid: AnyGrid) -> Tensor:
     """(out, groups), in their own dtype; CheckpointError where they are not there, or cannot be its scales."""
     file = checkpoint.path / FILE
     why = f", as the weights on {grid} have it"
     (scales,) = read_beside(file, places(checkpoint, [matrix], grid), f"scales of {matrix.key!r}", why)
     scales = scales if matrix.index is None else scales[matrix.index]
-    check_scales(scales, file, scale_key(matrix))
+    check_scales(scales, file, scale_key(matrix), grid)
     return scales
 
 
-def bits_in(checkpoint: Checkpoint, matrix: Matrix, grid: Grid) -> int:
-    """How many bits ``matrix`` has on a ``grid``: of mixed ones, by its whole numbers."""
+def bits_in(checkpoint: Checkpoint, matrix: Matrix, grid: AnyGrid) -> float:
+    """How many bits ``matrix`` has on a ``grid``: of mixed ones, by its whole numbers or by its type."""
+    if isinstance(grid, BlockGrid):
+        return stored_type(read_scales(checkpoint, matrix, grid)).bits
     if not grid.is_mixed:
         return grid.bits
     return grid.fewest(grid.codes(matrix.read(checkpoint).float(), read_scales(checkpoint, matrix, grid).float()))
 
 
-def embedding_places(checkpoint: Checkpoint, keys: Iterable[str], grid: Grid) -> dict[str, Entry]:
+def embedding_places(checkpoint: Checkpoint, keys: Iterable[str], grid: AnyGrid) -> dict[str, Entry]:
     """Where the scales of token embeddings and a head go, the tensors ``keys``: (rows, groups)."""
     tensors = {}
     for key in keys:
         rows, columns = checkpoint.entries[key].shape
-        tensors[f"{key}_scale"] = scale_dtype(checkpoint.dtype(key)), (rows, grid.groups(columns))
+        tensors[f"{key}_scale"] = grid.scale_dtype(checkpoint.dtype(key)), (rows, grid.groups(columns))
     return new_shard(EMBEDDINGS, tensors)
 
 
-def read_embedding_scales(checkpoint: Checkpoint, key: str, grid: Grid) -> Tensor:
+def read_embedding_scales(checkpoint: Checkpoint, key: str, grid: AnyGrid) -> Tensor:
     """(rows, groups), in their own dtype; CheckpointError where they are not there, or cannot be its scales."""
     file = checkpoint.path / EMBEDDINGS
     why = f", as embeddings on {grid} have it"
     (scales,) = read_beside(file, embedding_places(checkpoint, [key], grid), f"scales of {key!r}", why)
-    check_scales(scales, file, f"{key}_scale")
+    check_scales(scales, file, f"{key}_scale", grid)
     return scales
 
 
-def check_scales(scales: Tensor, file: Path, key: str) -> None:
+def check_scales(scales: Tensor, file: Path, key: str, grid: AnyGrid) -> None:
     """CheckpointError unless the tensor ``key`` of ``file`` can be scales."""
-    if not bool(((scales != 0) & scales.isfinite()).all()):
+    if not grid.are_scales(scales):
         raise CheckpointError(f"{file}: {key!r} has scales that are 0 or not finite; quantize the model again")
 
 
-def verify_grid(directory: Path, matrices: Sequence[Matrix], grid: Grid) -> None:
+def verify_grid(directory: Path, matrices: Sequence[Matrix], grid: AnyGrid) -> None:
     """Raises OutputError unless all that was written is on the grid: a whole number times its scale, to the bit."""
     written = Checkpoint(directory)
     for matrix in matrices:

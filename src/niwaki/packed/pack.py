@@ -28,11 +28,11 @@ from niwaki.models.outside import embedding_keys
 from niwaki.models.scales import (
     EMBEDDINGS,
     FILE as SCALES,
-    embedding_grid_of,
-    grid_of,
+    embedding_numbers_of,
     read_embedding_scales,
     read_scales,
     scale_key,
+    whole_numbers_of,
 )
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, PackedTensor, Shard, dense, marked, sha256
@@ -174,7 +174,7 @@ class Packed(Conversion):
             raise UnsupportedModelError(
                 f"the matrices of {checkpoint.path} are in {' and '.join(stored)}; only BF16, F16 and F32 can be packed"
             )
-        self._grid, self._embedding_grid = grid_of(checkpoint), embedding_grid_of(checkpoint)
+        self._grid, self._embedding_grid = whole_numbers_of(checkpoint), embedding_numbers_of(checkpoint)
         self._embeddings = embedding_keys(streamed) if self._embedding_grid else []
 
     @cached_property

@@ -16,7 +16,7 @@ from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.choices import LEAST_SQUARES, NEAREST, NO_ZEROS
 from niwaki.effort import NO_EFFORT, Effort, make_effort
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
-from niwaki.layer.grid import Grid, parse_grid, scale_dtype
+from niwaki.layer.grid import AnyGrid, parse_grid
 from niwaki.layer.linalg import STRIP, products
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.rounding import flops, onto_grid, to_nearest, unsolved
@@ -45,7 +45,7 @@ class QuantizeEmbeddings(Stage):
     ``effort`` "none" rounds everything to the nearest; any other effort compensates for the rounding with 8 bits too.
     """
 
-    grid: str | Grid = "int8:64"
+    grid: str | AnyGrid = "int8:64"
     effort: str | Effort | None = None
 
     name: ClassVar[str] = "embeddings"
@@ -54,7 +54,7 @@ class QuantizeEmbeddings(Stage):
     only_formats_follow: ClassVar[bool] = True
 
     @property
-    def wanted(self) -> Grid:
+    def wanted(self) -> AnyGrid:
         """The grid as an object."""
         return parse_grid(self.grid) if isinstance(self.grid, str) else self.grid
 
@@ -191,7 +191,7 @@ class QuantizingEmbeddings(Task):
     def _rounded(self, key: str, gram: Gram | None, progress: Progress) -> tuple[Tensor, Tensor]:
         """The tensor as the file has it, on the grid, and its scales; with a ``gram`` fitted to the inputs of that."""
         value = self.checkpoint.read(key)
-        of_scales, strips = scale_dtype(value.dtype), []
+        of_scales, strips = self.grid.scale_dtype(value.dtype), []
         for rows in value.split(STRIP):  # in float32 some at a time, as such tables are large
             W = rows.float()
             if gram is None:

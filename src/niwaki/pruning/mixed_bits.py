@@ -17,7 +17,7 @@ from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.choices import TF32
 from niwaki.errors import NiwakiError, named
 from niwaki.files import read_cached, write_cached
-from niwaki.layer.grid import Grid, scale_dtype
+from niwaki.layer.grid import AnyGrid
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
 from niwaki.models.block import DecoderBlock
@@ -48,7 +48,7 @@ class BitCosts:
     """What rounding a matrix of so many ``weights`` to each number of bits is foreseen to cost, in nats a token."""
 
     weights: int
-    nats: dict[int, float]
+    nats: dict[float, float]
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def examined(
 
 
 def costs_of_bits(
-    model: StreamedModel, grid: Grid, samples: Tensor, tf32: TF32, world: World, progress: Progress
+    model: StreamedModel, grid: AnyGrid, samples: Tensor, tf32: TF32, world: World, progress: Progress
 ) -> dict[Place, BitCosts]:
     """The costs of all matrices of ``model`` with each of the :attr:`.Grid.choices`, by this process's ``samples``.
 
@@ -217,27 +217,27 @@ def costs_of_bits(
 
 
 def remembered_costs(
-    model: StreamedModel, grid: Grid, samples: Tensor, tf32: TF32, find: Callable[[], dict[Place, BitCosts]]
+    model: StreamedModel, grid: AnyGrid, samples: Tensor, tf32: TF32, find: Callable[[], dict[Place, BitCosts]]
 ) -> dict[Place, BitCosts]:
     """What ``find`` finds, unless an earlier run of the same call has found it: see :func:`.remembered`."""
     text = hashlib.sha256(raw_bytes(samples)).hexdigest()
-    how = grid.choices, grid.group, text, str(model.device), str(model.dtype), tf32
+    how = grid.family, text, str(model.device), str(model.dtype), tf32
     return remembered("costs of bits", model.checkpoint, how, find)
 
 
-def cost_of_bits(grid: Grid, looked: Looked) -> BitCosts:
+def cost_of_bits(grid: AnyGrid, looked: Looked) -> BitCosts:
     """What is foreseen for one matrix: see :func:`costs_of_bits`."""
     W, cost = looked.rows()
-    dtype = scale_dtype(looked.block.stored_dtype(looked.matrix))
+    dtype = grid.scale_dtype(looked.block.stored_dtype(looked.matrix))
     problem = LayerProblem(W, looked.gram)
     solution = unsolved(problem)
 
-    def rounded(of: Grid) -> float:
+    def rounded(of: AnyGrid) -> float:
         if looked.look.fitted:
             return cost(onto_grid(problem, solution, of, dtype)[0].W)
         return _FITTED * cost(to_nearest(W, of, dtype)[0])
 
-    return BitCosts(looked.matrix.size, {bits: rounded(grid.of(bits)) for bits in grid.choices})
+    return BitCosts(looked.matrix.size, {bits: rounded(grid.of(bits)) for bits in grid.choices(W.shape[1])})
 
 
 def _inputs(
@@ -251,7 +251,7 @@ def _inputs(
         yield from ((matrices[name], grams) for name in groups[0].names)
 
 
-def choose_bits(costs: dict[Place, BitCosts], average: float) -> dict[Place, int]:
+def choose_bits(costs: dict[Place, BitCosts], average: float) -> dict[Place, float]:
     """The bits of each matrix, ``average`` ones or a little fewer for each weight, at the least foreseen cost.
 
     Matrices get more bits in the order of what a bit more of each weight gains, a step at a time.
@@ -268,14 +268,14 @@ def choose_bits(costs: dict[Place, BitCosts], average: float) -> dict[Place, int
     return chosen
 
 
-def _steps(costs: BitCosts) -> Iterator[tuple[float, int, int]]:
+def _steps(costs: BitCosts) -> Iterator[tuple[float, float, float]]:
     """What each bit more of a weight gains, from some bits to others, in the order of ever smaller gains.
 
     Bits that lie above a line between others are left out: a mixture of those others costs less.
     """
     bits, here = sorted(costs.nats), min(costs.nats)
 
-    def gain(more: int, fewer: int) -> float:
+    def gain(more: float, fewer: float) -> float:
         return (costs.nats[fewer] - costs.nats[more]) / ((more - fewer) * costs.weights)
 
     while here < bits[-1]:
@@ -284,7 +284,7 @@ def _steps(costs: BitCosts) -> Iterator[tuple[float, int, int]]:
         here = after
 
 
-def foreseen(costs: dict[Place, BitCosts], chosen: dict[Place, int]) -> float:
+def foreseen(costs: dict[Place, BitCosts], chosen: dict[Place, float]) -> float:
     """What all matrices are foreseen to cost with the ``chosen`` bits, in nats a token: the sum of what each does."""
     return math.fsum(costs[place].nats[bits] for place, bits in chosen.items())
 
@@ -294,10 +294,10 @@ def together(nats: float) -> float:
     return nats * min(_AT_MOST, 1 + _TOGETHER * nats)
 
 
-def in_words(costs: dict[Place, BitCosts], chosen: dict[Place, int], grid: Grid) -> str:
+def in_words(costs: dict[Place, BitCosts], chosen: dict[Place, float], grid: AnyGrid) -> str:
     """What a record is to say of the ``chosen`` bits."""
     counts = {bits: sum(each == bits for each in chosen.values()) for bits in sorted({*chosen.values()})}
-    which = ", ".join(f"{count:,} of {bits} bits" for bits, count in counts.items())
+    which = ", ".join(f"{count:,} of {bits:g} bits" for bits, count in counts.items())
     weights = sum(each.weights for each in costs.values())
     mean = sum(bits * costs[place].weights for place, bits in chosen.items()) / weights
     return (

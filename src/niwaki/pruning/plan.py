@@ -246,7 +246,7 @@ class Plan(Kept):
     #: For each matrix (out,), the weight of each output's squared error; empty where all count the same.
     importance: dict[Place, Tensor] = field(default_factory=dict)
     synthetic: Tensor | None = None  # (samples, length) int64, text that the dense model wrote, if any
-    bits: dict[Place, int] = field(default_factory=dict)  # of each matrix; empty where all have as many
+    bits: dict[Place, float] = field(default_factory=dict)  # of each matrix; empty where all have as many
 
     def pattern(self, matrix: Matrix, usual: PatternOf) -> Pattern:
         """The pattern of ``matrix``, which without a plan would be its ``usual`` one."""

@@ -14,7 +14,7 @@ from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.choices import NO_ZEROS
 from niwaki.effort import Effort, Planning, describe as describe_effort, described
 from niwaki.errors import UsageError
-from niwaki.layer.grid import Grid
+from niwaki.layer.grid import AnyGrid
 from niwaki.layer.linalg import has_tf32, products
 from niwaki.layer.solvers import Solver, describe
 from niwaki.models.device import resident
@@ -85,7 +85,7 @@ class Quantize(Stage):
     Zeros stay zeros: it is the same as :class:`Prune` with no more zeros and ``quantize=grid``.
     """
 
-    grid: str | Grid = "int4:128"
+    grid: str | AnyGrid = "int4:128"
     solver: str | Solver | None = None
     effort: str | Effort | None = None
     #: A note on what is not done of what was asked for.
@@ -324,5 +324,5 @@ def _format(request: Request, checkpoint: Checkpoint) -> WeightFormat:
     if request.keep_format:
         return KeptFormat(checkpoint)
     if request.makes_factors:
-        return Factored(request.grid)
+        return Factored(request.factor_grid)
     return OnGrid(request.grid) if request.grid else WeightFormat()

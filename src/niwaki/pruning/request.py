@@ -13,7 +13,8 @@ from niwaki.choices import LEAST_SQUARES, NEAREST, TWO_FACTORS
 from niwaki.effort import NO_EFFORT, Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import is_model
-from niwaki.layer.grid import Grid, parse_grid
+from niwaki.layer.block_types import BlockGrid
+from niwaki.layer.grid import AnyGrid, Grid, parse_grid
 from niwaki.layer.patterns import Among, Fixed, Pattern, TwoFactors, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describe, make_solver
 from niwaki.models.layout import Matrix, check_dtypes
@@ -42,7 +43,7 @@ class Request:
     solver: str | Solver | None = None
     effort: str | Effort | None = None
     mask_from: str | Path | None = None
-    quantize: str | Grid | None = None
+    quantize: str | AnyGrid | None = None
     keep_format: bool = False
     revive: bool = False
     blocks: tuple[int, int] | str | None = None
@@ -61,6 +62,8 @@ class Request:
         if self.grid and self.grid.is_mixed and (self.makes_factors or self.rounds_to_nearest):
             what = "of two factors" if self.makes_factors else "without a text"
             raise UsageError(f"mixed bits ({self.grid}) are not for weights {what}; take a whole number of bits")
+        if self.grid and not self.grid.keeps_zeros and not self.only_rounds:
+            raise UsageError(f"{self.grid} has no zeros to keep; prune onto a grid such as int4:32, or quantize alone")
         if self.makes_factors:
             self._check_factors()
         if self.wanted is not None:
@@ -173,10 +176,17 @@ class Request:
         if pattern.grid and pattern.grid != self.grid:
             raise UsageError(f"{pattern} counts values on the grid {pattern.grid}; give that grid too, or leave it out")
         # On a grid values have fewer bits, and the same bytes more of them.
-        return replace(pattern, grid=self.grid)
+        return replace(pattern, grid=self.factor_grid)
 
     @property
-    def grid(self) -> Grid | None:
+    def factor_grid(self) -> Grid | None:
+        """The grid that two factors are put on; UsageError where it is none of whole numbers."""
+        if isinstance(grid := self.grid, BlockGrid):
+            raise UsageError(f"two factors are not in types of llama.cpp's, such as {grid}; take int8")
+        return grid
+
+    @property
+    def grid(self) -> AnyGrid | None:
         """The grid that weights are put on, if any."""
         return parse_grid(self.quantize) if isinstance(self.quantize, str) else self.quantize
 
@@ -198,7 +208,7 @@ class Request:
         return range(start, stop)
 
 
-def rounds_to_nearest(grid: Grid, effort: str | Effort | None) -> bool:
+def rounds_to_nearest(grid: AnyGrid, effort: str | Effort | None) -> bool:
     """Whether weights without zeros go to the nearest numbers of ``grid``, so that no text is read.
 
     By default that is so for grids of 8 bits.

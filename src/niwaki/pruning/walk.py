@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from niwaki.effort import Effort
-from niwaki.layer.grid import Grid
+from niwaki.layer.grid import AnyGrid
 from niwaki.models.block import DecoderBlock
 from niwaki.models.formats import OnGrid
 from niwaki.models.gram_capture import InputGram
@@ -111,7 +111,7 @@ class Walk:
         )
 
     @property
-    def _mixed(self) -> Grid | None:
+    def _mixed(self) -> AnyGrid | None:
         """The grid of mixed bits that weights are put on, if it is one."""
         grid = self.request.grid
         return grid if grid and grid.is_mixed else None

@@ -17,7 +17,7 @@ from niwaki.checkpoints.writing import Shards, write_tensors
 from niwaki.effort import PLAIN_EFFORT, Effort, make_effort
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import replace_file
-from niwaki.layer.grid import Grid
+from niwaki.layer.grid import AnyGrid
 from niwaki.models.outside import embedding_keys, notes_of
 from niwaki.models.scales import EMBEDDINGS, embedding_grid_of, embedding_places, read_embedding_scales
 from niwaki.models.streamed import StreamedModel
@@ -218,7 +218,7 @@ class ShrinkingVocabulary(Task):
         if grid := embedding_grid_of(checkpoint):
             self._write_scales(directory / EMBEDDINGS, grid, rows)
 
-    def _write_scales(self, file: Path, grid: Grid, rows: Tensor) -> None:
+    def _write_scales(self, file: Path, grid: AnyGrid, rows: Tensor) -> None:
         """Writes the scales of embeddings and head on ``grid``, those of the ``rows`` that stay."""
         checkpoint = self.model.checkpoint
         scales = {

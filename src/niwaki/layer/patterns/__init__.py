@@ -13,12 +13,12 @@ from numbers import Real
 
 from niwaki.choices import TWO_FACTORS
 from niwaki.errors import PatternError, shown
-from niwaki.layer.grid import parse_grid
+from niwaki.layer.grid import Grid
 from niwaki.layer.patterns._base import Pattern
 from niwaki.layer.patterns.counted import NM, PerRow, Unstructured
 from niwaki.layer.patterns.factors import TwoFactors
 from niwaki.layer.patterns.given import Among, Fixed
-from niwaki.quantities import fraction, read_pattern
+from niwaki.quantities import fraction, parse_bits, read_pattern
 
 __all__ = [
     "NM", "Among", "Fixed", "Pattern", "PerRow", "TwoFactors", "Unstructured", "make_pattern", "parse_pattern",
@@ -29,7 +29,7 @@ _KINDS: dict[str, Callable[..., Pattern]] = {
     "": NM,
     "unstructured": Unstructured,
     "per-row": PerRow,
-    TWO_FACTORS: lambda share, grid: TwoFactors(share, parse_grid(grid) if grid else None),
+    TWO_FACTORS: lambda share, grid: TwoFactors(share, Grid(*parse_bits(grid)) if grid else None),
 }
 
 
