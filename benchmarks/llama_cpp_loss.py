@@ -1,24 +1,33 @@
-r"""What formats of llama.cpp lose, rounded to the nearest and on calibration text, as llama.cpp computes them.
+r"""What files for llama.cpp lose, as llama.cpp computes them.
 
     npm install --ignore-scripts --prefix PEER node-llama-cpp@3.22.1
-    python benchmarks/llama_cpp_loss.py MODEL PEER --calibration books.txt --text held.txt \
+    python benchmarks/llama_cpp_loss.py formats MODEL PEER --calibration books.txt --text held.txt \
         --record benchmarks/results/llama_cpp_loss.json
+    python benchmarks/llama_cpp_loss.py beside MODEL PEER --calibration books.txt --text held.txt \
+        --record benchmarks/results/llama_quantize.json
+
+"formats" are niwaki's own, rounded to the nearest and on calibration text; "beside" are the files that llama-quantize
+makes with an importance matrix of the same text, and niwaki's of the same bytes. llama-quantize is llama.cpp's function
+`llama_model_quantize`, called in the library that node-llama-cpp has.
 
 Each format is written as `niwaki export` rounds the model, and after `niwaki quantize` onto the grid that has the
 format's numbers. Predictions are those of llama.cpp itself, on the same windows; those of F16 are what the others are
 measured against. A command that asks for more adds to its record.
 """
 
+import ctypes
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import common
+import gguf
 import numpy as np
 import torch
 from common import Held, Length, Model, Samples, TextSamples
@@ -30,8 +39,12 @@ import niwaki
 from niwaki import Calibration
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
+from niwaki.exports.gguf_file import Gguf
 from niwaki.models.locate import locate_model
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
+from niwaki.records.progress import Progress
 from niwaki.texts.texts import read_windows
 
 #: By format, the grid that has its numbers.
@@ -54,13 +67,13 @@ class Predictions:
             yield torch.from_numpy(np.array(window)).double().log_softmax(dim=-1)
 
 
-def llama_cpp_loss(
+def formats(
     model: Model,
     peer: Annotated[Path, Argument(help="Where npm installed node-llama-cpp.")],
     record: Annotated[Path | None, Option(help="Write JSON there after each file, and resume from it.")] = None,
     calibration: common.Calibration = "demo",
     text: Held = common.HELD,
-    formats: Annotated[str, Option(help="Of llama.cpp.")] = "gguf-q8_0,gguf-q4_0",
+    names: Annotated[str, Option("--formats", help="Of llama.cpp.")] = "gguf-q8_0,gguf-q4_0",
     efforts: Annotated[str, Option(help="As of niwaki quantize.")] = "fast,balanced",
     samples: Samples = 64,
     text_samples: TextSamples = 8,
@@ -85,7 +98,7 @@ def llama_cpp_loss(
     )
     tokenizer = load_tokenizer(Checkpoint(locate_model(str(model))).path)
     windows = torch.cat([read_windows(each, tokenizer, length, text_samples).tokens for each in texts.values()])
-    asked = [(form, effort) for form in common.chosen(formats, GRIDS) for effort in ("none", *common.names(efforts))]
+    asked = [(form, effort) for form in common.chosen(names, GRIDS) for effort in ("none", *common.names(efforts))]
     with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
         place = Path(scratch)
         niwaki.export(model, place / "dense.gguf", "gguf-f16")
@@ -118,6 +131,107 @@ def llama_cpp_loss(
             sheet.add(format=form, effort=effort, texts=cell)
 
 
+def beside(
+    model: Model,
+    peer: Annotated[Path, Argument(help="Where npm installed node-llama-cpp.")],
+    record: Annotated[Path | None, Option(help="Write JSON there after each file, and resume from it.")] = None,
+    calibration: common.Calibration = "demo",
+    text: Held = common.HELD,
+    mixtures: Annotated[str, Option(help="Of llama-quantize.")] = "Q4_K_M,IQ4_XS,Q3_K_M,Q2_K",
+    samples: Samples = 64,
+    text_samples: TextSamples = 8,
+    length: Length = 256,
+) -> None:
+    """The files of llama-quantize with an importance matrix, and those of niwaki compress of the same bytes."""
+    texts = common.by_name(text)
+    settings = {"calibration": Path(calibration).name, "texts": [*texts], "samples": samples, "length": length}
+    sheet = common.Sheet(record, {**settings, "text_samples": text_samples, "processor": common.processor()})
+    source = Checkpoint(locate_model(str(model)))
+    tokenizer = load_tokenizer(source.path)
+    windows = torch.cat([read_windows(each, tokenizer, length, text_samples).tokens for each in texts.values()])
+    given = Calibration(calibration, samples=samples, length=length)
+    with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+        place = Path(scratch)
+        began = time.perf_counter()
+        niwaki.export(model, place / "dense.gguf", "gguf-f16")
+        exported = time.perf_counter() - began
+        dense = Predictions(peer, place / "dense.gguf", windows, place / "dense")
+
+        def add(file: Path, seconds: float, **cell: str) -> None:
+            divergences, losses = compared(dense, Predictions(peer, file, windows, place / "other"), windows)
+            found = {
+                name: {"divergence": divergences[of], "loss": losses[of]}
+                for number, name in enumerate(texts)
+                for of in [slice(number * text_samples, (number + 1) * text_samples)]
+            }
+            shown = ", ".join(f"{name} {np.mean(each['divergence']):.5f}" for name, each in found.items())
+            print(f"{cell} {file.stat().st_size:,} bytes, {seconds:.0f} s: KL {shown}", flush=True)
+            sheet.add(model=model.name, **cell, bytes=file.stat().st_size, seconds=seconds, texts=found)
+
+        for mixture in common.names(mixtures):
+            file = place / "theirs.gguf"
+            if not sheet.has(model=model.name, mixture=mixture, by="niwaki"):
+                began = time.perf_counter()
+                importance = _importance(source, read_windows(calibration, tokenizer, length, samples).tokens)
+                _quantize(peer, place / "dense.gguf", file, mixture, importance)
+                if not sheet.has(model=model.name, mixture=mixture, by="llama-quantize"):
+                    add(file, exported + time.perf_counter() - began, mixture=mixture, by="llama-quantize")
+                began, out = time.perf_counter(), place / "out"
+                # The same bytes: what a file has beside its weights is foreseen with a margin.
+                niwaki.compress(
+                    model, out, file.stat().st_size, runtime="llama.cpp", calibration=given, measurement=None
+                )
+                add(out / "model.gguf", time.perf_counter() - began, mixture=mixture, by="niwaki")
+                shutil.rmtree(out)
+
+
+def _importance(source: Checkpoint, tokens: Tensor) -> dict[str, Tensor]:
+    """By tensor of the GGUF file, the mean of the squares of each of its inputs, as llama-imatrix writes it."""
+    names = {one.key: each.name for each in Gguf(source, "F16", {}, Progress())._tensors for one in each.sources}
+    model, found = StreamedModel(source, dtype="float32"), {}
+    states = model.embed(tokens)
+    for block in model.stream():
+        keys = {matrix.name: matrix.key for matrix in block.matrices}
+        for inputs in block.input_grams(states, lambda: None, World(), "never"):
+            power = inputs.gram(shared=False).H.diagonal().float().contiguous().clone()
+            found |= {names[keys[name]]: power for name in inputs.names}
+        block.advance(states)
+    return found
+
+
+class _Data(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("data", ctypes.POINTER(ctypes.c_float)), ("size", ctypes.c_size_t))
+
+
+class _Parameters(ctypes.Structure):
+    """`llama_model_quantize_params` of llama.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("nthread", "ftype", "output_tensor_type", "token_embedding_type")),
+        *((name, ctypes.c_bool) for name in ("allow_requantize", "quantize_output_tensor", "only_copy", "pure")),
+        *((name, ctypes.c_bool) for name in ("keep_split", "dry_run")),
+        ("imatrix", ctypes.POINTER(_Data)),
+        *((name, ctypes.c_void_p) for name in ("kv_overrides", "tt_overrides", "prune_layers")),
+        ("max_buf_size", ctypes.c_size_t),
+    )
+
+
+def _quantize(peer: Path, dense: Path, out: Path, mixture: str, importance: dict[str, Tensor]) -> None:
+    """What `llama-quantize --imatrix` does."""
+    (library,) = peer.glob("node_modules/@node-llama-cpp/*/bins/*/libllama.v*.so")
+    llama = ctypes.CDLL(str(library))
+    llama.llama_model_quantize_default_params.restype = _Parameters
+    given = llama.llama_model_quantize_default_params()
+    assert (given.ftype, given.nthread, given.quantize_output_tensor) == (gguf.LlamaFileType.MOSTLY_Q8_0, 0, True)
+    of = [
+        _Data(name.encode(), ctypes.cast(power.data_ptr(), ctypes.POINTER(ctypes.c_float)), power.numel())
+        for name, power in importance.items()
+    ]
+    given.imatrix, given.nthread = (_Data * (len(of) + 1))(*of), torch.get_num_threads()
+    given.ftype = getattr(gguf.LlamaFileType, f"MOSTLY_{mixture}")
+    assert not llama.llama_model_quantize(str(dense).encode(), str(out).encode(), ctypes.byref(given))
+
+
 def compared(dense: Predictions, other: Predictions, windows: Tensor) -> tuple[list[float], list[float]]:
     """Of each window, in nats a token: the KL divergence from ``dense``, and the loss that is added to that of it."""
     divergences, losses = list[float](), list[float]()
@@ -129,4 +243,4 @@ def compared(dense: Predictions, other: Predictions, windows: Tensor) -> tuple[l
 
 
 if __name__ == "__main__":
-    common.main(llama_cpp_loss, about=__doc__)
+    common.main(formats, beside, about=__doc__)

@@ -159,7 +159,7 @@ def test_stopped_while_it_is_written(tmp_path: Path, model: Path, form: Any, the
         ([*PRUNED, Export("compressed-tensors")], "has no weights on a grid"),
         ([Quantize("int3"), Export("compressed-tensors")], "compressed-tensors has 4 or 8 bits"),
         ([Prune(0.5, quantize="int3"), Export()], "compressed-tensors has 4 or 8 bits"),
-        (["prune 0.5", "export gguf-q5_0"], "format must be packed, compressed-tensors, gguf-f16, "),
+        (["prune 0.5", "export gguf-q5_0"], "format must be packed, compressed-tensors, gguf, gguf-f16, "),
         (["prune 0.5", "export form=packed"], "no parameter of the stage export is called 'form'; did you mean format"),
     ],
     ids=str,
@@ -213,7 +213,7 @@ def test_a_run_writes_no_single_file(tmp_path: Path, model: Path) -> None:
     assert "give it a name without .gguf" in said
     for form in ("packed", "compressed-tensors"):
         said = message(lambda form=form: niwaki.export(model, tmp_path / "out.gguf", form))  # type: ignore[misc]
-        assert "its format is gguf-f16, gguf-q8_0 or gguf-q4_0" in said
+        assert "its format is gguf, gguf-f16, gguf-q8_0 or gguf-q4_0" in said
     assert left(tmp_path) == []
 
 
@@ -319,7 +319,7 @@ def test_the_command(tmp_path: Path, model: Path, niwaki_: Command) -> None:  # 
     assert json.loads((tmp_path / "out" / "niwaki.json").read_text())["pattern"] == "2:4"
     ran = niwaki_("export", model, tmp_path / "model.gguf", "--format", "GGUF-F16")
     assert (ran.code, ran.out.split()) == (0, ["written", "to", str(tmp_path / "model.gguf")])
-    ran = niwaki_("export", model, tmp_path / "other", "--format", "gguf")
+    ran = niwaki_("export", model, tmp_path / "other", "--format", "ggml")
     assert ran.code == 2
     assert "gguf-q8_0" in ran.err
 

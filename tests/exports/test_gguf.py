@@ -202,7 +202,7 @@ Q_PROJ = "model__layers__1__self_attn__q_proj__weight"
     [
         (too_large, "F16", CheckpointError, "has the token 4096, of 4096"),
         (lambda path: (path / "tokenizer.json").unlink(), "F16", CalibrationError, "tokenizer.json"),
-        (lambda path: None, "Q5_0", UsageError, "format must be packed, compressed-tensors, gguf-f16, "),
+        (lambda path: None, "Q5_0", UsageError, "format must be packed, compressed-tensors, gguf, gguf-f16, "),
         (change(**{Q_PROJ: None}), "F16", CheckpointError, "layers.1.self_attn.q_proj.weight"),
         (change(**{Q_PROJ: torch.ones(32, 8)}), "F16", CheckpointError, "(32, 8)"),
     ],
@@ -425,7 +425,7 @@ def begins(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not LLAMA_CPP.exists(), reason="needs node-llama-cpp in $NIWAKI_LLAMA_CPP")
-@pytest.mark.parametrize("made", ["pruned", "shrunk", "fewer experts"])
+@pytest.mark.parametrize("made", ["pruned", "shrunk", "in types", "fewer experts"])
 def test_llama_cpp_computes_what_niwaki_made(tmp_path: Path, made: str) -> None:
     model = tmp_path / "model"
     few: dict[str, Any] = {
@@ -434,6 +434,11 @@ def test_llama_cpp_computes_what_niwaki_made(tmp_path: Path, made: str) -> None:
     }
     if made == "pruned":
         niwaki.prune("demo", model, 0.5, effort="fast", **few)
+    elif made == "in types":
+        niwaki.quantize("demo", model, "q4.9", embeddings="q5_1", effort="fast", **few)
+        niwaki.export(model, tmp_path / "types.gguf", "gguf")
+        compare(tmp_path, [(model, tmp_path / "types.gguf", 0.1)])
+        return
     elif made == "shrunk":
         niwaki.shrink("demo", model, neurons=0.25, **few)
     else:

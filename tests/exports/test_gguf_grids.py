@@ -14,7 +14,8 @@ from torch import Tensor
 import niwaki
 from niwaki import Measurement
 from niwaki.errors import CheckpointError
-from niwaki.exports.gguf_file import groups_of
+from niwaki.exports.gguf_blocks import bytes_of, bytes_of_whole_numbers
+from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid
 from support.healing import TOKENS
 from support.models import FEW_TOKENS, add_small_tokenizer, format_of, message, random_model, random_tokens
 
@@ -57,7 +58,7 @@ def test_the_package_reads_the_same_numbers(kind: str, lowest: int, highest: int
     generator = torch.Generator().manual_seed(groups)
     codes = torch.randint(lowest, highest + 1, (5, 192), generator=generator)
     scales = torch.rand(5, groups, generator=generator).half()
-    read = gguf.quants.dequantize(groups_of(codes.float(), scales, kind), gguf.GGMLQuantizationType[kind])
+    read = gguf.quants.dequantize(bytes_of_whole_numbers(codes.float(), scales, kind), gguf.GGMLQuantizationType[kind])
     expected = codes.double().unflatten(1, (groups, -1)) * scales.double().unsqueeze(2)
     np.testing.assert_array_equal(read, expected.flatten(1).float().numpy())
 
@@ -103,7 +104,7 @@ def test_heads_of_linear_attention_change_places_with_their_scales(tmp_path: Pat
 def test_five_bits_stay_five(tmp_path: Path) -> None:
     source, heldout = on_grid(tmp_path, "int5:32", embeddings="int8:32"), random_tokens(4, 24, seed=1)
     (note,) = niwaki.export(source, tmp_path / "model.gguf", format_of("Q4_0"))
-    assert "more bits are in Q5_0" in note
+    assert "are in Q5_0" in note
     assert not any(t.tensor_type.name == "Q4_0" for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors)
     before, after = (niwaki.evaluate(path, Measurement(heldout)) for path in (source, tmp_path / "model.gguf"))
     assert after.above(before).nats == pytest.approx(0, abs=1e-3)
@@ -140,8 +141,8 @@ def test_matrices_of_mixed_bits_have_theirs(tmp_path: Path) -> None:
     in_blocks = [kind for name, kind in kinds.items() if "attn_" in name or "ffn_" in name if kind != "F32"]
     assert {*in_blocks} == {"Q4_0", "Q5_0", "Q8_0"}
     counts = {kind: in_blocks.count(kind) for kind in ("Q5_0", "Q8_0")}
-    words = {kind: "matrix" if count == 1 else "matrices" for kind, count in counts.items()}
-    assert sorted(notes) == [f"{count} {words[kind]} of more bits are in {kind}" for kind, count in counts.items()]
+    words = {kind: "matrix is" if count == 1 else "matrices are" for kind, count in counts.items()}
+    assert sorted(notes) == [f"{count} {words[kind]} in {kind}" for kind, count in counts.items()]
     read, weights = values(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
     for block in range(2):
         for name, key in {"ffn_down": "mlp.down_proj", "ffn_up": "mlp.up_proj", "attn_v": "self_attn.v_proj"}.items():
@@ -264,3 +265,94 @@ def test_some_blocks(tmp_path: Path) -> None:
     assert torch.equal(torch.from_numpy(read["blk.1.ffn_up.weight"]).bfloat16(), W[1])
     rounded = gguf.quants.quantize(W[0].float().numpy(), gguf.GGMLQuantizationType.Q4_0)
     assert np.array_equal(read["blk.0.ffn_up.weight"], gguf.quants.dequantize(rounded, gguf.GGMLQuantizationType.Q4_0))
+
+
+# llama.cpp's own types
+
+
+def wide(path: Path) -> Path:
+    """A model with rows of 256 and of 96."""
+    sizes = {"hidden_size": 96, "intermediate_size": 256, "head_dim": 24}
+    random_model("llama grouped", dtype=torch.bfloat16, vocab_size=FEW_TOKENS, **sizes).save_pretrained(path)
+    return add_small_tokenizer(path)
+
+
+def kinds(file: Path) -> dict[str, str]:
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_the_package_reads_the_numbers_of_each_type(name: str) -> None:
+    grid, W = BlockGrid(BLOCK_TYPES[name].bits, name), torch.randn(6, 512, generator=torch.Generator().manual_seed(1))
+    W[1], W[2], W[3] = 0.0, W[2].abs(), W[3] * 1e-4
+    scales = grid.scales(W, torch.ones(512), torch.float32)
+    stored = bytes_of(grid.codes(W, scales), scales.half())
+    assert stored.shape == (6, int(512 * BLOCK_TYPES[name].bits / 8))
+    read = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[name])
+    np.testing.assert_array_equal(read, grid.project(W, scales, torch.float32).numpy())
+
+
+def test_each_matrix_is_written_in_its_type(tmp_path: Path) -> None:
+    source, options = tmp_path / "out", {"calibration": TOKENS, "measurement": None, "compute": "cpu"}
+    record = niwaki.quantize(wide(tmp_path / "dense"), source, "q4.9", embeddings="q5_0", effort="fast", **options)
+    assert any("bits a weight, by what rounding each matrix is foreseen to cost" in note for note in record.notes)
+    notes = niwaki.export(source, tmp_path / "model.gguf", "gguf")
+    found, read, weights = (
+        kinds(tmp_path / "model.gguf"),
+        values(tmp_path / "model.gguf"),
+        load_file(source / "model.safetensors"),
+    )
+    matrices = {name: kind for name, kind in found.items() if name.startswith("blk.") and kind != "F32"}
+    assert len({*matrices.values()}) > 2
+    for kind in {*matrices.values()}:
+        count = [*matrices.values()].count(kind)
+        assert f"{count} {'matrices are' if count > 1 else 'matrix is'} in {kind}" in notes
+    sizes = {name: read[name].size for name in matrices}
+    assert sum(sizes[name] * BLOCK_TYPES[kind].bits for name, kind in matrices.items()) <= 4.9 * sum(sizes.values())
+    assert (found["token_embd.weight"], found["output.weight"]) == ("Q5_0", "Q5_0")
+    for name, key in {
+        "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
+        "blk.1.ffn_up.weight": "model.layers.1.mlp.up_proj.weight",
+        "output.weight": "lm_head.weight",
+    }.items():
+        assert torch.equal(torch.from_numpy(read[name]).bfloat16(), weights[key]), name
+    again = niwaki.quantize(tmp_path / "dense", tmp_path / "again", "q4.9", embeddings="q5_0", effort="fast", **options)
+    assert again.quantization == "q4.9"
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_matrices_that_left_their_type_are_rounded_to_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    niwaki.quantize(
+        wide(tmp_path / "dense"), out, "q4.5", calibration=TOKENS, effort="fast", measurement=None, compute="cpu"
+    )
+    tensors = load_file(out / "model.safetensors")
+    key = "model.layers.1.mlp.down_proj.weight"
+    tensors[key] *= 1.01
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    notes = niwaki.export(out, tmp_path / "model.gguf", "gguf")
+    assert any(note.startswith(f"1 tensor, such as '{key}', has weights that are not on their grid") for note in notes)
+    assert kinds(tmp_path / "model.gguf")["blk.1.ffn_down.weight"] in ("IQ4_XS", "Q4_K")
+    read, W = torch.from_numpy(values(tmp_path / "model.gguf")["blk.1.ffn_down.weight"]), tensors[key].float()
+    assert 0 < float((read - W).norm() / W.norm()) < 0.1
+
+
+def test_what_has_a_type_is_for_llama_cpp_alone(tmp_path: Path) -> None:
+    out, dense = tmp_path / "out", wide(tmp_path / "dense")
+    options: Any = {"calibration": TOKENS, "effort": "fast", "measurement": None, "compute": "cpu"}
+    niwaki.quantize(dense, out, "iq4_nl", **options)
+    for form in ("packed", "compressed-tensors"):
+        said = message(lambda form=form: niwaki.export(out, tmp_path / "other", form))
+        assert said.endswith(
+            "has weights in iq4_nl, a type of llama.cpp's; 'niwaki export --format gguf' writes the file for it"
+        )
+    assert message(lambda: niwaki.prune(dense, tmp_path / "p", 0.5, quantize="iq4_nl", **options)).startswith(
+        "iq4_nl has no zeros to keep;"
+    )
+    assert message(
+        lambda: niwaki.prune(dense, tmp_path / "p", "two-factors:0.5", quantize="q8_0", **options)
+    ).startswith("two factors are not in types")
+    assert message(lambda: niwaki.quantize(dense, tmp_path / "p", "q4_k", **options)).startswith(
+        "96 inputs cannot be divided into the blocks of 256"
+    )
+    assert not (tmp_path / "p").exists()

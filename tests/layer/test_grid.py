@@ -14,7 +14,7 @@ from niwaki.layer.grid import Grid, parse_grid, scale_dtype, usable
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import NM, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem, Solution
-from niwaki.layer.rounding import _fitted_scales, onto_grid, to_nearest, unsolved
+from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
 from niwaki.layer.solvers import Magnitude, Solver, make_solver
 from support.contract import CONTRACT
 from support.covering import covered
@@ -46,7 +46,11 @@ def test_grids_by_name(text: str, grid: Grid) -> None:
         ("int0.0:64", "matrices of mixed bits have a mean of 2 to 8 in such groups; got 0"),
         ("int4:0", "a scale is for 1 input or more; got groups of 0"),
         *(
-            (text, f"{text!r} is not a valid grid for weights; try int4:128, int8, or int5.5:64 for mixed bits")
+            (
+                text,
+                f"{text!r} is not a valid grid for weights; try int4:128, int8, or int5.5:64 for mixed bits; "
+                "q4_k, or q4.25 for mixed types, are for llama.cpp",
+            )
             for text in ("", "4", "fp4", "int", "int4:", "int4:-8", "int4:8:8", "int4.", "INT4", "int٤")
         ),
     ],
@@ -369,12 +373,12 @@ def test_it_is_better_than_one_pass_over_the_columns(sparsity: float, better: fl
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-3])
 def test_fitted_scales_are_least_squares(monkeypatch: pytest.MonkeyPatch, ridge: float) -> None:
-    monkeypatch.setattr("niwaki.layer.rounding._RIDGE", ridge)
+    monkeypatch.setattr("niwaki.layer.grid._RIDGE", ridge)
     W, X = normal(5, 12, seed=0), inputs("correlated", 12, 0)
     codes = Grid(3).codes(W, torch.full((5, 1), 0.5, dtype=F64))
     codes[2, 4:8] = 0  # a group that is not seen
     old = torch.full((5, 3), 0.5, dtype=F64)
-    found = _fitted_scales(W, codes, old, gram(X), F64)
+    found = Grid(4, 4).refitted(W, codes, old, gram(X), F64)
     for i in range(5):
         columns = [X[:, 4 * k : 4 * k + 4] @ codes[i, 4 * k : 4 * k + 4] for k in range(3)]
         A = torch.stack(columns, dim=1) / len(X) ** 0.5
@@ -390,7 +394,7 @@ def test_fitted_scales_are_least_squares(monkeypatch: pytest.MonkeyPatch, ridge:
 def test_scales_that_would_be_negative_stay() -> None:
     W = torch.tensor([[1.0, 1.0, -1.0, -1.0]], dtype=F64)
     codes = torch.tensor([[1.0, 1.0, 1.0, 1.0]], dtype=F64)
-    found = _fitted_scales(W, codes, torch.full((1, 2), 0.25, dtype=F64), torch.eye(4, dtype=F64), F64)
+    found = Grid(4, 2).refitted(W, codes, torch.full((1, 2), 0.25, dtype=F64), torch.eye(4, dtype=F64), F64)
     assert float(found[0, 0]) == pytest.approx(1.0, rel=1e-2)
     assert float(found[0, 1]) == 0.25
 

@@ -60,9 +60,9 @@ def test_names() -> None:
     assert grid == Grid(8, 64, 5.5)
     assert str(grid) == "int5.5:64"
     assert str(parse_grid("int5.0")) == "int5.0"
-    assert grid.choices == (2, 3, 4, 5, 6, 8)
-    assert parse_grid("int5.5:32").choices == (4, 5, 8)  # of GGUF
-    assert Grid(6).choices == (6,)
+    assert grid.choices() == (2, 3, 4, 5, 6, 8)
+    assert parse_grid("int5.5:32").choices() == (4, 5, 8)  # of GGUF
+    assert Grid(6).choices() == (6,)
     assert [grid.fewest(torch.tensor(values)) for values in ([-2, 1], [-3, 0], [-8, 7], [-9, 0], [8], [-128, 127])] == [
         2,
         3,

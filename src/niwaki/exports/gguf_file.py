@@ -202,18 +202,21 @@ class Gguf(Conversion):
         counts = Counter[str]()
         for tensor in self._tensors:
             of_it = [self._on_grids[one.entry] for one in tensor.sources if one.entry in self._on_grids]
-            if not of_it or tensor.together % GROUP or len(tensor.shape) != 2:
+            if not of_it or tensor.together % GROUP:
                 continue
             types = [BLOCK_TYPES[one.type] for one in of_it if one.type]
             if tensor.name not in _ENDS and not (follows or types):
                 continue
             fitting = (kind for kind in BITS if all(one.fits(kind, tensor.shape[1]) for one in of_it))
             tensor.kind = max(types, key=attrgetter("bits")).name if types else next(fitting, "Q8_0")
-            counts[tensor.kind] += 1
-        if counts.keys() - {self._kind}:
-            which = ", ".join(f"{count:,} in {kind}" for kind, count in counts.most_common())
-            self._notes.append(f"on grids of their own: {which}")
+            if tensor.name not in _ENDS:
+                counts[tensor.kind] += 1
+            elif tensor.kind != "Q8_0":
+                self._notes.append(f"{tensor.name} is in {tensor.kind}")
         self._most = (counts or Counter([self._kind or "F16"])).most_common(1)[0][0]
+        del counts[self._kind]
+        for kind, count in counts.most_common():
+            self._notes.append(f"{counted(count, 'matrix', 'matrices')} {'are' if count > 1 else 'is'} in {kind}")
 
     @property
     def file_name(self) -> str:

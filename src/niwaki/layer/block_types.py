@@ -118,8 +118,9 @@ class BlockType:
                 steps = high - low + 1.6 * at - 1.1
                 tried((top - bottom) / steps, -bottom)
             else:
-                end = (low, high)[i % 2]
-                tried(largest / (end * (0.87 + 0.55 * at)), m)
+                # As far inside as it can pay, and as far out: see Grid.scales.
+                out = min(1.0, 3 / high + self.group / (3 * high**2))
+                tried(largest / ((low, high)[i % 2] * (0.87 + (0.13 + out) * at)), m)
         for _ in range(2):
             tried(s, m)
         # Of a group of the same number, which needs no scale, none is to count in a block.

@@ -23,6 +23,10 @@ T = TypeVar("T")
 #: What rounding may leave of symmetry, and of eigenvalues that are 0, relative to a unit diagonal: much less than the
 #: damping of solvers, and more than sums of many tokens in float32 do.
 _ROUNDING = 1e-3
+#: What is added to the damping for each input of a token: see benchmarks/LOG.md, "Damping".
+_SAMPLING = 13.0
+#: The most that is added for that.
+_MOST_SAMPLING = 0.28
 
 
 @runtime_checkable
@@ -120,6 +124,12 @@ class Gram:
 
         return self.derived(("damped", damping), make)
 
+    def with_ridge(self) -> Tensor:
+        """H with what :meth:`damped` adds to it: a new (in, in) tensor."""
+        H = self.H.clone()
+        H.diagonal().add_(self._ridge)
+        return H
+
     def unit(self) -> Tensor:
         """H in coordinates where active inputs have unit norm: a new (in, in) tensor, 0 for dead inputs."""
         inverse = torch.where(self.norm > 0, 1 / self.norm, 0.0)
@@ -139,6 +149,11 @@ class Gram:
         if self.shared:
             self._memo[key] = value
         return value
+
+
+def damping_for(damping: float, gram: Gram) -> float:
+    """``damping``, which is for texts of other kinds, and what H needs for what its tokens do not say of their own."""
+    return damping + min(_MOST_SAMPLING, _SAMPLING * gram.inputs_per_token)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ from torch import Tensor
 from niwaki.layer.floats import TiledFloats
 from niwaki.layer.grid import AnyGrid, Grid
 from niwaki.layer.linalg import STRIP, conjugate_gradients, resolvent, with_unit_diagonal
-from niwaki.layer.problem import Gram, LayerProblem, Normalized, Solution
+from niwaki.layer.problem import Gram, LayerProblem, Normalized, Solution, damping_for
 
 _SWEEPS = 20
+#: The damping for texts of other kinds.
+_DAMPING = 0.02
 #: The penalty of the choice of grid points in the first sweep.
 _FIRST_PENALTY = 0.3
 #: The penalty of that choice in the last sweep.
@@ -42,15 +44,16 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: AnyGrid, dtype: t
 
     for t = 1..20, where gamma_t rises from 0.3 to 0.7 geometrically and rho is their geometric mean: the penalty grows,
     as in ``continuation``. Then, with the codes q fixed, the scales of a row minimize (w - q s) H (w - q s)^T, with a
-    ridge towards the old ones. A kept weight may be 0 on the grid; those of dead inputs are only rounded.
+    ridge towards the old ones. H is damped as for the default solver, for text of other kinds
+    (:func:`.damping_for`). A kept weight may be 0 on the grid; those of dead inputs are only rounded.
 
     Cost: a factorization and an inverse of (in, in), once for all matrices with the same inputs; 25 products of
-    (out, in) with (in, in); memory of an (in, in) matrix, a copy of W and some of 1,024 rows.
+    (out, in) with (in, in); memory of two (in, in) matrices, a copy of W and some of 1,024 rows.
     References: ADMM on a grid, Leng et al. 2018, arXiv 1707.09870; with the layer's own Hessian in the step for X, Boza
     2024, arXiv 2401.02938, there for masks.
     """
-    gram, W = problem.gram, problem.W
-    R = gram.derived("onto grid", lambda: _resolvent(gram))
+    gram, W = problem.gram.damped(damping_for(_DAMPING, problem.gram)), problem.W
+    R, H = gram.derived("onto grid", lambda: (_resolvent(gram), gram.with_ridge()))
     importance, dead = gram.H.diagonal().clamp(min=0), gram.norm == 0
     weights, scales = torch.empty_like(W), W.new_empty(W.shape[0], grid.groups(W.shape[1]))
     for start in range(0, W.shape[0], STRIP):
@@ -66,10 +69,10 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: AnyGrid, dtype: t
         swept = _swept(target, solved, R, nearest)
         swept[:, dead] = rounded[:, dead]
         codes = grid.codes(swept, first)
-        fitted = grid.refitted(target, codes, first, gram.H, dtype)
-        best, chosen, least = rounded, first, _losses(target, rounded, gram.H)
+        fitted = grid.refitted(target, codes, first, H, dtype)
+        best, chosen, least = rounded, first, _losses(target, rounded, H)
         for candidate, s in ((swept, first), (grid.values(codes, fitted, dtype), fitted)):
-            losses = _losses(target, candidate, gram.H)
+            losses = _losses(target, candidate, H)
             better = (losses < least).unsqueeze(1)
             best, chosen = torch.where(better, candidate, best), torch.where(better, s, chosen)
             least = torch.minimum(losses, least)

@@ -11,12 +11,8 @@ from niwaki.arguments import check_fields
 from niwaki.errors import NumericalError, PatternError, UsageError, shown
 from niwaki.layer.patterns import Fixed, Pattern, Unstructured, make_pattern
 from niwaki.layer.patterns.rows import ALL
-from niwaki.layer.problem import Gram, LayerProblem, Monitor, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Solution
 
-#: What is added to the damping for each input of a token: see benchmarks/LOG.md, "Damping".
-_SAMPLING = 13.0
-#: The most that is added for that.
-_MOST_SAMPLING = 0.28
 #: Weights up to 2 to this power, or down to its inverse, have squares and sums of them that float32 holds.
 _LARGEST = 50
 N = TypeVar("N", int, float)
@@ -169,11 +165,6 @@ def exchange_width(name: str, pattern: Pattern, columns: int) -> int:
             "2:4, or in Python Fixed(mask, within=NM(2, 4))"
         )
     return width
-
-
-def damping_for(damping: float, gram: Gram) -> float:
-    """``damping``, which is for texts of other kinds, and what H needs for what its tokens do not say of their own."""
-    return damping + min(_MOST_SAMPLING, _SAMPLING * gram.inputs_per_token)
 
 
 def product(rows: int, columns: int) -> float:

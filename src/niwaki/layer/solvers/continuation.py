@@ -9,8 +9,8 @@ from torch import Tensor
 
 from niwaki.layer.linalg import inverse_diagonal, masked_conjugate_gradients, resolvent
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
-from niwaki.layer.solvers._base import Solver, above_0, at_least, damping_for, parameter, product
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution, damping_for
+from niwaki.layer.solvers._base import Solver, above_0, at_least, parameter, product
 
 #: Of H + 0.02 I, relative to the unit diagonal: what one input leaves unexplained by the others.
 _METRIC_DAMPING = 0.02

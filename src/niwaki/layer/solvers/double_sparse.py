@@ -10,8 +10,8 @@ from niwaki.errors import PatternError
 from niwaki.layer.linalg import conjugate_gradients, eigenvectors, inverse_of_damped, with_unit_diagonal
 from niwaki.layer.patterns import Pattern, TwoFactors
 from niwaki.layer.patterns.selection import keep_highest, kth_smallest
-from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution
-from niwaki.layer.solvers._base import Solver, at_least, damping_for, parameter, product
+from niwaki.layer.problem import LayerProblem, Monitor, Normalized, Solution, damping_for
+from niwaki.layer.solvers._base import Solver, at_least, parameter, product
 
 #: Of the penalty of the other factor: the square one, which begins as the identity, has further to go.
 _SQUARE_PENALTY = 0.5
