@@ -238,7 +238,7 @@ def test_rows_that_the_tokenizer_does_not_have(tmp_path: Path) -> None:
 
 def test_a_ladder_goes_on_with_fewer_tokens(model: Path, text: Calibration) -> None:
     checkpoint = Checkpoint(model)
-    sight = foresee(checkpoint, Grid(8, 64, 8.0), (8, 6, 5, 4), text, CPU, Progress())
+    sight = foresee(checkpoint, Grid(8, 64, 8.0), [f"int{bits}:64" for bits in (8, 6, 5, 4)], text, CPU, Progress())
     parts = Composition.of(StreamedModel(checkpoint, "cpu"), "niwaki")
     costs = TokenCosts(ROWS, 128, ((1024, 0.1, 0.1),))
     ways = PackedWays(parts=parts, runtime="niwaki", heal=(), foresight=replace(sight, tokens=costs))

@@ -413,11 +413,19 @@ class BlockGrid:
         """The numbers of ``codes`` (out, in), as llama.cpp has them in float32."""
         s, m = _parts(scales)
         grouped: Tensor = codes.unflatten(1, (-1, FINEST)) * s
-        return grouped.sub_(m).flatten(1)
+        return grouped.sub_(m).add_(0.0).flatten(1)  # which makes +0.0 of -0.0
 
     def project(self, W: Tensor, scales: Tensor, dtype: torch.dtype, same_zeros: bool = False) -> Tensor:
-        """The nearest numbers to W (out, in)."""
-        return self.values(self.codes(W, scales), scales, dtype)
+        """The nearest numbers to W (out, in), in its dtype; with ``same_zeros`` only zeros become zero."""
+        codes = self.codes(W, scales)
+        numbers = self.values(codes, scales, dtype)
+        if not same_zeros:
+            return numbers
+        # Tables have no 0, so that the next level is one away; or the other one, at the end of the levels.
+        levels, (s, _) = stored_type(scales).levels, _parts(scales)
+        away = (W.unflatten(1, (-1, FINEST)) * s.sign()).sign_().flatten(1)
+        away = torch.where((codes + away < levels[0]) | (codes + away > levels[-1]), -away, away)
+        return torch.where((numbers == 0) & (W != 0), self.values(codes + away, scales, dtype), numbers)
 
     def has(self, W: Tensor, scales: Tensor) -> bool:
         """Whether all of W (out, in) are numbers of the type with these ``scales``, rounded to the dtype of W."""
