@@ -51,15 +51,19 @@ from niwaki.texts.texts import read_windows
 GRIDS: dict[ExportFormat, str] = {"gguf-q8_0": "int8:32", "gguf-q4_0": "int4:32"}
 
 
-class Predictions:
-    """Those of one file after each token of ``windows`` (windows, tokens), read from disk a window at a time."""
+#: One prediction of so many is compared where there are many files: JavaScript takes each number of them by itself.
+_STEP = 8
 
-    def __init__(self, peer: Path, file: Path, windows: Tensor, logits: Path) -> None:
+
+class Predictions:
+    """Those of one file after each ``step``-th token of ``windows`` (windows, tokens), a window in memory at a time."""
+
+    def __init__(self, peer: Path, file: Path, windows: Tensor, logits: Path, step: int = 1) -> None:
         asked = logits.with_suffix(".json")
         asked.write_text(json.dumps(windows.tolist()))
-        command = [*common.node_script(peer, "llama_cpp_logits.mjs"), str(file), str(asked), str(logits)]
+        command = [*common.node_script(peer, "llama_cpp_logits.mjs"), *map(str, (file, asked, logits, step))]
         subprocess.run(command, stdout=sys.stderr, stderr=sys.stderr, check=True)
-        self._values = np.memmap(logits, np.float32, "r").reshape(*windows.shape, -1)
+        self._values = np.memmap(logits, np.float32, "r").reshape(len(windows), windows.shape[1] // step, -1)
 
     def __iter__(self) -> Iterator[Tensor]:
         """(tokens, words) of each window: logarithms of probabilities."""
@@ -155,10 +159,12 @@ def beside(
         began = time.perf_counter()
         niwaki.export(model, place / "dense.gguf", "gguf-f16")
         exported = time.perf_counter() - began
-        dense = Predictions(peer, place / "dense.gguf", windows, place / "dense")
+        dense = Predictions(peer, place / "dense.gguf", windows, place / "dense", _STEP)
 
         def add(file: Path, seconds: float, **cell: str) -> None:
-            divergences, losses = compared(dense, Predictions(peer, file, windows, place / "other"), windows)
+            divergences, losses = compared(
+                dense, Predictions(peer, file, windows, place / "other", _STEP), windows, _STEP
+            )
             found = {
                 name: {"divergence": divergences[of], "loss": losses[of]}
                 for number, name in enumerate(texts)
@@ -232,13 +238,14 @@ def _quantize(peer: Path, dense: Path, out: Path, mixture: str, importance: dict
     assert not llama.llama_model_quantize(str(dense).encode(), str(out).encode(), ctypes.byref(given))
 
 
-def compared(dense: Predictions, other: Predictions, windows: Tensor) -> tuple[list[float], list[float]]:
+def compared(dense: Predictions, other: Predictions, windows: Tensor, step: int = 1) -> tuple[list[float], list[float]]:
     """Of each window, in nats a token: the KL divergence from ``dense``, and the loss that is added to that of it."""
     divergences, losses = list[float](), list[float]()
     for p, q, tokens in zip(dense, other, windows, strict=True):
         divergences.append(float((p.exp() * (p - q)).sum(dim=-1).mean()))
-        following = tokens[1:].unsqueeze(1)
-        losses.append(float((p[:-1].gather(1, following) - q[:-1].gather(1, following)).mean()))
+        following = tokens[step::step].unsqueeze(1)
+        p, q = p[: len(following)], q[: len(following)]
+        losses.append(float((p.gather(1, following) - q.gather(1, following)).mean()))
     return divergences, losses
 
 

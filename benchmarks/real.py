@@ -80,7 +80,7 @@ WAYS = {
         "bits": ["quantize int2.5:64 effort=fast", "embeddings int3:64"],
         "zeros and 4 bits": ["prune 0.6 quantize=int4:128 effort=fast", "embeddings int4:128"],
         "two factors": ["prune two-factors:0.7 quantize=int4:128 effort=fast", "embeddings int4:128"],
-        "fewer parameters": ["shrink parameters=0.32", "quantize int8:128 effort=fast", "embeddings int8:128"],
+        "fewer parameters": ["shrink parameters=0.32", "quantize int8:128", "embeddings int8:128"],
         "compress": ["505MB"],
     },
 }
@@ -195,6 +195,7 @@ def smaller(
     work: Work,
     record: Annotated[Path, Option(help="Write JSON there after each model, and resume from it.")],
     ways: Annotated[str, Option(help="Names of WAYS; none for all.")] = "",
+    targets: Annotated[str, Option(help="What the small model is in, of WAYS.")] = ",".join(WAYS),
     texts: common.Measured = "wikitext2,code,answers",
     samples: Samples = 16,
     text_samples: TextSamples = 8,
@@ -209,11 +210,12 @@ def smaller(
     for dense in (small, model):
         if not sheet.has(way="dense", model=dense.name):
             add(dense, way="dense", model=dense.name, target="", size=_weights_of(dense), seconds=0.0)
-    eight = ["quantize int8:128 effort=fast", "embeddings int8:128"]
-    asked = [("8 bits", "dense", small, eight)]
-    asked += [(target, way, model, stages) for target, those in WAYS.items() for way, stages in those.items()]
+    asked = [("8 bits", "dense", small, ["quantize int8:128", "embeddings int8:128"])]
+    asked += [
+        (target, way, model, stages) for target in common.chosen(targets, WAYS) for way, stages in WAYS[target].items()
+    ]
     for target, way, dense, stages in asked:
-        if (ways and way not in names(ways)) or sheet.has(target=target, way=way):
+        if (ways and way not in ("dense", *names(ways))) or sheet.has(target=target, way=way):
             continue
         with tempfile.TemporaryDirectory(prefix="niwaki-", dir=work) as scratch:
             out = Path(scratch) / "out"

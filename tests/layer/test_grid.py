@@ -211,8 +211,14 @@ def solved(problem: LayerProblem, pattern: Pattern, solver: str = "continuation"
     return make_solver(solver)(problem, pattern)
 
 
+def damped(H: Tensor, damping: float = 0.02) -> Tensor:
+    """What rows are chosen by: H with a ridge in proportion to the roots of its diagonal."""
+    h = H.diagonal()
+    return H + damping * (h * h[h > 0].double().log().mean().exp()).sqrt().diag()
+
+
 def row_errors(problem: LayerProblem, What: Tensor) -> list[float]:
-    H = problem.gram.H
+    H = damped(problem.gram.H) if problem.gram.H.any() else problem.gram.H
     return [squared_error(w[None], v[None], H) for w, v in zip(problem.W, What, strict=True)]
 
 
@@ -293,6 +299,17 @@ def test_dead_inputs_are_rounded_to_the_nearest(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(found[:, dead], nearest[:, dead])
 
 
+def test_the_fewer_tokens_the_more_rounding_is_damped() -> None:
+    problem, grid = make_problem("few tokens", rows=40, columns=64, dtype=F64), Grid(3, 16)
+    H, losses = problem.gram.H, {}
+    for tokens in (10**9, 64):
+        of_these = LayerProblem(problem.W, Gram(H, tokens=tokens))
+        losses[tokens] = problem.W - onto_grid(of_these, unsolved(of_these), grid, F64)[0].W
+    more, less = (0.0 * H + damped(H, 0.02 + min(0.28, 13 * 64 / tokens)) for tokens in (64, 10**9))
+    for H_, best, other in ((more, losses[64], losses[10**9]), (less, losses[10**9], losses[64])):
+        assert float(((best @ H_) * best).sum()) < float(((other @ H_) * other).sum())
+
+
 def test_what_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rows, the scale of the inputs, and how many rows there are at a time."""
     problem, grid, dtype = make_problem(dtype=F64), Grid(4, 8), torch.bfloat16
@@ -334,7 +351,7 @@ def test_it_comes_near_the_best_codes() -> None:
         rounded = grid.project(before.W, scales, F64)
         for i, error in enumerate(row_errors(problem, after.W)):
             kept = after.mask[i].nonzero().squeeze(1).tolist()
-            floor = best_codes(W[i], H, kept, full[i], 3)
+            floor = best_codes(W[i], damped(H), kept, full[i], 3)
             assert error >= floor * (1 - 1e-9)
             ratios.append(error / floor)
             nearest.append(row_errors(problem, rounded)[i] / floor)

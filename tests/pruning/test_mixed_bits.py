@@ -127,7 +127,7 @@ def test_costs_are_those_of_errors_by_sensitivity_and_inputs(tmp_path: Path) -> 
     for block, name in found:
         fitted, other = (linear_inputs(whole, block, half)[name].double() for half in halves)
         W = weight(whole, f"model.layers.{block}.{name}").float()
-        problem = LayerProblem(W, Gram((fitted.T @ fitted / len(fitted)).float()))
+        problem = LayerProblem(W, Gram((fitted.T @ fitted / len(fitted)).float(), tokens=len(fitted)))
         dense = problem.solution(W, torch.ones_like(W, dtype=torch.bool))
         for bits, nats in found[block, name].nats.items():
             E = (onto_grid(problem, dense, Grid(bits, 64), torch.float32)[0].W - W).double()
