@@ -321,6 +321,17 @@ def test_each_matrix_is_written_in_its_type(tmp_path: Path) -> None:
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss"])
+def test_experts_of_a_block_have_the_same_type(tmp_path: Path, case: str) -> None:
+    """Each a tensor, or all in one: the file has one tensor."""
+    options: Any = {"calibration": TOKENS, "effort": "fast", "measurement": None, "compute": "cpu"}
+    niwaki.quantize(saved(tmp_path / "dense", case), tmp_path / "out", "q5.3", **options)
+    notes = niwaki.export(tmp_path / "out", tmp_path / "model.gguf", "gguf")
+    assert not any("nearest" in note for note in notes)
+    assert {kind for name, kind in kinds(tmp_path / "model.gguf").items() if "_exps.weight" in name} <= {*BLOCK_TYPES}
+
+
 def test_matrices_that_left_their_type_are_rounded_to_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
     niwaki.quantize(

@@ -85,7 +85,7 @@ def _joined(kind: BlockType, codes: Tensor, d: Tensor, k: Tensor, e: Tensor, l: 
         return values.half().numpy().astype("<f2").view(np.uint8).reshape(count, 2 * values.shape[2])
 
     if kind.is_table:
-        q = whole(torch.bucketize(codes, codes.new_tensor(kind.levels)))
+        q = whole(torch.bucketize(codes.contiguous(), codes.new_tensor(kind.levels)))
     else:
         q = whole(codes, -128 if kind.name == "Q8_0" else kind.levels[0])
     # The file adds what it calls the minimum of blocks of 32, and takes off that of others.

@@ -3,7 +3,9 @@
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -249,6 +251,23 @@ def _inputs(
     for groups in every:
         grams = [group.gram(shared=True) for group in groups]
         yield from ((matrices[name], grams) for name in groups[0].names)
+
+
+def choose_alike(costs: dict[Place, BitCosts], average: float, matrices: Iterable[Matrix]) -> dict[Place, float]:
+    """:func:`choose_bits`, with the same for all experts of a block, which are one tensor in files for llama.cpp."""
+    tensors = {m.place: m.place if m.expert is None else (m.block, re.sub(r"\d+", "*", m.name)) for m in matrices}
+    parts = defaultdict[Place, list[BitCosts]](list)
+    for place, each in costs.items():
+        parts[tensors[place]].append(each)
+    sums = {
+        tensor: BitCosts(
+            sum(one.weights for one in some), {bits: math.fsum(one.nats[bits] for one in some) for bits in known}
+        )
+        for tensor, some in parts.items()
+        for known in [some[0].nats]
+    }
+    chosen = choose_bits(sums, average)
+    return {place: chosen[tensors[place]] for place in costs}
 
 
 def choose_bits(costs: dict[Place, BitCosts], average: float) -> dict[Place, float]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from niwaki.effort import Effort
+from niwaki.layer.block_types import BlockGrid
 from niwaki.layer.grid import AnyGrid
 from niwaki.models.block import DecoderBlock
 from niwaki.models.formats import OnGrid
@@ -17,7 +18,7 @@ from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import Fit, samples_to_fit, trained_matrices
-from niwaki.pruning.mixed_bits import choose_bits, costs_of_bits, in_words
+from niwaki.pruning.mixed_bits import choose_alike, choose_bits, costs_of_bits, in_words
 from niwaki.pruning.plan import LaterInputs, Plan, later_inputs, plan
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
@@ -129,7 +130,11 @@ class Walk:
         made = plan(self.model, effort.plan, self.pattern_of, samples, tf32, run.world, run.progress, revive)
         if (grid := self._mixed) and isinstance(samples, Tensor):
             costs = costs_of_bits(self.model, grid, samples, tf32, run.world, run.progress)
-            chosen = choose_bits(costs, grid.average or 0.0)
+            assert grid.average is not None
+            if isinstance(grid, BlockGrid):
+                chosen = choose_alike(costs, grid.average, self.model.matrices())
+            else:
+                chosen = choose_bits(costs, grid.average)
             run.note(self.record, in_words(costs, chosen, grid))
             made = dataclasses.replace(made, bits=chosen)
         if effort.synthetic and isinstance(samples, Tensor):
