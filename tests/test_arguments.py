@@ -99,7 +99,7 @@ def test_fields_of_another_type(make: Callable[[], Any], said: str) -> None:
     ("name", "options", "said"),
     [
         ("prune", {"solver": 3}, "solver must be text, a Solver or None; got 3"),
-        ("prune", {"quantize": 4}, "quantize must be text, a Grid or None; got 4"),
+        ("prune", {"quantize": 4}, "quantize must be text, a Grid, a BlockGrid or None; got 4"),
         ("prune", {"blocks": (0,)}, "blocks must be (a whole number, a whole number), text or None; got (0,)"),
         (
             "prune",
@@ -187,7 +187,7 @@ def test_arguments_that_there_are_not(named: dict[str, Any], said: str) -> None:
         (lambda: api.Prune(wrong=1), "Prune() has no argument 'wrong'; it has pattern, solver, effort, mask_from"),
         (lambda: api.Prune([0.5]), "pattern must be a number, text, a Pattern or None; got [0.5]"),
         (lambda: api.Pack("packed"), "Pack(): too many positional arguments"),
-        (lambda: api.Quantize(4), "grid must be text or a Grid; got 4"),
+        (lambda: api.Quantize(4), "grid must be text, a Grid or a BlockGrid; got 4"),
         (lambda: api.Shrink(blocks="1"), "blocks must be a whole number; got '1'"),
         (lambda: api.Heal(method="x"), "method must be auto, full, lora, norms or blocks; got 'x'"),
     ],
