@@ -16,17 +16,18 @@ from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.cli.tables import summary
-from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
+from niwaki.errors import CheckpointError, NiwakiError, OutputError, UnsupportedModelError
 from niwaki.exports.compressed_tensors import packed_integers
 from niwaki.exports.export import export
 from niwaki.layer.grid import Grid
 from niwaki.models.scales import FILE, verify_grid
 from niwaki.models.streamed import StreamedModel
-from niwaki.recipes import prune
 from niwaki.records.record import Record
-from support.arguments import arguments
-from support.models import a_third_of_the_families, is_pruned, message, random_tokens, reference, save_model
-from support.runs import files, raw, stopped, tensors, zeros
+from support.covering import in_turns
+from support.made import made_once
+from support.models import a_third_of_the_families, edit_json, is_pruned, message, random_tokens, reference, save_model
+from support.problems import geometric_mean
+from support.runs import files, raw, run as run_small, stopped, tensors, zeros
 
 TOKENS = random_tokens(24, 24)
 MIXTURES = ("mixtral", "deepseek_v3")
@@ -34,15 +35,17 @@ BEST = "best:synthetic=0:epochs=2:batch=48:rate=0.007:healing=0"
 
 
 def run(model: Path, out: Path, **changes: Any) -> Record:
-    options: dict[str, Any] = {
-        "solver": "wanda",
-        "sparsity": 0.5,
-        "quantize": "int4",
-        "calibration": TOKENS,
-        "text": random_tokens(2, 24, seed=1),
-        "device": "cpu",
-    }
-    return prune(model, out, **arguments(**{**options, **changes}))
+    return run_small(model, out, **{"quantize": "int4", "calibration": TOKENS, **changes})
+
+
+@pytest.fixture
+def quantized(tmp_path: Path) -> Path:
+    """``out``, on the grid int4, beside the model that it was made from."""
+
+    def make(place: Path) -> None:
+        run(save_model(place / "model"), place / "out", measure="none")
+
+    return made_once(tmp_path, "on int4", make) / "out"
 
 
 def codes(W: Tensor, scales: Tensor) -> Tensor:
@@ -59,14 +62,13 @@ def check(model: Path, out: Path, grid: Grid, case: str = "llama", even: bool = 
     assert before.keys() == after.keys()
     pruned = {key for key in before if is_pruned(case, key)}
     assert scales.keys() == {f"{key}_scale" for key in pruned}
-    transposed = case.startswith("gpt2") or any("experts" in key and before[key].ndim == 3 for key in pruned)
     for key in before:
         W = after[key]
         if key not in pruned:
             assert raw(W) == raw(before[key]), key
             continue
         of_it = scales[f"{key}_scale"]
-        if transposed and (case.startswith("gpt2") or W.ndim == 3):
+        if case.startswith("gpt2") or W.ndim == 3:
             W = W.transpose(-1, -2)
         assert of_it.dtype == W.dtype
         assert (of_it != 0).all()
@@ -165,8 +167,7 @@ def test_importance_of_rows_leaves_no_trace_on_the_grid(tmp_path: Path) -> None:
             assert (value == second[key]).double().mean() > 0.98, key
 
 
-@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "gpt2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("case", "dtype"), in_turns(["gpt_oss", "mixtral", "gpt2"], ["float32", "bfloat16"]))
 @pytest.mark.slow
 def test_fitted_blocks_of_other_layouts(tmp_path: Path, case: str, dtype: str) -> None:
     model = save_model(tmp_path / "model", case, dtype=getattr(torch, dtype))
@@ -189,10 +190,9 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     changes = {"quantize": "int4:16", "effort": BEST, "calibration": TOKENS}
     run(model, tmp_path / "whole", **changes)
     stopped(model, tmp_path / "out", 10, **changes)
-    said = message(lambda: run(model, tmp_path / "out", **{**changes, "quantize": "int4:8"}))
-    assert "quantize (int4:16 there, int4:8 here)" in said
-    said = message(lambda: run(model, tmp_path / "out", **{**changes, "quantize": None}))
-    assert "quantize (int4:16 there, none here)" in said
+    for other, name in (("int4:8", "int4:8"), (None, "none")):
+        said = message(lambda other=other: run(model, tmp_path / "out", **{**changes, "quantize": other}))  # type: ignore[misc]
+        assert f"quantize (int4:16 there, {name} here)" in said
     assert run(model, tmp_path / "out", **changes).resumed == [1]
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert FILE in files(tmp_path / "out")
@@ -238,12 +238,8 @@ def test_what_is_told(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     record = run(model, tmp_path / "out", quantize="int4:16")
     assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()) == record
-
-    def mean(errors: list[float]) -> float:
-        return math.exp(sum(map(math.log, errors)) / len(errors))
-
-    before = mean([float(matrix.stats["error_before_rounding"]) for matrix in record.matrices])
-    after = mean([matrix.error for matrix in record.matrices])
+    before = geometric_mean([float(matrix.stats["error_before_rounding"]) for matrix in record.matrices])
+    after = geometric_mean([matrix.error for matrix in record.matrices])
     said = f"int4:16: error {before:#.2g} before rounding, {after:#.2g} after; "
     assert record.rounding.startswith(said)
     sizes = [math.prod(matrix.shape) for matrix in record.matrices]
@@ -264,41 +260,29 @@ def test_what_is_told(tmp_path: Path) -> None:
     assert Record.from_json(json.dumps(old)).quantization is None
 
 
-@pytest.mark.parametrize("what", ["weight", "scale"])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("weight", "'{}' has weights on disk that are not on its grid int4"),
+        ("scale", "'{}' has weights on disk that are not on its grid int4"),
+        ("no scale", "'{}_scale' has scales that are 0 or not finite"),  # a row of zeros may well be on the grid
+    ],
+)
 @pytest.mark.slow
-def test_weights_off_the_grid_are_found(tmp_path: Path, what: str) -> None:
+def test_weights_off_the_grid_are_found(tmp_path: Path, quantized: Path, what: str, said: str) -> None:
     """What is on the disk is compared, to the bit."""
-    model, out = save_model(tmp_path / "model"), tmp_path / "out"
-    run(model, out)
-    streamed = StreamedModel(Checkpoint(model), "cpu")
-    verify_grid(out, streamed.matrices(), Grid(4))
-    path = out / (FILE if what == "scale" else "model.safetensors")
-    key = "model.layers.1.mlp.up_proj.weight" + ("_scale" if what == "scale" else "")
-    data, value = bytearray(path.read_bytes()), load_file(path)[key]
+    matrices = StreamedModel(Checkpoint(tmp_path / "model"), "cpu").matrices()
+    verify_grid(quantized, matrices, Grid(4))
+    key, path = "model.layers.1.mlp.up_proj.weight", quantized / ("model.safetensors" if what == "weight" else FILE)
+    data, value = bytearray(path.read_bytes()), load_file(path)[key if what == "weight" else f"{key}_scale"]
     at = data.index(raw(value))
-    changed = value.clone()
     first = tuple((value != 0).nonzero()[0].tolist())
-    changed[first] = torch.nextafter(changed[first], torch.tensor(9.0))
-    data[at : at + value.nbytes] = raw(changed)
+    value[first] = 0.0 if what == "no scale" else torch.nextafter(value[first], torch.tensor(9.0))
+    data[at : at + value.nbytes] = raw(value)
     path.write_bytes(data)
-    said = message(lambda: verify_grid(out, streamed.matrices(), Grid(4)), OutputError)
-    assert "'model.layers.1.mlp.up_proj.weight' has weights on disk that are not on its grid int4" in said
-    assert message(lambda: export(out, tmp_path / "packed"), OutputError) == said
-
-
-def test_scales_are_not_0(tmp_path: Path) -> None:
-    """Of a row of zeros the weights may well be on the grid."""
-    model, out, key = save_model(tmp_path / "model"), tmp_path / "out", "model.layers.1.mlp.up_proj.weight"
-    run(model, out)
-    path = out / FILE
-    data, scales = bytearray(path.read_bytes()), load_file(path)[f"{key}_scale"]
-    at = data.index(raw(scales))
-    scales[0] = 0
-    data[at : at + scales.nbytes] = raw(scales)
-    path.write_bytes(data)
-    streamed = StreamedModel(Checkpoint(model), "cpu")
-    said = message(lambda: verify_grid(out, streamed.matrices(), Grid(4)), CheckpointError)
-    assert f"'{key}_scale' has scales that are 0 or not finite" in said
+    found = message(lambda: verify_grid(quantized, matrices, Grid(4)), NiwakiError)
+    assert said.format(key) in found
+    assert message(lambda: export(quantized, tmp_path / "packed"), NiwakiError) == found
 
 
 # Packed
@@ -428,49 +412,28 @@ def test_what_cannot_be_packed(tmp_path: Path, case: str, quantize: str | None, 
     assert not (tmp_path / "packed").exists()
 
 
-def test_what_somebody_wrote_on_the_card_stays(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
-    run(model, tmp_path / "out", measure="none")
-    card = tmp_path / "out" / "README.md"
+def test_other_files_of_an_export(tmp_path: Path, quantized: Path) -> None:
+    """What somebody wrote on the card stays, and all files have the usual mode."""
+    card = quantized / "README.md"
     card.write_bytes(card.read_bytes().replace(b"Notes:", b"Notes, \xff:") + b"\r\n## Mine\r\n")
-    export(tmp_path / "out", tmp_path / "packed")
+    export(quantized, tmp_path / "packed")
     assert (tmp_path / "packed" / "README.dense.md").read_bytes() == card.read_bytes()
+    (tmp_path / "usual").touch()
+    found = [path for path in (tmp_path / "packed").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in found} == {(tmp_path / "usual").stat().st_mode}
+    said = message(lambda: run(tmp_path / "packed", tmp_path / "again"), UnsupportedModelError)
+    assert "was exported for other programs; give the directory that it was made from" in said
 
 
-def test_blocks_that_the_model_does_not_have(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
-    run(model, tmp_path / "out", measure="none")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    config["pruning_config"]["blocks"] = [7, 9]
-    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    said = message(lambda: export(tmp_path / "out", tmp_path / "packed"), CheckpointError)
-    assert "config.json says that blocks (7, 9) are pruned" in said
-
-
-def test_packing_leaves_nothing_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = save_model(tmp_path / "model")
-    run(model, tmp_path / "out", measure="none")
-
+def test_exports_that_fail_leave_nothing(tmp_path: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("niwaki.checkpoints.writing.reserve", full)
-    assert "no space left" in message(lambda: export(tmp_path / "out", tmp_path / "packed"), OutputError)
+    with monkeypatch.context() as changed:
+        changed.setattr("niwaki.checkpoints.writing.reserve", full)
+        assert "no space left" in message(lambda: export(quantized, tmp_path / "packed"), OutputError)
+    claims = json.loads((quantized / "config.json").read_text())["pruning_config"]
+    edit_json(quantized / "config.json", pruning_config={**claims, "blocks": [7, 9]})
+    said = message(lambda: export(quantized, tmp_path / "packed"), CheckpointError)
+    assert "config.json says that blocks (7, 9) are pruned" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
-
-
-def test_packed_files_have_the_usual_mode(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
-    run(model, tmp_path / "out", measure="none")
-    export(tmp_path / "out", tmp_path / "packed")
-    (tmp_path / "usual").touch()
-    files = [path for path in (tmp_path / "packed").rglob("*") if path.is_file()]
-    assert {path.stat().st_mode for path in (*files, tmp_path / "usual")} == {files[0].stat().st_mode}
-
-
-def test_a_packed_model_is_not_pruned(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
-    run(model, tmp_path / "out", measure="none")
-    export(tmp_path / "out", tmp_path / "packed")
-    said = message(lambda: run(tmp_path / "packed", tmp_path / "again"), UnsupportedModelError)
-    assert "was exported for other programs; give the directory that it was made from" in said
