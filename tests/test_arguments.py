@@ -17,13 +17,12 @@ import torch
 import niwaki
 from niwaki import Calibration, Effort, Fitting
 from niwaki.arguments import check_fields, checked
-from niwaki.layer.grid import Grid
-from niwaki.layer.patterns import Fixed
-from niwaki.layer.solvers import ADMM, MaskThenUpdate, Wanda
+from niwaki.layer.solvers import Wanda
 from support.models import message, random_model
 from support.runs import listing
 
-api: Any = niwaki  # without what type checkers know of it
+# Without what type checkers know of them.
+api: Any = niwaki
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,9 @@ class Fields:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+fields: Any = Fields
 
 
 def test_numbers_of_numpy_become_those_of_python() -> None:
@@ -56,43 +58,68 @@ def test_checks_are_those_of_annotations() -> None:
     assert message(call) == "checked_call(): missing a required argument: 'path'; without names it takes path, several"
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: Fields(True), "count must be a whole number; got True"),
-        (lambda: Fields(1.0), "count must be a whole number; got 1.0"),  # type: ignore[arg-type]
-        (lambda: Fields(size="1"), "size must be a number or None; got '1'"),  # type: ignore[arg-type]
-        (lambda: Fields(size=10**400), f"size must be 0, or of a magnitude from 1e-15 to 1e15; got 1{'0' * 76}..."),
-        (
-            lambda: Fields(size=-(10**5000)),
-            "size must be 0, or of a magnitude from 1e-15 to 1e15; got a value of type int",
-        ),
-        (lambda: Fields(10**30), "count must be less than 2^63; got 1000000000"),
-        (lambda: Fields(-(10**30)), "count must be more than -2^63; got -1000000000"),
-        (lambda: Fitting(epochs=1e308), "epochs must be 0, or of a magnitude from 1e-15 to 1e15; got 1e+308"),
-        (
-            lambda: niwaki.make_solver("admm1:rho=1e-320"),
-            "rho must be 0, or of a magnitude from 1e-15 to 1e15; got 1e-320",
-        ),
-        (lambda: Fitting(epochs=math.inf), "epochs must be 0 or more; got inf"),
-        (lambda: Fields(word="two"), "word must be one or other; got 'two'"),  # type: ignore[arg-type]
-        (lambda: Fields(pair=(0,)), "pair must be (a whole number, a whole number); got (0,)"),  # type: ignore[arg-type]
-        (lambda: Fields(pair="01"), "pair must be (a whole number, a whole number); got '01'"),  # type: ignore[arg-type]
-        (lambda: ADMM(rho="1"), "rho must be a number; got '1'"),  # type: ignore[arg-type]
-        (lambda: ADMM(iterations=True), "iterations must be a whole number; got True"),
-        (lambda: MaskThenUpdate(Wanda(), "exact"), "update must be a Solver; got 'exact'"),  # type: ignore[arg-type]
-        (lambda: Fitting(epochs="1"), "epochs must be a number; got '1'"),  # type: ignore[arg-type]
-        (lambda: Grid("4"), "bits must be a whole number; got '4'"),  # type: ignore[arg-type]
-        (lambda: niwaki.NM(2.0, 4), "n must be a whole number; got 2.0"),  # type: ignore[arg-type]
-        (lambda: niwaki.PerRow("half"), "sparsity must be a number; got 'half'"),  # type: ignore[arg-type]
-        (lambda: Fixed(torch.ones(2, 2)), "a mask is (out, in) bool; got (2, 2) torch.float32"),
-        (lambda: niwaki.Windows([1, 2], "given"), "tokens must be a Tensor; got [1, 2]"),  # type: ignore[arg-type]
-        (lambda: niwaki.ADMM(rho=True), "rho must be a number; got True"),
-        (lambda: niwaki.make_solver("wanda+" * 100 + "exact"), "101 solvers in sequence are too many"),
-    ],
-)
-def test_fields_of_another_type(make: Callable[[], Any], said: str) -> None:
-    assert message(make).startswith(said)
+Call = Callable[[], Any]
+#: Fields of another type, calls that make no sense, and arguments that there are not.
+WRONG: list[tuple[Call, str]] = [
+    (lambda: fields(True), "count must be a whole number; got True"),
+    (lambda: fields(1.0), "count must be a whole number; got 1.0"),
+    (lambda: fields(size="1"), "size must be a number or None; got '1'"),
+    (lambda: fields(size=10**400), f"size must be 0, or of a magnitude from 1e-15 to 1e15; got 1{'0' * 76}..."),
+    (lambda: fields(size=-(10**5000)), "size must be 0, or of a magnitude from 1e-15 to 1e15; got a value of type int"),
+    (lambda: fields(10**30), "count must be less than 2^63; got 1000000000"),
+    (lambda: fields(-(10**30)), "count must be more than -2^63; got -1000000000"),
+    (lambda: fields(word="two"), "word must be one or other; got 'two'"),
+    (lambda: fields(pair=(0,)), "pair must be (a whole number, a whole number); got (0,)"),
+    (lambda: fields(pair="01"), "pair must be (a whole number, a whole number); got '01'"),
+    (lambda: api.Fitting(epochs=1e308), "epochs must be 0, or of a magnitude from 1e-15 to 1e15; got 1e+308"),
+    (lambda: api.Fitting(epochs=math.inf), "epochs must be 0 or more; got inf"),
+    (lambda: api.Fitting(epochs="1"), "epochs must be a number; got '1'"),
+    (lambda: api.Fitting(epoch=1), "Fitting() has no argument 'epoch'; did you mean 'epochs'"),
+    (lambda: api.ADMM(rho="1"), "rho must be a number; got '1'"),
+    (lambda: api.ADMM(rho=True), "rho must be a number; got True"),
+    (lambda: api.ADMM(iterations=True), "iterations must be a whole number; got True"),
+    (lambda: api.MaskThenUpdate(Wanda(), "exact"), "update must be a Solver; got 'exact'"),
+    (lambda: api.make_solver("admm1:rho=1e-320"), "rho must be 0, or of a magnitude from 1e-15 to 1e15; got 1e-320"),
+    (lambda: api.make_solver("wanda+" * 100 + "exact"), "101 solvers in sequence are too many"),
+    (lambda: api.Grid("4"), "bits must be a whole number; got '4'"),
+    (lambda: api.NM(2.0, 4), "n must be a whole number; got 2.0"),
+    (lambda: api.PerRow("half"), "sparsity must be a number; got 'half'"),
+    (lambda: api.Fixed(torch.ones(2, 2)), "a mask is (out, in) bool; got (2, 2) torch.float32"),
+    (lambda: api.Windows([1, 2], "given"), "tokens must be a Tensor; got [1, 2]"),
+    (lambda: api.generate("demo", "a", tokens="3"), "tokens must be a whole number; got '3'"),
+    (lambda: api.generate("demo", "a", seed=2**64), "seed must be less than 2^63"),
+    (lambda: api.evaluate(3), "model must be text or a path; got 3"),
+    (lambda: api.evaluate("demo", niwaki.Measurement(samples=0)), "samples must be 1 or more; got 0"),
+    (lambda: api.inspect(None), "model must be text or a path; got None"),
+    (lambda: api.load("demo", device=0), "device must be text or a device; got 0"),
+    (lambda: api.report("demo", prompts="a"), "prompts must be a list of text or None; got 'a'"),
+    (lambda: api.Record.load(3), "path must be text or a PathLike; got 3"),
+    (lambda: api.prune("model"), "prune(): missing a required argument: 'out'; without names it takes model"),
+    (lambda: api.prune("model", "out", 0.5, "wanda"), "prune(): too many positional arguments; without names"),
+    (lambda: api.heal("model", "out"), "heal(): missing a required argument: 'teacher'"),
+    (lambda: api.Calibration("demo", seqlen=3), "Calibration() has no argument 'seqlen'; did you mean 'length'"),
+    (lambda: api.Compute(gpu=1), "Compute() has no argument 'gpu'; it has device, dtype"),
+    (lambda: api.Effort(epochs=1), "Effort() has no argument 'epochs'; it has plan, synthetic, fit"),
+    (lambda: api.bench("model", prompt=8), "bench() has no argument 'prompt'; did you mean 'prompt_tokens'?"),
+    (lambda: api.Prune(sparsity=0.5), "Prune() has no argument 'sparsity'; did you mean 'pattern'"),
+    (lambda: api.Prune(wrong=1), "Prune() has no argument 'wrong'; it has pattern, solver, effort, mask_from"),
+    (lambda: api.Prune([0.5]), "pattern must be a number, text, a Pattern or None; got [0.5]"),
+    (lambda: api.Pack("packed"), "Pack(): too many positional arguments"),
+    (lambda: api.Quantize(4), "grid must be text, a Grid or a BlockGrid; got 4"),
+    (lambda: api.Shrink(blocks="1"), "blocks must be a whole number; got '1'"),
+    (lambda: api.Heal(method="x"), "method must be auto, full, lora, norms or blocks; got 'x'"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), WRONG)
+def test_what_makes_no_sense(call: Call, said: str) -> None:
+    assert message(call).startswith(said)
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm_eval")
+def test_tasks_that_are_not_there() -> None:
+    said = message(lambda: niwaki.evaluate_tasks("demo", Path("nowhere.jsonl")), niwaki.NiwakiError)
+    assert said.startswith("there is no file nowhere.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -101,11 +128,7 @@ def test_fields_of_another_type(make: Callable[[], Any], said: str) -> None:
         ("prune", {"solver": 3}, "solver must be text, a Solver or None; got 3"),
         ("prune", {"quantize": 4}, "quantize must be text, a Grid, a BlockGrid or None; got 4"),
         ("prune", {"blocks": (0,)}, "blocks must be (a whole number, a whole number), text or None; got (0,)"),
-        (
-            "prune",
-            {"blocks": range(2)},
-            "blocks must be (a whole number, a whole number), text or None; got range(0, 2)",
-        ),
+        ("prune", {"blocks": range(2)}, "blocks must be (a whole number, a whole number), text or None; got range("),
         ("prune", {"blocks": "0-2"}, "invalid range '0-2'; give FROM:TO, such as 0:2 for the first two"),
         ("prune", {"pattern": [0.5]}, "pattern must be a number, text, a Pattern or None; got [0.5]"),
         (
@@ -134,28 +157,6 @@ def test_arguments_that_make_no_sense(tmp_path: Path, name: str, options: dict[s
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: niwaki.generate("demo", "a", tokens="3"), "tokens must be a whole number; got '3'"),  # type: ignore[arg-type]
-        (lambda: niwaki.generate("demo", "a", seed=2**64), "seed must be less than 2^63"),
-        (lambda: niwaki.evaluate(3), "model must be text or a path; got 3"),  # type: ignore[arg-type]
-        (lambda: niwaki.evaluate("demo", niwaki.Measurement(samples=0)), "samples must be 1 or more; got 0"),
-        pytest.param(
-            lambda: niwaki.evaluate_tasks("demo", Path("nowhere.jsonl")),
-            "there is no file nowhere.jsonl",
-            marks=pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm_eval"),
-        ),
-        (lambda: niwaki.inspect(None), "model must be text or a path; got None"),  # type: ignore[arg-type]
-        (lambda: niwaki.load("demo", device=0), "device must be text or a device; got 0"),  # type: ignore[arg-type]
-        (lambda: niwaki.report("demo", prompts="a"), "prompts must be a list of text or None; got 'a'"),
-        (lambda: niwaki.Record.load(3), "path must be text or a PathLike; got 3"),  # type: ignore[arg-type]
-    ],
-)
-def test_calls_that_make_no_sense(call: Callable[[], Any], said: str) -> None:
-    assert message(call, niwaki.NiwakiError).startswith(said)
-
-
-@pytest.mark.parametrize(
     ("named", "said"),
     [
         ({"sparsity": 0.5}, "prune() has no argument 'sparsity'; did you mean 'pattern'?"),
@@ -170,30 +171,6 @@ def test_calls_that_make_no_sense(call: Callable[[], Any], said: str) -> None:
 )
 def test_arguments_that_there_are_not(named: dict[str, Any], said: str) -> None:
     assert said in message(lambda: niwaki.prune("model", "out", **named))
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: api.prune("model"), "prune(): missing a required argument: 'out'; without names it takes model"),
-        (lambda: api.prune("model", "out", 0.5, "wanda"), "prune(): too many positional arguments; without names"),
-        (lambda: api.heal("model", "out"), "heal(): missing a required argument: 'teacher'"),
-        (lambda: api.Calibration("demo", seqlen=3), "Calibration() has no argument 'seqlen'; did you mean 'length'"),
-        (lambda: api.Compute(gpu=1), "Compute() has no argument 'gpu'; it has device, dtype"),
-        (lambda: api.Effort(epochs=1), "Effort() has no argument 'epochs'; it has plan, synthetic, fit"),
-        (lambda: api.Fitting(epoch=1), "Fitting() has no argument 'epoch'; did you mean 'epochs'"),
-        (lambda: api.Prune(sparsity=0.5), "Prune() has no argument 'sparsity'; did you mean 'pattern'"),
-        (lambda: api.bench("model", prompt=8), "bench() has no argument 'prompt'; did you mean 'prompt_tokens'?"),
-        (lambda: api.Prune(wrong=1), "Prune() has no argument 'wrong'; it has pattern, solver, effort, mask_from"),
-        (lambda: api.Prune([0.5]), "pattern must be a number, text, a Pattern or None; got [0.5]"),
-        (lambda: api.Pack("packed"), "Pack(): too many positional arguments"),
-        (lambda: api.Quantize(4), "grid must be text, a Grid or a BlockGrid; got 4"),
-        (lambda: api.Shrink(blocks="1"), "blocks must be a whole number; got '1'"),
-        (lambda: api.Heal(method="x"), "method must be auto, full, lora, norms or blocks; got 'x'"),
-    ],
-)
-def test_calls_and_stages_with_other_arguments(call: Callable[[], Any], said: str) -> None:
-    assert message(call).startswith(said)
 
 
 def test_what_the_program_sets_is_not_listed() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from niwaki.errors import PatternError, UsageError
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
-from niwaki.layer.solvers import MaskThenUpdate, SparseGPT, Wanda
+from niwaki.layer.solvers import Wanda
 from niwaki.layer.solvers.dsnot import DSnoT
 from niwaki.layer.solvers.obs import OBSSaliency
 from niwaki.layer.solvers.ria import RIA
@@ -185,26 +185,8 @@ class TestDSnoT:
         assert torch.equal(solution.W, problem.W * expected)
         # A weight that came back may have been exchanged again.
         assert solution.stats["exchanges"] >= int((expected ^ wanda).sum()) / 2
-
-    @pytest.mark.parametrize("pattern", [PerRow(0.6), Unstructured(0.4), NM(2, 4)], ids=str)
-    def test_mean_of_the_output_comes_nearer_in_every_row(self, pattern: Pattern) -> None:
-        X, problem = off_centre(seed=3)
-        before, after = (
-            ((problem.W - solver(problem, pattern).W) @ X.mean(dim=0)).abs() for solver in (Wanda(), DSnoT())
-        )
-        assert (after <= before).all()
-        # Measured over eight seeds: 0.18 to 0.39, 0.23 to 0.46 and, for 2:4, 0.28 to 0.61.
-        assert after.norm() < 0.6 * before.norm()
-        stats = DSnoT()(problem, pattern).stats
-        assert stats["mean_error"] == pytest.approx(float(after.norm() / before.norm()), rel=1e-6)
-
-    def test_starts_from_the_mask_that_is_given(self) -> None:
-        _, problem = off_centre()
-        composed = MaskThenUpdate(SparseGPT(), DSnoT(cycles=1))(problem, NM(2, 4))
-        given = SparseGPT()(problem, NM(2, 4)).mask
-        assert 0 < int((composed.mask ^ given).sum()) <= 2 * ROWS  # one exchange a row at most
-        assert (composed.mask.view(-1, 4).sum(dim=1) == 2).all()
-        assert torch.equal(given, SparseGPT()(problem, NM(2, 4)).mask)
+        before, after = (((problem.W * ~mask) @ X.mean(dim=0)).norm() for mask in (wanda, expected))
+        assert solution.stats["mean_error"] == pytest.approx(float(after / before), rel=1e-6)
 
     @pytest.mark.parametrize("size", [1, 0], ids=["a mean of zero", "a text that never reaches it"])
     def test_nothing_to_do(self, size: int) -> None:

@@ -30,11 +30,10 @@ each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=str)
     [
         (ConjugateGradients(iterations=150, damping=0.0), 1e-9),
         (Descent("sgd", learning_rate=1.0, iterations=4000), 1e-9),
-        (Descent("sgd", learning_rate=1.0, iterations=15000, momentum=0.0), 1e-6),
         # Adam takes a wrong step now and then, when the gradients have been small for long.
         (Descent("adam", learning_rate=0.01, iterations=4000), 5e-3),
     ],
-    ids=["cg", "sgd", "sgd without momentum", "adam"],
+    ids=["cg", "sgd", "adam"],
 )
 @pytest.mark.slow
 def test_goes_to_least_squares(solver: ConjugateGradients | Descent, tolerance: float, pattern: Pattern) -> None:

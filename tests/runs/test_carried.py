@@ -33,19 +33,12 @@ def _deep(path: Path) -> None:
     (below / "x").write_text("x")
 
 
-def _folder(path: Path) -> None:
-    path.mkdir()
-    (path / "x").write_text("x")
+def _folder_with(make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    def made(path: Path) -> None:
+        path.mkdir()
+        make(path / "x")
 
-
-def _pipe_in_a_folder(path: Path) -> None:
-    path.mkdir()
-    os.mkfifo(path / "x")
-
-
-def _link_in_a_folder(path: Path) -> None:
-    path.mkdir()
-    (path / "x").symlink_to(path.parent.parent)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -55,12 +48,12 @@ def _link_in_a_folder(path: Path) -> None:
         ("notes.bin", lambda path: path.symlink_to("nowhere"), "is a link that leads nowhere"),
         ("notes.txt", lambda path: path.symlink_to("notes.txt"), "is a link that leads nowhere"),
         ("notes.txt", lambda path: path.symlink_to("n" * 300), "File name too long"),
-        ("notes", _pipe_in_a_folder, "notes/x is not a file"),
+        ("notes", _folder_with(os.mkfifo), "notes/x is not a file"),
         ("notes", lambda path: path.symlink_to(".."), "notes is a link to a directory outside of the model's"),
-        ("notes", _link_in_a_folder, "notes/x is a link to a directory outside of the model's"),
+        ("notes", _folder_with(lambda path: path.symlink_to("../..")), "notes/x is a link to a directory outside of"),
         ("deep", _deep, "too many folders"),
-        ("README.base.md", _folder, "a name that niwaki gives"),
-        ("niwaki.json", _folder, "a name that niwaki gives"),
+        ("README.base.md", _folder_with(Path.touch), "a name that niwaki gives"),
+        ("niwaki.json", _folder_with(Path.touch), "a name that niwaki gives"),
         ("quantization", Path.touch, "a name that niwaki gives"),
         (".partial.json", Path.touch, "a name that niwaki gives"),
     ],

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import niwaki
 from niwaki import Heal, Prune, Quantize, QuantizeEmbeddings, Shrink
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.cli.screen import Display
 from niwaki.models.device import find_device
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
@@ -71,14 +68,6 @@ def test_a_smaller_model_is_looked_for_and_fitted(model: Path) -> None:
     (blocks,) = estimated(model, Shrink(neurons=0.5, blocks=1, effort="fast"))
     (sized,) = estimated(model, Shrink(parameters=0.75, effort="fast"))
     assert all(neurons < other for other in (fitted, blocks, sized))
-
-
-def test_on_the_screen() -> None:
-    where = Console(file=io.StringIO(), width=100)
-    with Display("pruning", where) as display, where.capture() as said:
-        display.estimate(5.0)
-        display.estimate(700.0)
-    assert said.get().splitlines() == ["this takes about 10 min"]
 
 
 def test_the_speed_of_products() -> None:
