@@ -39,6 +39,7 @@ TEMPLATE = (
     "<s>{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}"
     "{% for call in message.get('tool_calls') or [] %}{{ call }}{% endfor %}</s>\n{% endfor %}"
 )
+FAILING = "{% if messages[0].role == 'fail' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
 
 
 def in_zstd(raw: bytes) -> bytes:
@@ -83,6 +84,7 @@ FILES: dict[str, bytes] = {
     "a.tsv": in_csv("\t"),
     "a.parquet": in_parquet(ROWS),
 }
+PLAIN_FILES = dict.fromkeys(("a.txt", "a.md", "a"), "\n\n".join(TEXTS).encode())
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,
@@ -122,20 +124,11 @@ def refused(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("packed", PACKERS)
-@pytest.mark.parametrize("name", FILES)
-def test_files_of_rows(tmp_path: Path, name: str, packed: str) -> None:
-    source = written(tmp_path / f"{name}{packed}", PACKERS[packed](FILES[name]))
+@pytest.mark.parametrize("name", FILES | PLAIN_FILES)
+def test_files(tmp_path: Path, name: str, packed: str) -> None:
+    source = written(tmp_path / f"{name}{packed}", PACKERS[packed]((FILES | PLAIN_FILES)[name]))
     assert text_of(source) == "\n\n".join(TEXTS)
-    assert read_text(source).origin == f"{source}, texts joined by '\\n\\n'"
-
-
-def test_plain_text_in_zstandard(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    text = "\n\n".join(TEXTS) * 9
-    packed = in_zstd(text[:20].encode()) + in_zstd(text[20:].encode())  # as parallel packers write it
-    source = written(tmp_path / "a.txt.zst", packed)
-    assert text_of(source) == text
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert read_windows(source, tokenizer, 32).tokens.flatten().tolist() == ids[: len(ids) // 32 * 32]
+    assert read_text(source).origin == source + (", texts joined by '\\n\\n'" if name in FILES else "")
 
 
 @pytest.mark.parametrize("packed", [".gz", ".xz", ".bz2", ".zst"])
@@ -145,6 +138,7 @@ def test_several_compressed_streams(tmp_path: Path, packed: str) -> None:
     one, two = (PACKERS[packed](text.encode()) for text in (first, second))
     assert text_of(written(tmp_path / f"a.txt{packed}", one + two)) == first + second
     damaged = [one + two[:-5], one + two[:9], one + b"\xff" + two[1:], one + two[:2] + b"\xff" + two[3:], one + b"x"]
+    damaged += [b"nothing that is packed", one[:-5], one[:10] + b"\xff" * 50]
     middle = len(two) // 2
     damaged.append(one + two[:middle] + bytes(value ^ 0xFF for value in two[middle : middle + 9]) + two[middle + 9 :])
     for number, content in enumerate(damaged):
@@ -217,6 +211,8 @@ def test_a_data_set_of_the_library(tmp_path: Path, tokenizer: PreTrainedTokenize
         ("a.csv", b'text,"a;b;c"\nx,"y"\n', None),
         ("a.csv", b"text,id\nx\n\n", None),
         ("a.csv", b"id,text\n7\n", "line 2: not an object with a field 'text'"),
+        ("a.txt", b"fine\xff\xfe\x00 not fine", "cannot be read as UTF-8 text"),
+        ("a.txt", bytes(range(256)) * 10, "cannot be read as UTF-8 text"),
         ("a.csv", "text\nx\n".encode("utf-16"), "cannot be read as UTF-8 text"),
         ("a.csv", "text\nx\n".encode("utf-16-le"), "NUL characters"),
         ("a.csv", b"text\nna\xefve\n", "cannot be read as UTF-8 text"),
@@ -226,7 +222,6 @@ def test_a_data_set_of_the_library(tmp_path: Path, tokenizer: PreTrainedTokenize
         ("a.parquet.gz", b"no gzip", "cannot be read as Parquet"),
         ("a.parquet", in_parquet([{"text": 7}]), "row 1: not an object with a field 'text'"),
         ("a.parquet", in_parquet([{"image": b"x", "label": 1}]), "only 'image', 'label'"),
-        ("a.zst", b"no zstd", "cannot be read as UTF-8 text"),
         ("a.jsonl.zst", in_zstd(FILES["a.jsonl"] * 99)[:-20], "cannot be read as UTF-8 text"),
         ("a.jsonl", in_lines([{"prompt": "x"}]), "--answers own"),
         ("a.jsonl", in_lines([{"instruction": "x", "output": "y"}, {"instruction": "x"}]), "line 3: not all of"),
@@ -401,15 +396,13 @@ def chat(model: Path) -> ChatTemplate | None:
 )
 @pytest.mark.slow
 def test_what_is_no_conversation(tmp_path: Path, model: Path, rows: list[Any], said: str) -> None:
-    failing = "{% if messages[0].role == 'fail' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
-    edit_json(model / "tokenizer_config.json", chat_template=failing)
+    edit_json(model / "tokenizer_config.json", chat_template=FAILING)
     source = written(tmp_path / "a.jsonl", rows)
     assert said in refused(lambda: text_of(source, template=chat(model)))
 
 
 def test_rows_that_the_template_refuses_are_left_out(tmp_path: Path, model: Path) -> None:
-    failing = "{% if messages[0].role == 'fail' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
-    edit_json(model / "tokenizer_config.json", chat_template=failing)
+    edit_json(model / "tokenizer_config.json", chat_template=FAILING)
     wrong = {"messages": [{"role": "fail", "content": "x"}]}
     for name, rows in (
         ("a", [{"messages": TALK}] * 3),
@@ -430,13 +423,8 @@ def test_arguments_of_tools_are_objects(tmp_path: Path, model: Path, arguments: 
     call = {"name": "weather", "arguments": arguments}
     template = "{% for call in messages[0].tool_calls %}{{ (call.function or call).arguments.city }}{% endfor %}"
     edit_json(model / "tokenizer_config.json", chat_template=template)
-    messages = [
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"type": "function", "function": call} if wrapped else call],
-        }
-    ]
+    calls = [{"type": "function", "function": call} if wrapped else call]
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
     source = written(tmp_path / "a.jsonl", [{"messages": messages}])
     assert text_of(source, template=chat(model)) == "Bern"
 
