@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import niwaki
-from niwaki import Calibration, Measurement
+from niwaki import Calibration
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CalibrationError, CheckpointError, NiwakiError, UnsupportedModelError, UsageError
 from niwaki.exports import gguf_file
@@ -31,6 +30,7 @@ from support.models import (
     FEW_TOKENS,
     FOR_LLAMA_CPP,
     add_small_tokenizer,
+    begin_texts,
     edit_json,
     format_of,
     message,
@@ -39,6 +39,7 @@ from support.models import (
     save_model,
     save_model_with_tokenizer,
 )
+from support.small_tokenizers import save_with_pieces
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -82,11 +83,8 @@ def test_transformers_reads_the_same_model(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(read, logits(source), atol=0.02, rtol=0.01)  # weights in half precision
     if case.startswith("qwen"):  # for which this reader has a splitter of its own
         return
-    ours, theirs = (
-        AutoTokenizer.from_pretrained(path, **options)
-        for path, options in [(source, {}), (tmp_path, {"gguf_file": "model.gguf"})]
-    )
-    assert ours(TEXT).input_ids == theirs(TEXT).input_ids
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    assert theirs(TEXT).input_ids == AutoTokenizer.from_pretrained(source)(TEXT).input_ids
 
 
 #: Made by scripts/compare_gguf.py.
@@ -96,11 +94,8 @@ SAID = {"vocab_size", "attention.key_length", "attention.value_length", "rope.di
 SAID |= {"attention.sliding_window_pattern", "expert_feed_forward_length", "rope.scaling.attn_factor"}
 #: What niwaki says in another way, or has reasons to say otherwise.
 OTHERWISE = {
-    *(
-        ("phi3 long", "context_length"),
-        ("cohere2", "rope.scaling.type"),
-        ("ministral3", "rope.scaling.yarn_log_multiplier"),
-    ),
+    *(("phi3 long", "context_length"), ("cohere2", "rope.scaling.type")),
+    ("ministral3", "rope.scaling.yarn_log_multiplier"),
     *(("gpt_oss", f"rope.scaling.yarn_beta_{speed}") for speed in ("fast", "slow")),
     *((case, "rope.scaling.original_context_length") for case in ("phi3", "phi3 partial")),
 }
@@ -113,9 +108,8 @@ def test_the_same_as_llama_cpps_converter(tmp_path: Path, case: str) -> None:
     assert ours["name"] == theirs["name"]
     differing = {key for key in ours["keys"] | theirs["keys"] if ours["keys"].get(key) != theirs["keys"].get(key)}
     assert {(case, key) for key in differing - SAID} <= OTHERWISE
-    assert {name: shape for name, (shape, _) in ours["tensors"].items()} == {
-        name: shape for name, (shape, _) in theirs["tensors"].items()
-    }
+    shapes, expected = ({name: shape for name, (shape, _) in each["tensors"].items()} for each in (ours, theirs))
+    assert shapes == expected
     for tensor in gguf.GGUFReader(file).tensors:
         far = float(np.linalg.norm(tensor.data.astype(np.float64))) / 1000
         assert ours["tensors"][tensor.name][1] == pytest.approx(theirs["tensors"][tensor.name][1], abs=far), tensor.name
@@ -139,8 +133,7 @@ def test_values_in_groups(tmp_path: Path, kind: Any) -> None:
     niwaki.export("demo", tmp_path / "model.gguf", format_of(kind))
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     stored = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
-    assert stored["blk.0.ffn_down.weight"] == kind
-    assert stored["token_embd.weight"] == "Q8_0"
+    assert (stored["blk.0.ffn_down.weight"], stored["token_embd.weight"]) == (kind, "Q8_0")
     assert stored["blk.0.attn_norm.weight"] == "F32"
     down = AutoModelForCausalLM.from_pretrained(EMBEDDED).model.layers[0].mlp.down_proj.weight.detach().float().numpy()
     one = tensors["blk.0.ffn_down.weight"]
@@ -161,14 +154,8 @@ def test_zeros_stay(tmp_path: Path) -> None:
 
 
 def test_stretched_positions(tmp_path: Path) -> None:
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
+    bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    rope = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, **bands}
     source = saved(tmp_path / "source", "llama", rope_parameters=rope)
     niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     (one,) = [t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors if t.name == "rope_freqs.weight"]
@@ -178,9 +165,8 @@ def test_stretched_positions(tmp_path: Path) -> None:
 
 
 def too_large(path: Path) -> None:
-    content = json.loads((path / "tokenizer.json").read_text())
-    content["model"]["vocab"]["niwaki"] = EMBEDDED_VOCABULARY
-    (path / "tokenizer.json").write_text(json.dumps(content))
+    model = json.loads((path / "tokenizer.json").read_text())["model"]
+    edit_json(path / "tokenizer.json", model={**model, "vocab": {**model["vocab"], "niwaki": EMBEDDED_VOCABULARY}})
 
 
 def change(**tensors: Any) -> Callable[[Path], None]:
@@ -242,11 +228,8 @@ def test_values_beyond_half_precision(tmp_path: Path, kind: Any, largest: float,
 def test_rows_that_have_no_groups(tmp_path: Path) -> None:
     file, notes = exported(tmp_path, "llama", "Q8_0", intermediate_size=179)
     stored = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
-    assert stored["blk.1.ffn_down.weight"] == "F16"
-    assert stored["blk.1.ffn_up.weight"] == "Q8_0"
-    assert "2 of 21 tensors" in notes[0]
-    assert "'model.layers.0.mlp.down_proj.weight'" in notes[0]
-    assert "179" in notes[0]
+    assert (stored["blk.1.ffn_down.weight"], stored["blk.1.ffn_up.weight"]) == ("F16", "Q8_0")
+    assert all(part in notes[0] for part in ("2 of 21 tensors", "'model.layers.0.mlp.down_proj.weight'", "179"))
 
 
 @pytest.mark.slow
@@ -262,8 +245,7 @@ def test_tensors_that_transformers_has_no_place_for(tmp_path: Path) -> None:
 def test_other_families_and_places(tmp_path: Path) -> None:
     source = save_model(tmp_path / "source", "gpt2")
     said = message(lambda: niwaki.export(source, tmp_path / "model.gguf", "gguf-q8_0"), UnsupportedModelError)
-    assert "gpt2" in said
-    assert all(kind in said for kind in ARCHITECTURES)
+    assert all(kind in said for kind in ("gpt2", *ARCHITECTURES))
     (tmp_path / "there.gguf").touch()
     assert "exists" in message(lambda: niwaki.export("demo", tmp_path / "there.gguf", "gguf-q8_0"))
     assert "no directory" in message(lambda: niwaki.export("demo", tmp_path / "none" / "model.gguf", "gguf-q8_0"))
@@ -308,7 +290,7 @@ def test_no_place_of_the_model(tmp_path: Path) -> None:
     (source / "inner").mkdir()
     (tmp_path / "link").symlink_to(source)
     for out in (source / "model.gguf", source / "inner" / "model.gguf", tmp_path / "link" / "model.gguf"):
-        assert "inside the model's own" in message(functools.partial(niwaki.export, source, out, "gguf-q8_0"))
+        assert "inside the model's own" in message(lambda out=out: niwaki.export(source, out, "gguf-q8_0"))  # type: ignore[misc]
     (tmp_path / "dangling.gguf").symlink_to(tmp_path / "nowhere")
     assert "exists" in message(lambda: niwaki.export(source, tmp_path / "dangling.gguf", "gguf-q8_0"))
     assert not (tmp_path / "nowhere").exists()
@@ -407,20 +389,10 @@ def test_llama_cpp_computes_the_same(tmp_path: Path) -> None:
         file, _ = exported(place, case, kind, **changes)
         far = {"F16": 0.03 if "gemma" in case or "qwen3_5" in case else 0.01, "Q8_0": 0.1, "Q4_0": 0.2}
         files.append((place / "source", file, far[kind]))
-    begins(files[0][0])
+    begin_texts(files[0][0])
     files[0][1].unlink()
     niwaki.export(files[0][0], files[0][1], "gguf-f16")
     compare(tmp_path, files)
-
-
-def begins(path: Path) -> None:
-    """Gives a tokenizer the beginning of text before each."""
-    part: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
-    start = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-    tokens = {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}
-    pair = [start, part, {"Sequence": {"id": "B", "type_id": 1}}]
-    template = {"type": "TemplateProcessing", "single": [start, part], "pair": pair, "special_tokens": tokens}
-    edit_json(path / "tokenizer.json", post_processor=template)
 
 
 @pytest.mark.slow
@@ -428,10 +400,7 @@ def begins(path: Path) -> None:
 @pytest.mark.parametrize("made", ["pruned", "shrunk", "in types", "fewer experts"])
 def test_llama_cpp_computes_what_niwaki_made(tmp_path: Path, made: str) -> None:
     model = tmp_path / "model"
-    few: dict[str, Any] = {
-        "calibration": Calibration("demo", samples=8, length=64),
-        "measurement": Measurement(samples=0),
-    }
+    few: dict[str, Any] = {"calibration": Calibration("demo", samples=8, length=64), "measurement": None}
     if made == "pruned":
         niwaki.prune("demo", model, 0.5, effort="fast", **few)
     elif made == "in types":
@@ -449,11 +418,13 @@ def test_llama_cpp_computes_what_niwaki_made(tmp_path: Path, made: str) -> None:
     compare(tmp_path, [(model, tmp_path / f"{kind}.gguf", far) for kind, far in kinds.items()])
 
 
-def test_how_many_bytes_a_tokenizer_takes(tmp_path: Path) -> None:
-    """Before a file is there: within what its other keys take."""
-    form = gguf_file.Gguf(Checkpoint(EMBEDDED), "F16", {}, Progress())
-    niwaki.export(EMBEDDED, tmp_path / "model.gguf", "gguf-f16")
+@pytest.mark.parametrize("pieces", [False, True])
+def test_how_many_bytes_a_tokenizer_takes(tmp_path: Path, pieces: bool) -> None:
+    """Before a file is there: within what its other keys take; with scores, too."""
+    source = save_with_pieces(tmp_path / "source") if pieces else EMBEDDED
+    form = gguf_file.Gguf(Checkpoint(source), "F16", {}, Progress())
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
     taken = sum(part.nbytes for name, field in fields.items() if name.startswith("tokenizer") for part in field.parts)
     assert 0 <= taken - form.tokenizer_size < 1000
-    assert form.tokenizer_size > 100_000
+    assert pieces or form.tokenizer_size > 100_000

@@ -24,8 +24,7 @@ gguf: Any = pytest.importorskip("gguf")
 
 def saved(path: Path, case: str = "llama grouped", **changes: Any) -> Path:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 16}
-    model = random_model(case, dtype=torch.bfloat16, vocab_size=FEW_TOKENS, **sizes, **changes)
-    model.save_pretrained(path)
+    random_model(case, dtype=torch.bfloat16, vocab_size=FEW_TOKENS, **sizes, **changes).save_pretrained(path)
     return add_small_tokenizer(path)
 
 
@@ -40,6 +39,20 @@ def values(file: Path) -> dict[str, np.ndarray[Any, Any]]:
     """By name, what the package gguf reads: float32."""
     tensors = gguf.GGUFReader(file).tensors
     return {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors}
+
+
+def in_bfloat16(file: Path) -> dict[str, Tensor]:
+    """The same in the dtype of the models here: whole numbers times scales are in a file in full."""
+    return {name: torch.from_numpy(value).bfloat16() for name, value in values(file).items()}
+
+
+def kinds(file: Path) -> dict[str, str]:
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+
+
+def nearest(W: Tensor) -> np.ndarray[Any, Any]:
+    """As the package rounds it to Q4_0."""
+    return gguf.quants.quantize(W.float().numpy(), gguf.GGMLQuantizationType.Q4_0)  # type: ignore[no-any-return]
 
 
 def turned(W: Tensor, heads: int) -> Tensor:
@@ -70,7 +83,7 @@ def test_the_package_reads_the_same_numbers(kind: str, lowest: int, highest: int
 def test_files_have_the_weights_of_the_grid(tmp_path: Path, grid: str, kind: Any) -> None:
     source = on_grid(tmp_path, grid, embeddings="int8:64")
     assert niwaki.export(source, tmp_path / "model.gguf", format_of(kind)) == []
-    read, weights = values(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
+    read, weights = in_bfloat16(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
     heads = {"blk.1.attn_q.weight": 4, "blk.1.attn_k.weight": 2}
     for name, key in {
         "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
@@ -80,11 +93,8 @@ def test_files_have_the_weights_of_the_grid(tmp_path: Path, grid: str, kind: Any
         "token_embd.weight": "model.embed_tokens.weight",
         "output.weight": "lm_head.weight",
     }.items():
-        W = weights[key]
-        if name in heads:
-            W = turned(W, heads[name])
-        # Weights are stored in bfloat16, whole numbers times scales in full.
-        assert torch.equal(torch.from_numpy(read[name]).bfloat16(), W), name
+        W = turned(weights[key], heads[name]) if name in heads else weights[key]
+        assert torch.equal(read[name], W), name
 
 
 @pytest.mark.parametrize(("grid", "kind"), [("int4:32", "Q4_0"), ("int8:64", "Q8_0")])
@@ -95,17 +105,16 @@ def test_heads_of_linear_attention_change_places_with_their_scales(tmp_path: Pat
     niwaki.quantize(source, out, grid, effort="none", measurement=None, compute="cpu")
     niwaki.export(out, tmp_path / "plain.gguf", "gguf-f16")
     assert niwaki.export(out, tmp_path / "model.gguf", format_of(kind)) == []
-    read, plain = values(tmp_path / "model.gguf"), values(tmp_path / "plain.gguf")
+    read, plain = in_bfloat16(tmp_path / "model.gguf"), in_bfloat16(tmp_path / "plain.gguf")
     for name in ("attn_qkv.weight", "attn_gate.weight", "ssm_alpha.weight", "ssm_out.weight"):
-        rounded = torch.from_numpy(read[f"blk.0.{name}"]).bfloat16()
-        assert torch.equal(rounded, torch.from_numpy(plain[f"blk.0.{name}"]).bfloat16()), name
+        assert torch.equal(read[f"blk.0.{name}"], plain[f"blk.0.{name}"]), name
 
 
 def test_five_bits_stay_five(tmp_path: Path) -> None:
     source, heldout = on_grid(tmp_path, "int5:32", embeddings="int8:32"), random_tokens(4, 24, seed=1)
     (note,) = niwaki.export(source, tmp_path / "model.gguf", format_of("Q4_0"))
     assert "are in Q5_0" in note
-    assert not any(t.tensor_type.name == "Q4_0" for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors)
+    assert "Q4_0" not in kinds(tmp_path / "model.gguf").values()
     before, after = (niwaki.evaluate(path, Measurement(heldout)) for path in (source, tmp_path / "model.gguf"))
     assert after.above(before).nats == pytest.approx(0, abs=1e-3)
 
@@ -125,11 +134,11 @@ def test_embeddings_and_head_have_the_bits_of_their_grid(tmp_path: Path, grid: s
         assert "the grid int4:16 are rounded to the nearest of Q8_0" in note
     else:
         assert sorted(notes) == expected
-    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
-    read, weights = values(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
+    stored = kinds(tmp_path / "model.gguf")
+    read, weights = in_bfloat16(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
     for name, key in ends.items():
-        assert kinds[name] == kind
-        assert grid == "int4:16" or torch.equal(torch.from_numpy(read[name]).bfloat16(), weights[key])
+        assert stored[name] == kind
+        assert grid == "int4:16" or torch.equal(read[name], weights[key])
 
 
 def test_matrices_of_mixed_bits_have_theirs(tmp_path: Path) -> None:
@@ -137,17 +146,16 @@ def test_matrices_of_mixed_bits_have_theirs(tmp_path: Path) -> None:
     source = tmp_path / "on-grid"
     niwaki.quantize(saved(tmp_path / "dense"), source, "int5.5:32", embeddings="int8:32", **options)
     notes = niwaki.export(source, tmp_path / "model.gguf", format_of("Q4_0"))
-    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
-    in_blocks = [kind for name, kind in kinds.items() if "attn_" in name or "ffn_" in name if kind != "F32"]
+    stored = kinds(tmp_path / "model.gguf")
+    in_blocks = [kind for name, kind in stored.items() if "attn_" in name or "ffn_" in name if kind != "F32"]
     assert {*in_blocks} == {"Q4_0", "Q5_0", "Q8_0"}
     counts = {kind: in_blocks.count(kind) for kind in ("Q5_0", "Q8_0")}
     words = {kind: "matrix is" if count == 1 else "matrices are" for kind, count in counts.items()}
     assert sorted(notes) == [f"{count} {words[kind]} in {kind}" for kind, count in counts.items()]
-    read, weights = values(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
+    read, weights = in_bfloat16(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
     for block in range(2):
         for name, key in {"ffn_down": "mlp.down_proj", "ffn_up": "mlp.up_proj", "attn_v": "self_attn.v_proj"}.items():
-            W = weights[f"model.layers.{block}.{key}.weight"]
-            assert torch.equal(torch.from_numpy(read[f"blk.{block}.{name}.weight"]).bfloat16(), W)
+            assert torch.equal(read[f"blk.{block}.{name}.weight"], weights[f"model.layers.{block}.{key}.weight"])
 
 
 @pytest.mark.parametrize(
@@ -164,10 +172,10 @@ def test_experts_have_theirs(tmp_path: Path, case: str, expert: Any) -> None:
     """One by one or in one tensor, in which gate and up are one after the other or in turns."""
     source = on_grid(tmp_path, "int4:32", case, calibration=TOKENS)
     niwaki.export(source, tmp_path / "model.gguf", "gguf-q4_0")
-    read, weights = values(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
+    read, weights = in_bfloat16(tmp_path / "model.gguf"), load_file(source / "model.safetensors")
     block = {key.removeprefix("model.layers.0."): value for key, value in weights.items()}
-    for i, values_ in enumerate(read["blk.0.ffn_up_exps.weight"]):
-        assert torch.equal(torch.from_numpy(values_).bfloat16(), expert(block, i))
+    for i, value in enumerate(read["blk.0.ffn_up_exps.weight"]):
+        assert torch.equal(value, expert(block, i))
 
 
 @pytest.mark.slow
@@ -182,42 +190,22 @@ def test_norms_of_gemma_are_those_of_llama_cpp(tmp_path: Path) -> None:
         assert torch.equal(written - 1, W.float()) if "norm" in name else torch.equal(written.bfloat16(), W)
 
 
-@pytest.mark.slow
-def test_as_stages_of_one_run(tmp_path: Path) -> None:
-    """Zeros, a grid that is fitted to text, and the file: the same as by two commands."""
-    model = saved(tmp_path / "dense")
-    text: Any = {"calibration": TOKENS, "measurement": None, "compute": "cpu"}
-    stages: Any = ["prune 50% effort=fast", "quantize int4:32 effort=fast"]
-    niwaki.run(model, tmp_path / "two", stages, **text)
-    niwaki.export(tmp_path / "two", tmp_path / "two.gguf", "gguf-q4_0")
-    niwaki.run(model, tmp_path / "one", [*stages, "export gguf-q4_0"], **text)
-    one, two = values(tmp_path / "one" / "model-Q4_0.gguf"), values(tmp_path / "two.gguf")
-    W = load_file(tmp_path / "two" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
-    assert float((W == 0).float().mean()) >= 0.5
-    assert torch.equal(torch.from_numpy(one["blk.0.ffn_up.weight"]).bfloat16(), W)
-    assert all(np.array_equal(one[name], two[name]) for name in one)
-
-
 def test_what_is_rounded_is_said(tmp_path: Path) -> None:
     """Other grids, no grid, and weights that have left theirs."""
     source = on_grid(tmp_path, "int8:32")
-    nearest = gguf.quants.quantize(
-        load_file(source / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].float().numpy(),
-        gguf.GGMLQuantizationType.Q4_0,
-    )
     (said,) = niwaki.export(source, tmp_path / "8.gguf", "gguf-q4_0")
     assert said == (
         "weights on the grid int8:32 are rounded to the nearest of Q4_0, which does not have its numbers; quantize "
         "onto int4:32 for it"
     )
     (one,) = [each for each in gguf.GGUFReader(tmp_path / "8.gguf").tensors if each.name == "blk.0.ffn_up.weight"]
-    assert np.array_equal(one.data, nearest)
+    weights = load_file(source / "model.safetensors")
+    assert np.array_equal(one.data, nearest(weights["model.layers.0.mlp.up_proj.weight"]))
     (said,) = niwaki.export(tmp_path / "dense", tmp_path / "dense.gguf", "gguf-q4_0")
     assert said.startswith("weights are rounded to the nearest of Q4_0; the stage 'quantize int4:32' before")
     assert niwaki.export(tmp_path / "dense", tmp_path / "d8.gguf", "gguf-q8_0") == []
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.01
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1.01
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
     (said,) = niwaki.export(source, tmp_path / "left.gguf", "gguf-q8_0")
     assert said == (
         "1 tensor, such as 'model.layers.1.mlp.up_proj.weight', has weights that are not on their grid int8:32 any "
@@ -235,8 +223,7 @@ def test_scales_that_cannot_be(tmp_path: Path, lost: str) -> None:
     else:
         scales[key] = {"shape": scales[key][:1].clone(), "values": 0 * scales[key]}.get(lost, scales[key])
         save_file({name: value for name, value in scales.items() if lost != "tensor" or name != key}, file)
-    said = message(lambda: niwaki.export(source, tmp_path / "model.gguf", "gguf-q4_0"), CheckpointError)
-    assert str(file) in said
+    assert str(file) in message(lambda: niwaki.export(source, tmp_path / "model.gguf", "gguf-q4_0"), CheckpointError)
     assert not (tmp_path / "model.gguf").exists()
     niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")  # which needs none
 
@@ -244,17 +231,8 @@ def test_scales_that_cannot_be(tmp_path: Path, lost: str) -> None:
 def test_some_blocks(tmp_path: Path) -> None:
     """Those that are on no grid are rounded."""
     out = tmp_path / "some"
-    niwaki.prune(
-        saved(tmp_path / "dense"),
-        out,
-        0.0,
-        quantize="int4:32",
-        blocks=(1, 2),
-        effort="fast",
-        calibration=TOKENS,
-        measurement=None,
-        compute="cpu",
-    )
+    given: dict[str, Any] = {"calibration": TOKENS, "effort": "fast", "measurement": None, "compute": "cpu"}
+    niwaki.prune(saved(tmp_path / "dense"), out, 0.0, quantize="int4:32", blocks=(1, 2), **given)
     (said,) = niwaki.export(out, tmp_path / "model.gguf", "gguf-q4_0")
     assert said == (
         "14 of 21 matrices, such as 'model.layers.0.self_attn.q_proj.weight', are on no grid, and are rounded to the "
@@ -263,8 +241,8 @@ def test_some_blocks(tmp_path: Path) -> None:
     read, weights = values(tmp_path / "model.gguf"), load_file(out / "model.safetensors")
     W = [weights[f"model.layers.{block}.mlp.up_proj.weight"] for block in (0, 1)]
     assert torch.equal(torch.from_numpy(read["blk.1.ffn_up.weight"]).bfloat16(), W[1])
-    rounded = gguf.quants.quantize(W[0].float().numpy(), gguf.GGMLQuantizationType.Q4_0)
-    assert np.array_equal(read["blk.0.ffn_up.weight"], gguf.quants.dequantize(rounded, gguf.GGMLQuantizationType.Q4_0))
+    rounded = gguf.quants.dequantize(nearest(W[0]), gguf.GGMLQuantizationType.Q4_0)
+    assert np.array_equal(read["blk.0.ffn_up.weight"], rounded)
 
 
 # llama.cpp's own types
@@ -275,10 +253,6 @@ def wide(path: Path) -> Path:
     sizes = {"hidden_size": 96, "intermediate_size": 256, "head_dim": 24}
     random_model("llama grouped", dtype=torch.bfloat16, vocab_size=FEW_TOKENS, **sizes).save_pretrained(path)
     return add_small_tokenizer(path)
-
-
-def kinds(file: Path) -> dict[str, str]:
-    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)

@@ -474,15 +474,19 @@ def add_small_tokenizer(path: Path) -> Path:
     return path
 
 
-def begin_texts(path: Path, template: str = "<s> $A") -> Path:
-    """Makes its tokenizer put what ``template`` says around each text, of ``<s>`` (0) and ``</s>`` (1)."""
+def text_template(template: str) -> dict[str, Any]:
+    """What a tokenizer's file has for what ``template`` says around each text, of ``<s>`` (0) and ``</s>`` (1)."""
     special = {token: {"id": token, "ids": [i], "tokens": [token]} for i, token in enumerate(("<s>", "</s>"))}
     parts: list[dict[str, Any]] = [
         {"Sequence": {"id": "A", "type_id": 0}} if part == "$A" else {"SpecialToken": {"id": part, "type_id": 0}}
         for part in template.split()
     ]
-    post = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": special}
-    edit_json(path / "tokenizer.json", post_processor=post)
+    return {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": special}
+
+
+def begin_texts(path: Path, template: str = "<s> $A") -> Path:
+    """Makes its tokenizer put what ``template`` says around each text."""
+    edit_json(path / "tokenizer.json", post_processor=text_template(template))
     return path
 
 
