@@ -43,7 +43,7 @@ def values(file: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 def in_bfloat16(file: Path) -> dict[str, Tensor]:
     """The same in the dtype of the models here: whole numbers times scales are in a file in full."""
-    return {name: torch.from_numpy(value).bfloat16() for name, value in values(file).items()}
+    return {name: torch.from_numpy(value.copy()).bfloat16() for name, value in values(file).items()}
 
 
 def kinds(file: Path) -> dict[str, str]:
