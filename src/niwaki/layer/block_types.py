@@ -314,6 +314,9 @@ BLOCK_TYPES = {
         BlockType("Q8_0", 8, tuple(range(-127, 128)), 32, 32),
     )
 }
+#: The types that matrices are given, by what their rows are multiples of. Q4_1 loses more than a mixture of others.
+_OF_256 = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+_OF_32 = ("IQ4_NL", "Q5_0", "Q5_1", "Q8_0")
 _BY_NUMBER = {each.number: each for each in BLOCK_TYPES.values()}
 
 
@@ -354,7 +357,7 @@ class BlockGrid:
         """The bits that matrices with rows of so many ``columns`` can have, the fewest first."""
         if not self.is_mixed:
             return (self.bits,)
-        return tuple(sorted({each.bits for each in BLOCK_TYPES.values() if columns % each.block == 0}))
+        return tuple(BLOCK_TYPES[name].bits for name in (_OF_32 if columns % 256 else _OF_256))
 
     def of(self, bits: float) -> "BlockGrid":
         """The grid of a matrix with so many ``bits``."""
