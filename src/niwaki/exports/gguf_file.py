@@ -126,6 +126,7 @@ _WITHOUT_TOWERS = (
 #: What the directory of a file has too: what the model is, how it was made, and what may be done with it.
 _CARRIED = {"README.md", "README.base.md", "niwaki.json", "niwaki.base.json", RECIPE}
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+_OWN = "types of their own"
 _CARD = """
 # {title}, for llama.cpp
 
@@ -215,8 +216,9 @@ class Gguf(Conversion):
                 self._notes.append(f"{tensor.name} is in {tensor.kind}")
         self._most = (counts or Counter([self._kind or "F16"])).most_common(1)[0][0]
         del counts[self._kind]
-        for kind, count in counts.most_common():
-            self._notes.append(f"{counted(count, 'matrix', 'matrices')} {'are' if count > 1 else 'is'} in {kind}")
+        if counts:
+            which = ", ".join(f"{count:,} in {kind}" for kind, count in counts.most_common())
+            self._notes.append(f"matrices with a type of their own: {which}")
 
     @property
     def file_name(self) -> str:
@@ -243,10 +245,10 @@ class Gguf(Conversion):
         said = self.write_file(directory / self.file_name, name)
         notes = "".join(f"* {markdown(note)}\n" for note in said)
         title = ", ".join(filter(None, [markdown(name), _outcome(directory)]))
-        text = _CARD.format(title=title, file=self.file_name, kind=self._kind, notes=notes and f"\n{notes}")
+        text = _CARD.format(title=title, file=self.file_name, kind=self._kind or _OWN, notes=notes and f"\n{notes}")
         own, tags = "the card of the model that it was made from", {"niwaki", "gguf"}
         if self._is_rounded:
-            own += f", and what it says was measured was so before rounding to {self._kind}"
+            own += f", and what it says was measured was so before rounding to {self._kind or _OWN}"
         write_card_of_form(directory, "gguf", tags, text, own, measured=not self._is_rounded)
         return said
 
@@ -277,7 +279,7 @@ class Gguf(Conversion):
 
     def _rounding(self) -> Iterator[str]:
         """What there is to say of the weights that were rounded."""
-        on_grids, kind, left = self._on_grids, self._kind, self._left
+        on_grids, kind, left = self._on_grids, self._kind or _OWN, self._left
         groups = [(tensor, one) for tensor in self._tensors if tensor.kind in BLOCK_TYPES for one in tensor.sources]
         odd = [(tensor.kind, one) for tensor, one in groups if one.entry in on_grids and not self._fits(tensor, one)]
         for stored, one in odd[:1]:
