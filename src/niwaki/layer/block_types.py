@@ -422,13 +422,14 @@ class BlockGrid:
         """The nearest numbers to W (out, in), in its dtype; with ``same_zeros`` only zeros become zero."""
         codes = self.codes(W, scales)
         numbers = self.values(codes, scales, dtype)
-        if not same_zeros:
+        lost = (numbers == 0) & (W != 0) if same_zeros else None
+        if lost is None or not bool(lost.any()):
             return numbers
         # Tables have no 0, so that the next level is one away; or the other one, at the end of the levels.
         levels, (s, _) = stored_type(scales).levels, _parts(scales)
         away = (W.unflatten(1, (-1, FINEST)) * s.sign()).sign_().flatten(1)
         away = torch.where((codes + away < levels[0]) | (codes + away > levels[-1]), -away, away)
-        return torch.where((numbers == 0) & (W != 0), self.values(codes + away, scales, dtype), numbers)
+        return torch.where(lost, self.values(codes + away, scales, dtype), numbers)
 
     def has(self, W: Tensor, scales: Tensor) -> bool:
         """Whether all of W (out, in) are numbers of the type with these ``scales``, rounded to the dtype of W."""
