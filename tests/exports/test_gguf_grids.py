@@ -305,6 +305,21 @@ def test_experts_of_a_block_have_the_same_type(tmp_path: Path, case: str) -> Non
     assert {kind for name, kind in kinds(tmp_path / "model.gguf").items() if "_exps.weight" in name} <= {*BLOCK_TYPES}
 
 
+def test_zeros_of_a_model_become_numbers_of_its_types(tmp_path: Path) -> None:
+    """Those of a table have no 0, so that nothing could keep them, also while blocks are fitted."""
+    tensors = load_file(wide(tmp_path / "dense") / "model.safetensors")
+    for key, W in tensors.items():
+        if "proj" in key:
+            W.view(-1)[::7] = 0.0
+    save_file(tensors, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
+    options: Any = {"calibration": TOKENS, "effort": "fast:epochs=1", "measurement": None, "compute": "cpu"}
+    record = niwaki.quantize(tmp_path / "dense", tmp_path / "out", "iq4_nl", **options)
+    assert record.sparsity == 0
+    assert niwaki.export(tmp_path / "out", tmp_path / "model.gguf", "gguf") == [
+        "matrices with a type of their own: 21 in IQ4_NL"
+    ]
+
+
 def test_matrices_that_left_their_type_are_rounded_to_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
     niwaki.quantize(

@@ -56,14 +56,14 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: AnyGrid, dtype: t
     R, H = gram.derived("onto grid", lambda: (_resolvent(gram), gram.with_ridge()))
     importance, dead = gram.H.diagonal().clamp(min=0), gram.norm == 0
     weights, scales = torch.empty_like(W), W.new_empty(W.shape[0], grid.groups(W.shape[1]))
+    kept = solution.mask if grid.keeps_zeros else torch.ones_like(solution.mask)
     for start in range(0, W.shape[0], STRIP):
         rows = slice(start, start + STRIP)
-        target, mask, solved = W[rows], solution.mask[rows], solution.W[rows]
+        target, mask, solved = W[rows], kept[rows], solution.W[rows]
         first = grid.scales(solved, importance, dtype)
 
         def nearest(V: Tensor, s: Tensor = first, mask: Tensor = mask) -> Tensor:
-            numbers = grid.project(V, s, dtype)
-            return numbers.masked_fill_(~mask, 0.0) if grid.keeps_zeros else numbers
+            return grid.project(V, s, dtype).masked_fill_(~mask, 0.0)
 
         rounded = nearest(solved)
         swept = _swept(target, solved, R, nearest)
@@ -77,7 +77,7 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: AnyGrid, dtype: t
             best, chosen = torch.where(better, candidate, best), torch.where(better, s, chosen)
             least = torch.minimum(losses, least)
         weights[rows], scales[rows] = best, grid.finest(best, chosen, dtype)
-    return problem.solution(weights, solution.mask, **solution.stats), scales
+    return problem.solution(weights, kept, **solution.stats), scales
 
 
 def to_nearest(W: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
