@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+import re
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,8 @@ from niwaki.records.speed import SpeedRecord
 from niwaki.records.wording import in_words, markdown
 from support.models import message
 
-MATRIX = {
-    "block": 0,
-    "name": "up",
-    "shape": [4, 8],
-    "sparsity": 0.5,
-    "error": 0.1,
-    "seconds": 1,
-    "tokens": 8,
-    "stats": {},
-}
+MATRIX = asdict(MatrixRecord(0, "up", (4, 8), 0.5, 0.1, 1, 8, {}))
+KINDS = [{**MATRIX, "block": i, "name": "m" * (i + 1)} for i in range(300)]
 PERPLEXITY = {"value": 9.5, "standard_error": None, "tokens": 31, "context": 32, "windows": 1, "text": "demo"}
 
 
@@ -42,10 +35,18 @@ def record(**changes: Any) -> Record:
     return replace(made, **changes)
 
 
+def changed(**changes: Any) -> str:
+    return json.dumps({**json.loads(record().to_json()), **changes})
+
+
+def assert_read_again(made: Record) -> None:
+    assert Record.from_json(made.to_json()) == made
+
+
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     structure = StructureRecord({"before": 8, "after": 6}, 0.25, [0.5], [1], [[0, 2]], [[1]])
     for made in (record(), record(structure=structure, blocks=[0, 2], notes=["\ud800 ü"])):
-        assert Record.from_json(made.to_json()) == made
+        assert_read_again(made)
         made.save(tmp_path / "new" / "niwaki.json")
         assert Record.load(tmp_path / "new" / "niwaki.json") == made
     assert json.loads(record().to_json())["format"] == 2
@@ -56,41 +57,31 @@ def test_it_prints_as_a_few_lines() -> None:
     made = record(size={"before": 4 << 20, "after": 1 << 20}, notes=["one", "the other"])
     made.perplexity["before"] = replace(made.perplexity["after"], value=9.0)
     made.loss = 0.054
-    lines = str(made).splitlines()
-    assert len(lines) <= 10
-    assert lines[0] == "m: 0 % sparse"
-    assert lines[1].startswith("1.00 MiB, 0.25 of 4.00 MiB; 0.05")
-    assert lines[1].endswith("nats a token lost")
-    assert lines[-1] == "2 notes, such as: the other"
-    assert Record.from_json(made.to_json()) == made
+    first, second, *others = str(made).splitlines()
+    assert first == "m: 0 % sparse"
+    assert re.fullmatch(r"1\.00 MiB, 0\.25 of 4\.00 MiB; 0\.05.*nats a token lost", second)
+    assert others[-1] == "2 notes, such as: the other"
+    assert len(others) <= 8
+    assert_read_again(made)
     assert str(record(perplexity={})).splitlines() == ["m: 0 % sparse", "by wanda"]
 
 
 def test_perplexities_beyond_floats() -> None:
-    """Are not 300 digits."""
+    """Are not 300 digits; what a ruined model has, without bounds, can be written and read."""
     found = Perplexity.of(torch.full((2, 31), 800.0), "demo")
     assert str(found) == "over 1e+304 (62 tokens of demo, context 32)"
     assert shown(found) == found.figure == "over 1e+304"
     assert str(replace(found, value=1.25e9, standard_error=1e7)).startswith("1.25e+09 ± 1e+07 (")
     assert str(replace(found, value=44.875, standard_error=None)).startswith("44.88 (")
-    assert Record.from_json(record(perplexity={"after": found}).to_json()).perplexity["after"] == found
-
-
-def changed(**changes: Any) -> str:
-    return json.dumps({**json.loads(record().to_json()), **changes})
+    assert_read_again(record(perplexity={"after": found}))
+    ruined = Perplexity.of(torch.tensor([[1e30, 2.0], [1e38, 2.0]]), "demo")
+    assert_read_again(record(perplexity={"after": ruined}))
 
 
 @pytest.mark.parametrize("stats", [{}, {"error_before_rounding": "x", "rounded_to_zero": 1}, {"rounded_to_zero": 1}])
 def test_a_grid_without_its_errors(stats: dict[str, Any]) -> None:
-    made = json.loads(record(quantization="int4").to_json())
-    made["matrices"][0]["stats"] = stats
-    assert Record.from_json(json.dumps(made)).rounding == "int4"
-
-
-def test_perplexities_without_bounds() -> None:
-    """What a ruined model has can be written and read."""
-    made = record(perplexity={"after": Perplexity.of(torch.tensor([[1e30, 2.0], [1e38, 2.0]]), "demo")})
-    assert Record.from_json(made.to_json()) == made
+    text = changed(quantization="int4", matrices=[{**MATRIX, "stats": stats}])
+    assert Record.from_json(text).rounding == "int4"
 
 
 @pytest.mark.parametrize(
@@ -99,21 +90,16 @@ def test_perplexities_without_bounds() -> None:
         ({}, "?"),
         ({"mask": 5, "update": {"name": "exact"}}, "? (mask 5, update {'name': 'exact'})"),
         ({"mask": {"name": "a"}, "update": {}}, "a + ?"),
+        (describe(make_solver("wanda")), "wanda"),
+        (describe(make_solver("magnitude+wanda+exact")), "magnitude + wanda + exact (damping 0.01, memory 1)"),
     ],
 )
-def test_odd_solvers_in_words(described: dict[str, Any], said: str) -> None:
+def test_solvers_in_words(described: dict[str, Any], said: str) -> None:
     assert in_words(described) == said
 
 
 def test_text_in_markdown() -> None:
     assert markdown("a|b\n[x](javascript:1) <b> `c` *d* \x1b") == (r"a\|b \[x\](javascript:1) \<b> \`c\` \*d\* \\x1b")
-
-
-def test_words() -> None:
-    assert in_words(describe(make_solver("wanda"))) == "wanda"
-    assert in_words(describe(make_solver("magnitude+wanda+exact"))) == (
-        "magnitude + wanda + exact (damping 0.01, memory 1)"
-    )
 
 
 def test_parameters_that_json_does_not_have() -> None:
@@ -125,8 +111,7 @@ def test_parameters_that_json_does_not_have() -> None:
 
     described = plain(describe(Mine()))
     assert described == {"name": "mine", "path": repr(Path("x")), "limit": "Infinity", "steps": [1, 2]}
-    made = record(solver=described)
-    assert Record.from_json(made.to_json()) == made
+    assert_read_again(record(solver=described))
 
 
 @pytest.mark.parametrize(
@@ -149,10 +134,7 @@ def test_parameters_that_json_does_not_have() -> None:
         (changed(matrices=[{**MATRIX, "error": math.inf}]), "$.matrices[0].error"),
         (changed(matrices=[{**MATRIX, "shape": [0, 4]}]), "$.matrices[0].shape[0]"),
         (changed(matrices=[{**MATRIX, "name": "a" * 9999}]), "$.matrices[0].name"),
-        (
-            changed(matrices=[{**MATRIX, "block": i, "name": f"m{'m' * i}"} for i in range(300)]),
-            "300 kinds in 300 blocks",
-        ),
+        (changed(matrices=KINDS), "300 kinds in 300 blocks"),
         (changed(perplexity={"after": {**PERPLEXITY, "value": 0}}), "$.perplexity[...].value"),
         (changed(perplexity={"later": PERPLEXITY}), "matching regex"),
         (changed(seconds={"total": -1}), "$.seconds[...]"),
@@ -170,11 +152,9 @@ def test_records_that_cannot_be_read(tmp_path: Path, text: str, said: str) -> No
     told = message(lambda: Record.load(path), CheckpointError)
     assert str(path) in told
     assert said in told
-    with pytest.raises(CheckpointError):
-        Record.from_json(text)
+    for kind in (Record, SpeedRecord):
+        message(lambda kind=kind: kind.from_json(text), CheckpointError)  # type: ignore[misc]
     assert str(tmp_path) in message(lambda: Record.load(tmp_path), CheckpointError)
-    with pytest.raises(CheckpointError):
-        SpeedRecord.from_json(text)
 
 
 @pytest.mark.parametrize(("windows", "quantile"), [(4, 3.182446), (8, 2.364624), (16, 2.131450), (128, 1.978820)])
