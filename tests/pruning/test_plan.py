@@ -17,26 +17,17 @@ from niwaki.models.processes import World
 from niwaki.models.sensitivity import sensitivities
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.plan import Plan, plan
-from niwaki.recipes import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
-from support.arguments import arguments
 from support.covering import covered
-from support.models import is_pruned, message, random_tokens, reference, save_model
-from support.runs import StopAt, files, tensors, zeros
+from support.models import is_pruned, linear_inputs, message, random_tokens, reference, save_model, weight
+from support.runs import Diary, files, run as run_small, stopped, tensors, zeros
 
 TOKENS = random_tokens(24, 24)
 
 
 def run(model: Path, out: Path, effort: str, **changes: Any) -> Record:
-    options: dict[str, Any] = {
-        "solver": "wanda",
-        "sparsity": 0.5,
-        "calibration": TOKENS,
-        "measure": "none",
-        "device": "cpu",
-    }
-    return prune(model, out, **arguments(effort=effort, **{**options, **changes}))
+    return run_small(model, out, **{"effort": effort, "calibration": TOKENS, "measure": "none", **changes})
 
 
 def by_key(out: Path, case: str = "llama") -> dict[str, float]:
@@ -45,12 +36,12 @@ def by_key(out: Path, case: str = "llama") -> dict[str, float]:
     return {key: zeros(value) / value.numel() for key, value in found.items()}
 
 
-def change(model: Path, factors: dict[str, float]) -> None:
-    """Multiplies all tensors whose keys hold one of these."""
+def change(model: Path, factor: float, *parts: str, place: Any = ...) -> None:
+    """Multiplies what is at ``place`` of all tensors whose keys hold one of ``parts``."""
     values = load_file(model / "model.safetensors")
-    for key in values:
-        for part, factor in factors.items():
-            values[key] *= factor if part in key else 1.0
+    for key, value in values.items():
+        if any(part in key for part in parts):
+            value[place] *= factor
     save_file(values, model / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -77,7 +68,7 @@ def test_the_total_is_exact(tmp_path: Path, case: str, effort: str) -> None:
 def test_what_the_model_hardly_hears_is_pruned_most(tmp_path: Path) -> None:
     """A block whose outputs are scaled down to a thousandth, and a matrix of another."""
     model = save_model(tmp_path / "model", "llama grouped")
-    change(model, {"layers.1.self_attn.o_proj": 1e-3, "layers.1.mlp.down_proj": 1e-3, "0.self_attn.v_proj": 1e-3})
+    change(model, 1e-3, "layers.1.self_attn.o_proj", "layers.1.mlp.down_proj", "0.self_attn.v_proj")
     run(model, tmp_path / "out", "fast:allocation=loss")
     found = by_key(tmp_path / "out")
     faint = [s for k, s in found.items() if "layers.1." in k or "0.self_attn.v_proj" in k]
@@ -95,27 +86,15 @@ def test_what_the_model_hardly_hears_is_pruned_most(tmp_path: Path) -> None:
 def test_owl_is_that_of_the_paper(tmp_path: Path) -> None:
     """Against its formulas with the whole model's inputs."""
     model = save_model(tmp_path / "model", "llama grouped")
-    change(model, {"layers.1.mlp.gate_proj": 1.0})
-    values = load_file(model / "model.safetensors")
-    values["model.layers.1.mlp.up_proj.weight"][0] *= 40  # a row of outliers
-    save_file(values, model / "model.safetensors", metadata={"format": "pt"})
+    change(model, 40, "layers.1.mlp.up_proj", place=0)  # a row of outliers
     run(model, tmp_path / "out", "fast:allocation=owl:pilot=1")
-    whole = reference(model)
-    inputs: dict[str, torch.Tensor] = {}
-    for name, module in whole.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda _, args, __, name=name: inputs.__setitem__(name, args[0]))
-    with torch.no_grad():
-        whole(TOKENS)
-    ratios = []
+    whole, ratios = reference(model), []
     for block in range(3):
-        scores = torch.cat(
-            [
-                (module.weight.abs() * inputs[name].flatten(0, 1).square().mean(dim=0).sqrt()).flatten()
-                for name, module in whole.named_modules()
-                if f"layers.{block}." in name and isinstance(module, torch.nn.Linear)
-            ]
-        )
+        of_block = [
+            (weight(whole, f"model.layers.{block}.{name}").abs() * X.square().mean(dim=0).sqrt()).flatten()
+            for name, X in linear_inputs(whole, block, TOKENS).items()
+        ]
+        scores = torch.cat(of_block)
         ratios.append(float((scores > 5 * scores.mean()).double().mean()))
     spread = [2 * 0.08 * (ratio - min(ratios)) / (max(ratios) - min(ratios)) for ratio in ratios]
     densities = [value - sum(spread) / 3 + 0.5 for value in spread]
@@ -126,13 +105,9 @@ def test_owl_is_that_of_the_paper(tmp_path: Path) -> None:
     assert max(densities) - min(densities) == pytest.approx(0.16)
 
 
-def test_rows_that_matter_keep_more_weights(tmp_path: Path) -> None:
+def test_rows_that_matter_keep_more_weights(tmp_path: Path, model: Path) -> None:
     """Against the rows of the matrix whose outputs another one scales down."""
-    model = save_model(tmp_path / "model")
-    values = load_file(model / "model.safetensors")
-    down = values["model.layers.0.mlp.down_proj.weight"]
-    down[:, ::2] *= 1e-2  # of every other neuron little arrives
-    save_file(values, model / "model.safetensors", metadata={"format": "pt"})
+    change(model, 1e-2, "layers.0.mlp.down_proj", place=(slice(None), slice(None, None, 2)))  # of every other neuron
     kept = {}
     for effort in ("fast", "fast:importance=1"):
         run(model, tmp_path / effort, effort, sparsity=None, pattern="unstructured:0.5")
@@ -143,29 +118,22 @@ def test_rows_that_matter_keep_more_weights(tmp_path: Path) -> None:
     assert kept["fast:importance=1"][0] < 0.1 < 0.9 < kept["fast:importance=1"][1]
 
 
-def test_weights_are_those_of_the_weighted_problem(tmp_path: Path) -> None:
+def test_weights_are_those_of_the_weighted_problem(tmp_path: Path, model: Path) -> None:
     """What importance does to rows is undone: Wanda's weights stay as they were, errors are those of the outputs."""
-    model = save_model(tmp_path / "model")
     record = run(model, tmp_path / "out", "fast:importance=0.5")
     before, after = tensors(model), tensors(tmp_path / "out")
     for key, value in after.items():
         assert torch.allclose(value, torch.where(value != 0, before[key], 0.0), rtol=1e-6, atol=0)
     q = next(m for m in record.matrices if m.name.endswith("q_proj"))
-    whole = reference(model)
-    inputs: list[torch.Tensor] = []
-    attention = whole.get_submodule("model.layers.0.self_attn.q_proj")
-    attention.register_forward_hook(lambda _, args, __: inputs.append(args[0]))
-    with torch.no_grad():
-        whole(TOKENS)
-    X, key = inputs[0].flatten(0, 1).double(), "model.layers.0.self_attn.q_proj.weight"
+    key, X = "model.layers.0.self_attn.q_proj.weight", linear_inputs(reference(model), 0, TOKENS)["self_attn.q_proj"]
+    X = X.double()
     dense, sparse = X @ before[key].double().T, X @ after[key].double().T
     assert q.error == pytest.approx(float((dense - sparse).square().sum() / dense.square().sum()), rel=1e-4)
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "4:8"])
 @pytest.mark.slow
-def test_patterns_of_hardware_stay(tmp_path: Path, pattern: str) -> None:
-    model = save_model(tmp_path / "model")
+def test_patterns_of_hardware_stay(tmp_path: Path, model: Path, pattern: str) -> None:
     expected = run(model, tmp_path / "uniform", "fast", sparsity=None, pattern=pattern)
     found = run(model, tmp_path / "out", "fast:allocation=loss:importance=0.5", sparsity=None, pattern=pattern)
     assert [m.sparsity for m in found.matrices] == [m.sparsity for m in expected.matrices] == [0.5] * 14
@@ -203,15 +171,13 @@ def test_a_run_that_was_stopped_keeps_its_plan(tmp_path: Path, effort: str, monk
     weights = {name: value for name, value in expected.items() if name.endswith(".safetensors")}
     assert {name: files(tmp_path / "little")[name] for name in weights} == weights
     assert little.sparsity == pytest.approx(0.5, abs=1e-4)
-    with pytest.raises(KeyboardInterrupt):
-        run(model, tmp_path / "out", effort, progress=StopAt(8))
+    stopped(model, tmp_path / "out", 8, effort=effort, calibration=TOKENS, measure="none")
     monkeypatch.setattr("niwaki.pruning.walk.plan", None)  # it is not made again
     assert run(model, tmp_path / "out", effort).resumed == [1]
     assert files(tmp_path / "out") == expected
 
 
-def test_a_run_that_is_stopped_while_it_plans_leaves_nothing(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
+def test_a_run_that_is_stopped_while_it_plans_leaves_nothing(tmp_path: Path, model: Path) -> None:
 
     class Stop(Progress):
         def stage(self, block: int, name: str, steps: int) -> None:
@@ -225,19 +191,11 @@ def test_a_run_that_is_stopped_while_it_plans_leaves_nothing(tmp_path: Path) -> 
 
 def test_steps(tmp_path: Path) -> None:
     """As many as were announced."""
-    stages: list[list[Any]] = []
-
-    class Watch(Progress):
-        def stage(self, block: int, name: str, steps: int) -> None:
-            stages.append([block, name, steps, 0])
-
-        def step(self) -> None:
-            stages[-1][-1] += 1
-
-    model = save_model(tmp_path / "model")
-    run(model, tmp_path / "out", "fast:allocation=loss", progress=Watch())
-    assert stages[:3] == [[0, "sensitivity", 4, 4], [0, "allocation", 1, 1], [1, "allocation", 1, 1]]
-    assert [name for _, name, _, _ in stages[3:]] == ["capture", "solve", "advance"] * 2
+    diary = Diary()
+    run(save_model(tmp_path / "model"), tmp_path / "out", "fast:allocation=loss", progress=diary)
+    first = [(0, "sensitivity", 4, 4), (0, "allocation", 1, 1), (1, "allocation", 1, 1)]
+    assert diary.stages()[:3] == first
+    assert [name for _, name, _, _ in diary.stages()[3:]] == ["capture", "solve", "advance"] * 2
 
 
 def test_a_plan_on_disk(tmp_path: Path) -> None:

@@ -96,6 +96,16 @@ class Diary(Progress):
         if event[0] == self.fail_at:
             raise KeyboardInterrupt
 
+    def stages(self) -> list[tuple[Any, ...]]:
+        """(block, name, steps that were announced, steps that were made) of each stage."""
+        found: list[tuple[Any, ...]] = []
+        for event in self.events:
+            if event[0] == "stage":
+                found.append((*event[1:], 0))
+            elif event[0] == "step":
+                found[-1] = (*found[-1][:3], found[-1][3] + 1)
+        return found
+
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         self._note("begin", blocks, matrices)
 
