@@ -25,10 +25,8 @@ from niwaki.effort import (
 )
 from niwaki.errors import UnknownNameError, UsageError
 from niwaki.models.block import DecoderBlock
-from niwaki.recipes import prune
 from niwaki.records.progress import Progress
-from niwaki.records.record import MatrixRecord, Record
-from support.arguments import arguments
+from niwaki.records.record import Record
 from support.models import (
     a_third_of_the_families,
     decoder_blocks,
@@ -38,32 +36,22 @@ from support.models import (
     reference,
     save_model,
 )
-from support.runs import StopAt, files, raw, tensors, zeros
+from support.runs import Diary, files, raw, run as run_small, stopped as stopped_small, tensors, zeros
 from support.streams import error_by_places, save_starved
 
 TOKENS = random_tokens(24, 24)
 # Where every matrix has half of its weights; how zeros are shared out is for test_planning.
 KNOWN = "allocation, importance, pilot, synthetic, epochs, rate, batch, uniform_epochs, healing"
 FITTED = "fast:epochs=1:batch=48:rate=0.002"  # two samples in a step
+USUAL: dict[str, Any] = {"effort": FITTED, "calibration": TOKENS}
 
 
 def run(model: Path, out: Path, **changes: Any) -> Record:
-    options: dict[str, Any] = {
-        "solver": "wanda",
-        "sparsity": 0.5,
-        "effort": FITTED,
-        "calibration": TOKENS,
-        "text": random_tokens(2, 24, seed=1),
-        "device": "cpu",
-    }
-    return prune(model, out, **arguments(**{**options, **changes}))
+    return run_small(model, out, **{**USUAL, **changes})
 
 
-def vectors(model: Path, out: Path, case: str = "llama") -> set[str]:
-    """The tensors that are not those to prune and differ."""
-    before, after = tensors(model), tensors(out)
-    assert before.keys() == after.keys()
-    return {k for k in before if not is_pruned(case, k) and raw(before[k]) != raw(after[k])}
+def stopped(model: Path, out: Path, matrices: int, **changes: Any) -> None:
+    stopped_small(model, out, matrices, **{**USUAL, **changes})
 
 
 # What is asked for
@@ -135,13 +123,15 @@ def test_every_family(tmp_path: Path, case: str) -> None:
     """The right weights are pruned, and nothing besides is changed."""
     model = save_model(tmp_path / "model", case)
     record = run(model, tmp_path / "out")
-    assert vectors(model, tmp_path / "out", case) == set()
-    matrices = 0
-    for key, value in tensors(tmp_path / "out").items():
-        if is_pruned(case, key):
-            for matrix in value if value.ndim == 3 else [value]:
-                assert zeros(matrix) == matrix.numel() // 2, key
-                matrices += 1
+    before, after, matrices = tensors(model), tensors(tmp_path / "out"), 0
+    assert before.keys() == after.keys()
+    for key, value in after.items():
+        if not is_pruned(case, key):
+            assert raw(value) == raw(before[key]), key
+            continue
+        for matrix in value if value.ndim == 3 else [value]:
+            assert zeros(matrix) == matrix.numel() // 2, key
+            matrices += 1
     assert matrices == len(record.matrices)
     assert record.sparsity == 0.5
     assert [fit.block for fit in record.fits] == list(range(len(decoder_blocks(reference(model)))))
@@ -160,13 +150,9 @@ def block_errors(model: Path, out: Path, tokens: Tensor) -> list[float]:
     for path in (model, out):
         whole = reference(path)
         found: list[Any] = []
-        handles = [
+        for block in decoder_blocks(whole):
             block.register_forward_hook(lambda _, __, y, found=found: found.append(y))
-            for block in decoder_blocks(whole)
-        ]
         whole(tokens)
-        for handle in handles:
-            handle.remove()
         ends.append([y[0] if isinstance(y, tuple) else y for y in found])
     return [error_by_places(b, a) for a, b in zip(*ends, strict=True)]
 
@@ -222,8 +208,7 @@ def test_half_precision(tmp_path: Path, dtype: str, computing: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_given_mask_stays(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
+def test_a_given_mask_stays(tmp_path: Path, model: Path) -> None:
     run(model, tmp_path / "lender", solver="magnitude", effort="fast")
     record = run(model, tmp_path / "out", solver="cg", sparsity=None, mask_from=str(tmp_path / "lender"))
     assert record.fits[0].after < record.fits[0].before
@@ -234,8 +219,7 @@ def test_a_given_mask_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_perplexity_the_weights_are_the_same(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
+def test_without_perplexity_the_weights_are_the_same(tmp_path: Path, model: Path) -> None:
     for measure in ("both", "after", "none"):
         run(model, tmp_path / measure, measure=measure)
     for measure in ("after", "none"):
@@ -265,8 +249,8 @@ def test_some_blocks_only(tmp_path: Path, blocks: tuple[int, int]) -> None:
     model = save_model(tmp_path / "model", "llama grouped")
     record = run(model, tmp_path / "out", blocks=blocks, effort="fast:epochs=2:batch=576")
     assert [fit.block for fit in record.fits] == list(range(*blocks))
-    before, after = tensors(model), tensors(tmp_path / "out")
-    for key, value in after.items():
+    before = tensors(model)
+    for key, value in tensors(tmp_path / "out").items():
         inside = any(f".layers.{block}." in key for block in range(*blocks))
         assert torch.equal(value, before[key]) != (inside and is_pruned("llama", key)), key
     errors = block_errors(model, tmp_path / "out", TOKENS)
@@ -298,17 +282,15 @@ def test_nothing_else_makes_a_difference(tmp_path: Path, case: str, effort: str)
         for memory in (None, 1):
             out = tmp_path / f"{done} {memory}"
             options: dict[str, Any] = {"effort": effort, "max_memory": memory}
-            with pytest.raises(KeyboardInterrupt):
-                run(model, out, progress=StopAt(per_block * done + 1), **options)
+            stopped(model, out, per_block * done + 1, **options)
             resumed = run(model, out, **options)
             assert resumed.resumed == [done]
             found = files(out)
             assert {name: found[name] for name in weights} == weights
             assert memory or found == expected
             assert [m.error for m in resumed.matrices] == [m.error for m in record.matrices]
-            assert [dataclasses.replace(fit, seconds=0.0) for fit in resumed.fits] == [
-                dataclasses.replace(fit, seconds=0.0) for fit in record.fits
-            ]
+            for one, other in zip(resumed.fits, record.fits, strict=True):
+                assert dataclasses.replace(one, seconds=other.seconds) == other
             assert resumed.perplexity == record.perplexity
 
 
@@ -337,8 +319,7 @@ def test_a_run_that_is_stopped_while_it_fits(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_another_effort_is_another_run(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "llama grouped")
-    with pytest.raises(KeyboardInterrupt):
-        run(model, tmp_path / "out", progress=StopAt(8))
+    stopped(model, tmp_path / "out", 8)
     said = message(lambda: run(model, tmp_path / "out", effort="fast"))
     assert "effort (epochs 1.0 there, 0.0 here, rate 0.002 there, 0.01 here" in said
     assert run(model, tmp_path / "out", effort=make_effort(FITTED)).resumed == [1]
@@ -349,26 +330,12 @@ def test_another_effort_is_another_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_stages_and_steps(tmp_path: Path) -> None:
-    class Watch(Progress):
-        def __init__(self) -> None:
-            self.stages: list[list[Any]] = []
-            self.solved_in: list[int] = []
-
-        def stage(self, block: int, name: str, steps: int) -> None:
-            self.stages.append([block, name, steps, 0])
-
-        def step(self) -> None:
-            self.stages[-1][-1] += 1
-
-        def solved(self, matrix: MatrixRecord) -> None:
-            self.solved_in.append(matrix.block)
-
-    watch = Watch()
-    run(save_model(tmp_path / "model"), tmp_path / "out", progress=watch)
-    block = [["capture", 1, 1], ["solve", 7, 7], ["fit", 13, 13], ["advance", 1, 1]]
-    assert [stage[1:] for stage in watch.stages[:4]] == block
-    assert [stage[1:] for stage in watch.stages[4:]] == [*block[:-1], ["advance", 1, 0], *2 * [["perplexity", 1, 1]]]
-    assert watch.solved_in == [0] * 7 + [1] * 7
+    diary = Diary()
+    run(save_model(tmp_path / "model"), tmp_path / "out", progress=diary)
+    block = [("capture", 1, 1), ("solve", 7, 7), ("fit", 13, 13), ("advance", 1, 1)]
+    told = [stage[1:] for stage in diary.stages()]
+    assert told == [*block, *block[:-1], ("advance", 1, 0), *2 * [("perplexity", 1, 1)]]
+    assert [event[1] for event in diary.events if event[0] == "solved"] == [0] * 7 + [1] * 7
 
 
 def test_efforts_in_words() -> None:
@@ -389,17 +356,15 @@ def test_efforts_in_words() -> None:
 )
 @pytest.mark.slow
 def test_more_epochs_where_zeros_cannot_be_shared_out(
-    tmp_path: Path, effort: str, unstructured: float, two_four: float
+    tmp_path: Path, model: Path, effort: str, unstructured: float, two_four: float
 ) -> None:
-    model = save_model(tmp_path / "model")
     for pattern, epochs in ((0.5, unstructured), ("2:4", two_four)):
         record = run(model, tmp_path / str(pattern), sparsity=pattern, effort=f"{effort}:synthetic=0")
         assert record.effort is not None
         assert (record.effort["name"], record.effort["epochs"]) == (effort.partition(":")[0], epochs)
 
 
-def test_the_files_say_it(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
+def test_the_files_say_it(tmp_path: Path, model: Path) -> None:
     run(model, tmp_path / "out", effort=FITTED)
     effort = describe(make_effort(FITTED))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
