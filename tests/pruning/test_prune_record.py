@@ -26,15 +26,13 @@ from niwaki.records.record import Record
 from niwaki.runs.stage import session
 from niwaki.runs.workplace import check_record
 from support.models import (
-    linear_inputs,
     message,
     random_tokens,
     reference,
     save_model,
     save_model_with_tokenizer,
-    weight,
 )
-from support.runs import Untouched, listing, run_magnitude as run, tensors
+from support.runs import Untouched, files, listing, run_magnitude as run
 
 
 def strict_json(text: str) -> Any:
@@ -66,9 +64,7 @@ It is *very* small.
 
 def front_matter(directory: Path) -> dict[str, Any]:
     """The YAML at the top of the card."""
-    data = metadata_load(directory / "README.md")
-    assert data is not None
-    return data
+    return metadata_load(directory / "README.md") or {}
 
 
 # The card
@@ -79,21 +75,22 @@ def test_the_card(model: Path, out: Path) -> None:
     text = random_tokens(3, 24, seed=1)
     record = run(model, out, solver="admm-grad", sparsity=0.6, text=text)
     assert (out / "README.base.md").read_text() == CARD
-    written = (out / "README.md").read_text()
-    data = front_matter(out)
-    assert data["license"] == "other"
-    assert data["language"] == ["en", "ja"]
+    data, written = front_matter(out), (out / "README.md").read_text()
+    # The hub refuses a card that says "other" and no more.
+    expected = {
+        "license": "other",
+        "license_name": "tiny-community",
+        "license_link": "https://example.com/LICENSE",
+        "language": ["en", "ja"],
+        "base_model": "model",
+        "library_name": "transformers",
+    }
+    assert expected.items() <= data.items()
     assert {"niwaki", "pruned", "sparse", "text-generation", "tiny"} <= set(data["tags"])
-    assert data["base_model"] == "model"
-    assert data["library_name"] == "transformers"
-    for part in ("admm-grad (iterations 20", "unstructured:0.6", "60.", "8 windows of 24 tokens"):
+    for part in ("admm-grad (iterations 20", "unstructured:0.6", "60.", "8 windows of 24 tokens", "context 24"):
         assert part in written
     for name in ("before", "after"):
-        value = record.perplexity[name].value
-        assert f"| perplexity {name} | {value:.2f} ± " in written
-    assert "context 24" in written
-    # The hub refuses a card that says "other" and no more.
-    assert (data.get("license_name"), data.get("license_link")) == ("tiny-community", "https://example.com/LICENSE")
+        assert f"| perplexity {name} | {record.perplexity[name].value:.2f} ± " in written
 
 
 @pytest.mark.parametrize(
@@ -114,7 +111,7 @@ def test_the_card(model: Path, out: Path) -> None:
 )
 @pytest.mark.slow
 def test_whatever_the_base_card_is_like(model: Path, out: Path, base: bytes) -> None:
-    # After hours of work is no time to stumble over somebody's YAML.
+    """After hours of work is no time to stumble over somebody's YAML."""
     (model / "README.md").write_bytes(base)
     run(model, out)
     assert (out / "README.base.md").read_bytes() == base
@@ -150,18 +147,12 @@ def test_the_record(model: Path, out: Path, tmp_path: Path) -> None:
         record = run(model, out, solver="sparsegpt", text=text, seed=5)
     record.save(to)
     written = (out / "niwaki.json").read_text()
-    assert to.read_text() == written
-    again = Record.from_json(written)
-    assert again == record
-    assert again.to_json() == written
+    assert to.read_text() == written == Record.from_json(written).to_json()
+    assert Record.from_json(written) == record
     values = strict_json(written)
-    assert values["command"] == "niwaki prune x"
-    assert values["method"] == "sparsegpt"
-    assert values["solver"]["name"] == "sparsegpt"
+    assert (values["command"], values["method"], values["solver"]["name"]) == ("niwaki prune x", *2 * ["sparsegpt"])
+    assert {"samples": 8, "sequence_length": 24, "seed": 5}.items() <= values["calibration"].items()
     assert values["flops"] == record.flops > 0
-    assert values["calibration"]["samples"] == 8
-    assert values["calibration"]["sequence_length"] == 24
-    assert values["calibration"]["seed"] == 5
     assert set(values["versions"]) >= {"python", "niwaki", "torch", "transformers"}
     assert values["versions"]["niwaki"] == niwaki.__version__
     assert torch.__version__.startswith(values["versions"]["torch"])
@@ -184,52 +175,16 @@ def test_the_record_of_one_window_is_json_too(model: Path, out: Path) -> None:
     assert "nan" not in (out / "README.md").read_text()
 
 
-@pytest.mark.parametrize("solver", ["magnitude", "wanda", "sparsegpt", "continuation"])
-@pytest.mark.slow
-def test_errors_are_those_of_an_independent_computation(tmp_path: Path, out: Path, solver: str) -> None:
-    source = save_model(tmp_path / "model", "llama grouped")
-    tokens = random_tokens(8, 24)
-    record = run(source, out, solver=solver, calibration=tokens, sparsity=0.6)
-    dense, pruned, walking = reference(source), reference(out), reference(source)
-    for block in range(3):
-        # What the block is given comes from the pruned blocks before it, and its own weights are dense.
-        inputs = linear_inputs(walking, block, tokens)
-        for name in inputs:
-            path = f"model.layers.{block}.{name}"
-            W, What, X = (t.double() for t in (weight(dense, path), weight(pruned, path), inputs[name]))
-            expected = (X @ (W - What).T).square().sum() / (X @ W.T).square().sum()
-            found = next(m for m in record.matrices if (m.block, m.name) == (block, name))
-            assert found.error == pytest.approx(expected.item(), rel=1e-3)
-            weight(walking, path).copy_(weight(pruned, path))
-    assert len(record.matrices) == 21
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.slow
-def test_perplexities_are_those_of_transformers(tmp_path: Path, out: Path, dtype: torch.dtype) -> None:
-    source = save_model(tmp_path / "model", "qwen2", dtype=dtype)
-    text = random_tokens(5, 24, seed=1)
-    record = run(source, out, text=text, sparsity=0.7)
-    for name, path in (("before", source), ("after", out)):
-        whole = reference(path)
-        losses = torch.stack([whole(row[None], labels=row[None]).loss for row in text]).double()
-        found = record.perplexity[name]
-        assert found.value == pytest.approx(losses.mean().exp().item(), rel=1e-4)
-        error = losses.mean().exp() * losses.std() / math.sqrt(5)
-        assert found.standard_error == pytest.approx(error.item(), rel=1e-2)
-        assert (found.tokens, found.context, found.windows) == (5 * 23, 24, 5)
-    assert record.perplexity["before"].value != pytest.approx(record.perplexity["after"].value, rel=1e-2)
-
-
 @pytest.mark.slow
 def test_which_perplexities(model: Path, out: Path) -> None:
     text = random_tokens(5, 24, seed=1)
-    both = run(model, out / "both", text=text).perplexity
-    after = run(model, out / "after", text=text, measure="after").perplexity
-    none = run(model, out / "none", text=text, measure="none")
+    both, after, none = (
+        run(model, out / measure, text=text, measure=measure).perplexity for measure in ("both", "after", "none")
+    )
     assert list(both) == ["before", "after"]
+    assert {(each.tokens, each.context, each.windows) for each in both.values()} == {(5 * 23, 24, 5)}
     assert after == {"after": both["after"]}
-    assert none.perplexity == {}
+    assert none == {}
     assert "| perplexity | not measured |" in (out / "none" / "README.md").read_text()
     silent = run(model, out / "no text")
     assert silent.perplexity == {}
@@ -255,9 +210,8 @@ def test_texts(tmp_path: Path, out: Path) -> None:
     assert record.calibration["tokens_sha256"] == same.calibration["tokens_sha256"]
     assert record.perplexity["before"].value == pytest.approx(perplexity(windows[5:]), rel=1e-4)
     assert record.perplexity["after"].value == same.perplexity["after"].value
-    assert tensors(out / "1").keys() == tensors(out / "2").keys()
-    for key, value in tensors(out / "1").items():
-        assert torch.equal(value, tensors(out / "2")[key])
+    weights = [(out / name / "model.safetensors").read_bytes() for name in "12"]
+    assert weights[0] == weights[1]
     # Another text.
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[2000:])
@@ -284,11 +238,8 @@ def test_two_runs_give_the_same_bytes(model: Path, out: Path, solver: str) -> No
     text = random_tokens(3, 24, seed=1)
     for name in ("a", "b"):
         run(model, out / name, solver=solver, text=text)
-    assert listing(out / "a") == listing(out / "b")
-    for path in (out / "a").iterdir():
-        if path.name != "niwaki.json":
-            assert path.read_bytes() == (out / "b" / path.name).read_bytes(), path.name
-    first, second = (Record.from_json((out / name / "niwaki.json").read_text()) for name in ("a", "b"))
+    assert files(out / "a") == files(out / "b")
+    first, second = (Record.load(out / name / "niwaki.json") for name in "ab")
     for record in (first, second):
         record.seconds.clear()
         record.peak_memory.clear()
@@ -318,11 +269,9 @@ def test_operations_are_counted_before_anything_is_solved(model: Path, out: Path
     found: list[float] = []
     shapes = 2 * [*4 * [(32, 32)], (48, 32), (48, 32), (32, 48)]
     once = sum(1000 * rows + columns for rows, columns in shapes)
-    record = run(model, out / "1", solver=Counting(), progress=AtTheStart())
-    both = MaskThenUpdate(Counting(), Counting(3.0))
-    run(model, out / "2", solver=both, progress=AtTheStart())
+    for name, solver in (("1", Counting()), ("2", MaskThenUpdate(Counting(), Counting(3.0)))):
+        assert run(model, out / name, solver=solver, progress=AtTheStart()).flops == found[-1]
     assert found == [once, 4 * once]
-    assert record.flops == once
 
 
 # The record's file
@@ -345,11 +294,9 @@ def test_writing_json_is_all_or_nothing(tmp_path: Path) -> None:
     for text in ("x" * 5000, "x" * 500_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
         try:
-            with pytest.raises(OutputError) as caught:
-                replace_file(path, text)
+            assert "a.json" in message(lambda text=text: replace_file(path, text), OutputError)  # type: ignore[misc]
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert "a.json" in str(caught.value)
         assert listing(tmp_path) == ["a.json"]
         assert path.read_text() == "old"
     replace_file(path, "日本")
