@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -21,39 +20,31 @@ from niwaki.models.outside import find_extra
 from niwaki.packed.pack import pack, unpack
 from niwaki.records.record import Record
 from support.command import Command
-from support.models import edit_json, random_tokens, save_model, save_model_with_tokenizer, save_random
+from support.models import SIZES, edit_json, edited, random_tokens, save_model, save_model_with_tokenizer, save_random
 from support.runs import raw, tensors
 
-TOKENS = random_tokens(8, 16)
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+QUICK: dict[str, Any] = {"calibration": random_tokens(8, 16), "measurement": None, "compute": "cpu"}
+SMALL: dict[str, Any] = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def add(model: Path, more: dict[str, Tensor]) -> dict[str, Tensor]:
     """Puts ``more`` into the file of a model's weights."""
-    file = model / "model.safetensors"
-    save_file({**load_file(file), **more}, file, {"format": "pt"})
+    with edited(model) as values:
+        values.update(more)
     return more
 
 
-def layer_after(model: Path, number: int, blocks: str = "model.layers") -> dict[str, Tensor]:
+def block_after(model: Path) -> dict[str, Tensor]:
+    """A third block like the second."""
+    values = load_file(model / "model.safetensors")
+    return {key.replace("layers.1.", "layers.2."): values[key].clone() for key in values if "layers.1." in key}
+
+
+def layer_after(model: Path) -> dict[str, Tensor]:
     """A draft layer as GLM and DeepSeek have it: a block with the next number, and what joins it to the others."""
-    last = f"{blocks}.{number - 1}."
-    block = {key: value for key, value in load_file(model / "model.safetensors").items() if key.startswith(last)}
-    more = {f"{blocks}.{number}.{key.removeprefix(last)}": value.clone() for key, value in block.items()}
-    return more | {
-        f"{blocks}.{number}.eh_proj.weight": torch.ones(32, 64),
-        f"{blocks}.{number}.enorm.weight": torch.ones(32),
-        f"{blocks}.{number}.shared_head.head.weight": torch.ones(64, 32),
-    }
+    more = {"eh_proj": torch.ones(32, 64), "enorm": torch.ones(32), "shared_head.head": torch.ones(64, 32)}
+    return block_after(model) | {f"model.layers.2.{name}.weight": value for name, value in more.items()}
 
 
 def mtp(prefix: str) -> dict[str, Tensor]:
@@ -66,21 +57,19 @@ def mtp(prefix: str) -> dict[str, Tensor]:
 
 
 def deepseek(path: Path) -> dict[str, Tensor]:
-    return add(save_model(path, "deepseek_v3"), layer_after(path, 2))
+    return add(save_model(path, "deepseek_v3"), layer_after(path))
 
 
 def glm(path: Path) -> dict[str, Tensor]:
-    config = AutoConfig.for_model("glm4_moe", num_hidden_layers=2, first_k_dense_replace=1, **SMALL, **EXPERTS)
-    save_random(path, config)
+    save_random(path, AutoConfig.for_model("glm4_moe", first_k_dense_replace=1, **SMALL, **EXPERTS))
     values = json.loads((path / "config.json").read_text())
     values.pop("num_nextn_predict_layers", None)  # transformers says that there is one
     (path / "config.json").write_text(json.dumps(values))
-    return add(path, layer_after(path, 2))
+    return add(path, layer_after(path))
 
 
 def qwen(path: Path) -> dict[str, Tensor]:
-    kinds = ["full_attention"] * 2
-    save_random(path, AutoConfig.for_model("qwen3_5_text", num_hidden_layers=2, layer_types=kinds, **SMALL))
+    save_random(path, AutoConfig.for_model("qwen3_5_text", layer_types=["full_attention"] * 2, **SMALL))
     edit_json(path / "config.json", mtp_num_hidden_layers=1)
     return add(path, mtp("mtp"))
 
@@ -104,13 +93,17 @@ def drafting(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict
 
 
 def prune(model: Path, out: Path, **changes: Any) -> Record:
-    return niwaki.prune(
-        model, out, 0.5, solver="magnitude", calibration=TOKENS, measurement=None, compute="cpu", **changes
-    )
+    return niwaki.prune(model, out, 0.5, solver="magnitude", **QUICK, **changes)
 
 
 def shrink(model: Path, out: Path, **parts: Any) -> Record:
-    return niwaki.shrink(model, out, **parts, calibration=TOKENS, measurement=None, compute="cpu")
+    return niwaki.shrink(model, out, **parts, **QUICK)
+
+
+def kept(more: dict[str, Tensor], out: Path) -> bool:
+    """Whether a model has them all, to the bit."""
+    written = tensors(out)
+    return all(raw(written[key]) == raw(value) for key, value in more.items())
 
 
 @pytest.mark.slow
@@ -126,8 +119,7 @@ def test_draft_layers_are_named_and_stay(
     record = prune(model, tmp_path / "out")
     assert str(found) in record.notes[-1]
     assert DRAFTS in (tmp_path / "out" / "README.md").read_text()
-    written = tensors(tmp_path / "out")
-    assert all(raw(written[key]) == raw(value) for key, value in more.items())
+    assert kept(more, tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -143,15 +135,11 @@ def test_smaller_models_have_no_draft_layers(tmp_path: Path, drafting: tuple[Pat
     assert DRAFTS in record.notes[-1]
     assert record.structure is not None
     # They are no part of what the model was and is.
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert record.structure.parameters["after"] == sum(value.numel() for value in loaded.state_dict().values())
-    own = sum(value.numel() for key, value in tensors(model).items() if key not in more)
-    assert record.structure.parameters["before"] == own
-    before, after = (
-        sum(value.numel() for key, value in one.items() if ".layers." in key and key not in more)
-        for one in (tensors(model), loaded.state_dict())
-    )
-    assert record.structure.removed == pytest.approx(1 - after / before)
+    before, after = tensors(model), AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    sizes = [{key: value.numel() for key, value in one.items() if key not in more} for one in (before, after)]
+    assert record.structure.parameters == dict(zip(("before", "after"), (sum(s.values()) for s in sizes), strict=True))
+    was, now = (sum(size for key, size in each.items() if ".layers." in key) for each in sizes)
+    assert record.structure.removed == pytest.approx(1 - now / was)
     assert find_extra(opened(tmp_path / "out")) == []
 
 
@@ -173,34 +161,24 @@ def test_smaller_models_do_not_generate_with_draft_layers(tmp_path: Path, uses: 
     assert (tmp_path / "pruned" / "generation_config.json").read_text() == before
 
 
+SINKS = {f"model.layers.{i}.self_attn.sinks": torch.ones(4) for i in range(2)}
+
+
 @pytest.mark.parametrize(
     ("more", "name", "what"),
     [
-        (lambda model: {"v_head.summary.weight": torch.ones(1, 32)}, "v_head", "unknown to transformers"),
-        (
-            lambda model: {f"model.layers.{i}.self_attn.sinks": torch.ones(4) for i in range(2)},
-            "model.layers.*.self_attn.sinks",
-            "unknown to transformers",
-        ),
-        (lambda model: {"vision_tower.layers.0.fc.weight": torch.ones(4, 4)}, "vision_tower", "not of the language"),
-        (
-            lambda model: {
-                f"{key.replace('layers.1', 'layers.2')}": value.clone()
-                for key, value in load_file(model / "model.safetensors").items()
-                if "layers.1" in key
-            },
-            "model.layers.2",
-            "beyond the model's 2 blocks",
-        ),
-        (lambda model: mtp("model.mtp_layers"), "model.mtp_layers", DRAFTS),
-        (lambda model: {"model.layers.2.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "", ""),
-        (lambda model: {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "", ""),
+        ({"v_head.summary.weight": torch.ones(1, 32)}, "v_head", "unknown to transformers"),
+        (SINKS, "model.layers.*.self_attn.sinks", "unknown to transformers"),
+        ({"vision_tower.layers.0.fc.weight": torch.ones(4, 4)}, "vision_tower", "not of the language"),
+        (None, "model.layers.2", "beyond the model's 2 blocks"),
+        (mtp("model.mtp_layers"), "model.mtp_layers", DRAFTS),
+        *(({f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "", "") for i in (2, 1)),
     ],
 )
 @pytest.mark.slow
-def test_what_else_files_have(tmp_path: Path, more: Callable[[Path], dict[str, Tensor]], name: str, what: str) -> None:
+def test_what_else_files_have(tmp_path: Path, more: dict[str, Tensor] | None, name: str, what: str) -> None:
     model, out = save_model(tmp_path / "model", "llama"), tmp_path / "out"
-    keys = add(model, more(model)).keys()
+    keys = add(model, more or block_after(model)).keys()
     found = find_extra(opened(model))
     assert [each.name for each in found] == ([name] if name else [])
     assert all(each.what.startswith(what) for each in found)
@@ -222,7 +200,7 @@ def test_packing_keeps_them(tmp_path: Path) -> None:
     assert [each.what for each in find_extra(opened(packed))] == [DRAFTS]
     unpack(packed, back)
     assert (back / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert all(raw(tensors(back)[key]) == raw(value) for key, value in more.items())
+    assert kept(more, back)
 
 
 @pytest.mark.slow
@@ -233,7 +211,7 @@ def test_the_export_says_that_they_are_not_packed(tmp_path: Path) -> None:
     export(tmp_path / "out", out)
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     assert {"mtp.fc", "mtp.layers.0.self_attn.q_proj", "lm_head", "model.embed_tokens"} == set(settings["ignore"])
-    assert all(raw(tensors(out)[key]) == raw(value) for key, value in more.items())
+    assert kept(more, out)
     AutoModelForCausalLM.from_pretrained(out)  # it has no modules of these names, and does not mind
 
 
@@ -253,8 +231,6 @@ def test_healing_keeps_them(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "llama")
     more = add(model, mtp("mtp"))
     prune(model, tmp_path / "pruned")
-    record = niwaki.heal(
-        tmp_path / "pruned", tmp_path / "out", model, tokens=64, calibration=TOKENS, measurement=None, compute="cpu"
-    )
+    record = niwaki.heal(tmp_path / "pruned", tmp_path / "out", model, tokens=64, **QUICK)
     assert any(DRAFTS in note for note in record.notes)
-    assert all(raw(tensors(tmp_path / "out")[key]) == raw(value) for key, value in more.items())
+    assert kept(more, tmp_path / "out")

@@ -43,16 +43,9 @@ def split_by(*expressions: str) -> list[dict[str, Any]]:
 
 
 #: By the names in files, how a tokenizer.json says it.
-OWN: dict[str, Any] = {
-    "gpt-2": BYTES,
-    "smollm": {"type": "Sequence", "pretokenizers": [DIGITS, BYTES]},
-    **{
-        name: {"type": "Sequence", "pretokenizers": split_by(*SPLITTINGS[name].expressions)}
-        for name in (
-            *("qwen2", "llama-bpe", "qwen35", "tekken", "gpt-4o", "seed-coder", "deepseek-v3", "deepseek-r1-qwen"),
-        )
-    },
-}
+OWN: dict[str, Any] = {"gpt-2": BYTES, "smollm": {"type": "Sequence", "pretokenizers": [DIGITS, BYTES]}}
+for each in ("qwen2", "llama-bpe", "qwen35", "tekken", "gpt-4o", "seed-coder", "deepseek-v3", "deepseek-r1-qwen"):
+    OWN[each] = {"type": "Sequence", "pretokenizers": split_by(*SPLITTINGS[each].expressions)}
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +74,10 @@ def renamed(file: Path, out: Path, name: str | None, **more: Any) -> Path:
     """The file with another name for how it splits text, and ``more`` fields of its tokenizer, which are numbers."""
 
     def change(fields: Any, _: Any) -> None:
-        for key in ("add_bos_token", "add_eos_token"):
+        for key in ("add_bos_token", "add_eos_token", "pre"):
             fields.pop(f"tokenizer.ggml.{key}", None)
-        fields["tokenizer.ggml.pre"] = (name, [TYPES.STRING])
-        if name is None:
-            del fields["tokenizer.ggml.pre"]
+        if name is not None:
+            fields["tokenizer.ggml.pre"] = (name, [TYPES.STRING])
         for key, value in more.items():
             fields[f"tokenizer.ggml.{key}"] = (value, [TYPES.BOOL if isinstance(value, bool) else TYPES.UINT32])
 

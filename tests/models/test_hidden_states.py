@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from niwaki import prune
-from niwaki.errors import OutputError, UsageError
+from niwaki.errors import OutputError
 from niwaki.models import streamed as blocks
 from niwaki.models.hidden_states import MemoryBudget, SpillList
 from niwaki.quantities import parse_size
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
-from support.arguments import arguments
-from support.models import random_tokens, save_model
-from support.runs import raw
+from support.models import message, random_tokens, save_model
+from support.runs import files, listing, raw, run as run_wanda
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -41,12 +40,15 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     assert open_files() == before
 
 
+def links_of_this_process() -> list[str]:
+    """What it has open, where the system says that."""
+    found = Path("/proc/self/fd")
+    return [os.readlink(path) for path in found.iterdir() if path.is_symlink()] if found.exists() else []
+
+
 def open_files() -> int:
     """How many files of no name this process has open."""
-    found = Path("/proc/self/fd")
-    if not found.exists():
-        return 0
-    return sum("(deleted)" in os.readlink(path) for path in found.iterdir() if path.is_symlink())
+    return sum("(deleted)" in link for link in links_of_this_process())
 
 
 # Sizes
@@ -67,12 +69,17 @@ def test_sizes(text: str, size: int) -> None:
     "text", ["", "GiB", "0", "0.0G", "-1G", "8 apples", "8i", "8iB", "1e9", "1,5G", "8G 1", ".5G", "nan", "8GG"]
 )
 def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse_size(text)
-    assert str(caught.value) == f"invalid size {text!r}; try 8GiB or 500MB"
+    assert message(lambda: parse_size(text)) == f"invalid size {text!r}; try 8GiB or 500MB"
 
 
 # MemoryBudget
+
+
+@pytest.fixture
+def on_disk(temporary: Path) -> Iterator[MemoryBudget]:
+    """All is spilled."""
+    with contextlib.closing(MemoryBudget(0)) as budget:
+        yield budget
 
 
 def test_room_for_everything() -> None:
@@ -84,22 +91,15 @@ def test_room_for_everything() -> None:
 
 def test_room_is_taken_until_none_is_left() -> None:
     budget = MemoryBudget(100)
-    assert budget.take(60)
-    assert not budget.take(41)  # and nothing is taken then
-    assert budget.take(40)
-    assert not budget.take(1)
-    assert budget.take(0)
+    assert [budget.take(size) for size in (60, 41, 40, 1, 0)] == [True, False, True, False, True]
     budget.left = 5
-    assert budget.take(5)
-    assert not budget.take(1)
+    assert [budget.take(size) for size in (5, 1)] == [True, False]
 
 
-def test_places_in_the_file_do_not_overlap() -> None:
-    budget = MemoryBudget(0)
-    places = [budget.spill(torch.zeros(size, dtype=torch.uint8)) for size in (10, 0, 7)]
+def test_places_in_the_file_do_not_overlap(on_disk: MemoryBudget) -> None:
+    places = [on_disk.spill(torch.zeros(size, dtype=torch.uint8)) for size in (10, 0, 7)]
     assert [place.start for place in places] == [0, 10, 10]
-    assert budget.spilled == 17
-    budget.close()
+    assert on_disk.spilled == 17
 
 
 # SpillList
@@ -111,9 +111,11 @@ def random_batches(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(n, 5, 7, generator=generator).to(dtype) for n in (3, 3, 1, 4)]
 
 
-def append_all(batches: SpillList, tensors: list[Tensor]) -> None:
+def spilled(budget: MemoryBudget, tensors: Iterable[Tensor]) -> SpillList:
+    batches = SpillList(budget)
     for tensor in tensors:
         batches.append(tensor)
+    return batches
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,12 +124,10 @@ def test_batches_are_what_was_put_in(dtype: torch.dtype, fits: int, temporary: P
     wanted = random_batches(dtype)
     sizes = [tensor.nbytes for tensor in wanted]
     budget = MemoryBudget(sum(sizes[:fits]))
-    batches = SpillList(budget)
-    append_all(batches, wanted)
+    batches = spilled(budget, wanted)
     assert len(batches) == 4
     assert budget.spilled == sum(sizes[fits:])
-    inside = [batches[i] is tensor for i, tensor in enumerate(wanted)]
-    assert inside == [i < fits for i in range(4)]
+    assert [batches[i] is tensor for i, tensor in enumerate(wanted)] == [i < fits for i in range(4)]
 
     def check() -> None:
         for one, other in zip(batches, wanted, strict=True):
@@ -150,9 +150,8 @@ def test_batches_are_what_was_put_in(dtype: torch.dtype, fits: int, temporary: P
 
 def test_a_smaller_batch_fits_in_between() -> None:
     budget = MemoryBudget(100)
-    batches = SpillList(budget)
     wanted = [torch.arange(n, dtype=torch.float32) for n in (20, 10, 5, 1)]
-    append_all(batches, wanted)
+    batches = spilled(budget, wanted)
     assert budget.spilled == 4 * (10 + 1)
     assert all(torch.equal(a, b) for a, b in zip(batches, wanted, strict=True))
     budget.close()
@@ -173,37 +172,27 @@ def test_several_lists_share_a_room() -> None:
     budget.close()
 
 
-def test_tensors_that_are_not_contiguous() -> None:
-    budget = MemoryBudget(0)
-    batches = SpillList(budget)
+def test_tensors_that_are_not_contiguous(on_disk: MemoryBudget) -> None:
     wanted = torch.arange(24.0).view(2, 3, 4).transpose(1, 2)
-    batches.append(wanted)
+    batches = spilled(on_disk, [wanted])
     assert torch.equal(batches[0], wanted)
     batches[0] = wanted.flip(0).expand(2, 4, 3)
     assert torch.equal(batches[0], wanted.flip(0))
-    budget.close()
 
 
-def test_the_directory_of_the_file(temporary: Path) -> None:
+def test_the_directory_of_the_file(temporary: Path, on_disk: MemoryBudget) -> None:
     """On Linux the file has no name, but a place."""
-    budget = MemoryBudget(0)
-    SpillList(budget).append(torch.zeros(3))
-    if Path("/proc/self/fd").exists():
-        assert any(
-            os.readlink(path).startswith(str(temporary))
-            for path in Path("/proc/self/fd").iterdir()
-            if path.is_symlink()
-        )
+    spilled(on_disk, [torch.zeros(3)])
+    if links := links_of_this_process():
+        assert any(link.startswith(str(temporary)) for link in links)
     assert list(temporary.iterdir()) == []
-    budget.close()
-    budget.close()  # once is enough, twice does no harm
+    on_disk.close()  # once is enough, twice does no harm
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = MemoryBudget(0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(OutputError, match=r"cannot write .*nowhere: No such file"):
-        SpillList(budget).append(torch.zeros(3))
+        spilled(MemoryBudget(0), [torch.zeros(3)])
 
 
 # Whole runs
@@ -221,14 +210,8 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(model: Path, out: Path, **changes: Any) -> Record:
-    options: dict[str, Any] = {
-        "solver": "wanda",
-        "sparsity": 0.5,
-        "calibration": random_tokens(5, 24),
-        "text": random_tokens(3, 24, seed=1),
-        "device": "cpu",
-    }
-    return prune(model, out, **arguments(**{**options, **changes}))
+    texts = {"calibration": random_tokens(5, 24), "text": random_tokens(3, 24, seed=1)}
+    return run_wanda(model, out, **texts, **changes)
 
 
 class Failing(Progress):
@@ -251,10 +234,8 @@ def test_hidden_states_on_disk_make_no_difference(tmp_path: Path, model: Path, d
     assert note in other.notes
     assert other.perplexity == one.perplexity
     assert [m.error for m in other.matrices] == [m.error for m in one.matrices]
-    names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
-    for name in set(names) - {"niwaki.json", "README.md"}:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    assert listing(tmp_path / "a") == listing(tmp_path / "b")
+    assert files(tmp_path / "a", "README.md") == files(tmp_path / "b", "README.md")
 
 
 def test_memory_enough(tmp_path: Path, model: Path) -> None:
@@ -283,20 +264,15 @@ def test_nothing_is_left_of_a_run_that_fails(tmp_path: Path, model: Path) -> Non
 
 
 @pytest.mark.parametrize("limit", [0, 1000, 10_000])
-def test_no_space_for_hidden_states(tmp_path: Path, limit: int) -> None:
+def test_no_space_for_hidden_states(tmp_path: Path, on_disk: MemoryBudget, limit: int) -> None:
     """Files may have ``limit`` bytes: the first batch does not fit, or does in part, or a later one does not."""
-    budget = MemoryBudget(0)
-    batches = SpillList(budget)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        with pytest.raises(OutputError) as caught:
-            append_all(batches, [torch.zeros(1000)] * 3)
+        said = message(lambda: spilled(on_disk, [torch.zeros(1000)] * 3), OutputError)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert str(tmp_path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-    budget.close()
+    assert str(tmp_path) in said
 
 
 def test_a_full_disk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,11 +280,10 @@ def test_a_full_disk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(OutputError) as caught:
-        run(model, tmp_path / "out", max_memory=1)
-    assert "no space left on disk for " in str(caught.value)
-    assert "hidden states go there; give more --max-memory, or another place as TMPDIR" in str(caught.value)
-    assert "as large as the model" not in str(caught.value)
+    said = message(lambda: run(model, tmp_path / "out", max_memory=1), OutputError)
+    assert "no space left on disk for " in said
+    assert "hidden states go there; give more --max-memory, or another place as TMPDIR" in said
+    assert "as large as the model" not in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "temporary"]
 
 

@@ -19,19 +19,11 @@ from niwaki.models.layout import Matrix
 from niwaki.models.streamed import coverage, left_dense
 from niwaki.models.structure import Parts, Stack
 from niwaki.records.record import Record
-from support.models import message, random_tokens, save_model
+from support.models import SIZES, message, random_tokens, save_model
 from support.runs import tensors
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-}
-TOKENS = random_tokens(8, 16)
+SMALL = {**SIZES, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+QUICK: dict[str, Any] = {"calibration": random_tokens(8, 16), "measurement": None, "compute": "cpu"}
 
 
 def save(directory: Path, kind: str, **values: Any) -> Path:
@@ -43,9 +35,7 @@ def save(directory: Path, kind: str, **values: Any) -> Path:
 
 
 def prune(model: Path, out: Path, **changes: Any) -> Record:
-    return niwaki.prune(
-        model, out, 0.5, solver="magnitude", calibration=TOKENS, measurement=None, compute="cpu", **changes
-    )
+    return niwaki.prune(model, out, 0.5, solver="magnitude", **QUICK, **changes)
 
 
 @pytest.mark.parametrize(
@@ -141,5 +131,4 @@ def test_reasons_and_shares() -> None:
 
 def test_nothing_stays(tmp_path: Path) -> None:
     record = prune(save_model(tmp_path / "model", "llama"), tmp_path / "out")
-    assert record.left_dense == []
-    assert record.stays == ""
+    assert (record.left_dense, record.stays) == ([], "")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -19,81 +18,51 @@ from transformers import (
 )
 from transformers.models.gemma3n import modeling_gemma3n
 
-from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.exports.export import export
-from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute, Measurement
 from niwaki.recipes import prune, quantize
 from support.covering import some
-from support.models import message, random_tokens, save_random
+from support.models import SIZES, edited, message, random_tokens, save_random
 from support.runs import raw, tensors, zeros
+from support.streams import losses_of, stream_of, whole_losses
 
 TOKENS = random_tokens(4, 24)
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+TEXT = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
 SIGHT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-_GEMMA = TEXT | {
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 6,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 64,
-}
+EYES = {**SIGHT, "image_size": 16, "patch_size": 8}
+QWEN_EYES = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 4, "patch_size": 8}
+QWEN_EYES |= {"out_hidden_size": 32}
+_LLAMA = {"model_type": "llama", **TEXT}
+_GEMMA = TEXT | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 6}
+_GEMMA |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_GEMMA |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
 KINDS: dict[str, dict[str, Any]] = {
-    "mistral3": {
-        "text_config": {"model_type": "mistral", **TEXT},
-        "vision_config": {"model_type": "pixtral", **SIGHT, "image_size": 16, "patch_size": 8},
-    },
+    "mistral3": {"text_config": {"model_type": "mistral", **TEXT}, "vision_config": {"model_type": "pixtral", **EYES}},
     "qwen2_5_vl": {
         "text_config": TEXT | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
-        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 4, "patch_size": 8}
-        | {"out_hidden_size": 32},
+        "vision_config": QWEN_EYES,
     },
-    "llava": {
-        "text_config": {"model_type": "llama", **TEXT},
-        "vision_config": {"model_type": "clip_vision_model", **SIGHT, "image_size": 16, "patch_size": 8},
-    },
-    "smolvlm": {
-        "text_config": {"model_type": "llama", **TEXT},
-        "vision_config": {**SIGHT, "image_size": 16, "patch_size": 8},
-    },
-    "idefics3": {
-        "text_config": {"model_type": "llama", **TEXT},
-        "vision_config": {**SIGHT, "image_size": 16, "patch_size": 8},
-    },
-    "qwen3_vl": {
-        "text_config": TEXT,
-        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 4, "patch_size": 8}
-        | {"out_hidden_size": 32, "deepstack_visual_indexes": [0]},
-    },
+    "llava": {"text_config": _LLAMA, "vision_config": {"model_type": "clip_vision_model", **EYES}},
+    "smolvlm": {"text_config": _LLAMA, "vision_config": EYES},
+    "idefics3": {"text_config": _LLAMA, "vision_config": EYES},
+    "qwen3_vl": {"text_config": TEXT, "vision_config": QWEN_EYES | {"deepstack_visual_indexes": [0]}},
     "qwen3_vl_moe": {  # experts are the other way around in the files
         "text_config": TEXT | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 4, "patch_size": 8}
-        | {"out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+        "vision_config": QWEN_EYES | {"deepstack_visual_indexes": [0]},
     },
     "blip-2": {  # does not run without images: the language model is one of its own
         "text_config": {"model_type": "opt", **TEXT, "word_embed_proj_dim": 32, "ffn_dim": 48},
-        "vision_config": {**SIGHT, "image_size": 16, "patch_size": 8},
+        "vision_config": EYES,
         "qformer_config": {**SIGHT, "vocab_size": 64, "encoder_hidden_size": 32},
     },
     "mllama": {  # the second block looks at images, and does not run without
         "text_config": TEXT
         | {"model_type": "mllama_text_model", "cross_attention_layers": [1], "pad_token_id": 0}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-        "vision_config": SIGHT
-        | {"attention_heads": 4, "image_size": 16, "patch_size": 8, "num_global_layers": 1}
-        | {"intermediate_layers_indices": [0], "vision_output_dim": 64, "max_num_tiles": 1}
-        | {"supported_aspect_ratios": [[1, 1]]},
+        "vision_config": EYES
+        | {"attention_heads": 4, "num_global_layers": 1, "intermediate_layers_indices": [0]}
+        | {"vision_output_dim": 64, "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]},
     },
     "gemma4": {  # the last two blocks use the keys and values of the first two
         "text_config": _GEMMA | {"global_head_dim": 16},
@@ -145,27 +114,17 @@ def save(path: Path, kind: str) -> Path:
     return save_random(path, AutoConfig.for_model(kind, **KINDS[kind]), AutoModelForMultimodalLM)
 
 
-@torch.no_grad()
-def whole_losses(path: Path) -> Tensor:
+def expected(path: Path) -> Tensor:
+    """The losses, by transformers."""
     model = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
-    model = model.language_model if model.config.model_type == "blip-2" else model
-    log_p: Tensor = model(input_ids=TOKENS).logits.log_softmax(-1)
-    return -log_p[:, :-1].gather(2, TOKENS[:, 1:, None]).squeeze(2)
-
-
-def losses(path: Path) -> Tensor:
-    model = StreamedModel(Checkpoint(path), "cpu", "float32")
-    states = model.embed(TOKENS)
-    for block in model.stream():
-        block.advance(states)
-    return model.losses(states)
+    return whole_losses(model.language_model if model.config.model_type == "blip-2" else model, TOKENS)
 
 
 @pytest.mark.parametrize("kind", some(KINDS, 5))
 @pytest.mark.slow
 def test_the_language_model_inside_is_pruned(tmp_path: Path, kind: str) -> None:
     model = save(tmp_path / "model", kind)
-    torch.testing.assert_close(losses(model), whole_losses(model))
+    torch.testing.assert_close(losses_of(stream_of(model), TOKENS), expected(model))
     record = prune(model, tmp_path / "out", 0.5, solver="sparsegpt", calibration=TOKENS, compute=Compute("cpu"))
     # OPT has no gate; of a mixture, 4 experts have two matrices each, in two tensors of a block.
     # Of Gemma's four blocks two have no k and v, and all have two for embeddings, and two beside attention in 3n.
@@ -185,32 +144,29 @@ def test_the_language_model_inside_is_pruned(tmp_path: Path, kind: str) -> None:
     assert len(pruned) == changed
     assert all(".layers." in key and ("language_model." in key or "text_model." in key) for key in pruned)
     assert all(zeros(after[key]) == after[key].numel() // 2 for key in pruned)
-    torch.testing.assert_close(losses(tmp_path / "out"), whole_losses(tmp_path / "out"))
+    torch.testing.assert_close(losses_of(stream_of(tmp_path / "out"), TOKENS), expected(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl", "llava", "gemma4"])
-@torch.no_grad()
 @pytest.mark.slow
 def test_packed_integers_of_the_language_model_inside(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("compressed_tensors")
     quantize(save(tmp_path / "model", kind), tmp_path / "out", "int8", measurement=Measurement(samples=0))
     export(tmp_path / "out", tmp_path / "packed")
-    assert torch.equal(whole_losses(tmp_path / "packed"), whole_losses(tmp_path / "out"))
+    assert torch.equal(expected(tmp_path / "packed"), expected(tmp_path / "out"))
 
 
 def test_experts_that_files_have_twice(tmp_path: Path) -> None:
     model = save(tmp_path / "model", "qwen3_vl_moe")
-    values = tensors(model)
-    key = next(key for key in values if key.endswith("layers.0.mlp.experts.down_proj"))
-    values[key.replace("model.language_model.", "language_model.")] = values[key].clone()
-    save_file(values, model / "model.safetensors", {"format": "pt"})
-    text = message(lambda: StreamedModel(Checkpoint(model), "cpu"), CheckpointError)
-    assert "twice" in text
+    with edited(model) as values:
+        key = next(key for key in values if key.endswith("layers.0.mlp.experts.down_proj"))
+        values[key.replace("model.language_model.", "language_model.")] = values[key].clone()
+    assert "twice" in message(lambda: stream_of(model), CheckpointError)
 
 
 @pytest.mark.slow
 def test_several_models_in_one(tmp_path: Path) -> None:
     AutoConfig.for_model("qwen2_5_omni").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
-    text = message(lambda: StreamedModel(Checkpoint(tmp_path / "model"), "cpu"), UnsupportedModelError)
-    assert "several models in one (qwen2_5_omni)" in text
+    said = message(lambda: stream_of(tmp_path / "model"), UnsupportedModelError)
+    assert "several models in one (qwen2_5_omni)" in said

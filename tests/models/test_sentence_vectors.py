@@ -47,36 +47,21 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "xlm-roberta": {"pad_token_id": 1, "type_vocab_size": 1},
     "mpnet": {"pad_token_id": 1, "relative_attention_num_buckets": 32},
     "distilbert": {"dim": 32, "hidden_dim": 48, "n_heads": 4, "n_layers": 2},
-    "modernbert": {
-        "global_attn_every_n_layers": 2,
-        "local_attention": 8,
-        "classifier_pooling": "mean",
-        "pad_token_id": 2,
-        **dict.fromkeys(("cls_token_id", "bos_token_id"), 0),
-        **dict.fromkeys(("sep_token_id", "eos_token_id"), 1),
-    },
+    "modernbert": {"global_attn_every_n_layers": 2, "local_attention": 8, "classifier_pooling": "mean"}
+    | dict.fromkeys(("cls_token_id", "bos_token_id"), 0)
+    | dict.fromkeys(("sep_token_id", "eos_token_id"), 1)
+    | {"pad_token_id": 2},
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False},
-    "deberta-v2": {
-        "relative_attention": True,
-        "pos_att_type": ["p2c", "c2p"],
-        "position_biased_input": False,
-        "position_buckets": 16,
-        "norm_rel_ebd": "layer_norm",
-        "share_att_key": True,
-        "type_vocab_size": 0,
-    },
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
+    | {"position_buckets": 16, "norm_rel_ebd": "layer_norm", "share_att_key": True, "type_vocab_size": 0},
 }
 #: Decoders whose files may have no head.
 DECODERS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "gemma3_text": {
-        "head_dim": 8,
-        "num_key_value_heads": 2,
-        "use_bidirectional_attention": True,
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "gemma3_text": {"head_dim": 8, "num_key_value_heads": 2, "use_bidirectional_attention": True}
+    | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
 }
+QUICK: dict[str, Any] = {"calibration": TOKENS, "measurement": Measurement(TOKENS[:4]), "compute": CPU}
 
 
 def save_kind(path: Path, kind: str, auto: Any, **others: Any) -> Path:
@@ -104,11 +89,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_encoder(tmp_path_factory.mktemp("vectors") / "model")
 
 
-def expected(model: Path, pool: Any) -> Tensor:
+@torch.no_grad()
+def compare_vectors(model: Path, pool: Any) -> None:
+    """With those of transformers' model."""
     whole = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
-    with torch.no_grad():
-        rows = [pool(whole(tokens.unsqueeze(0)).last_hidden_state[0]) for tokens in SENTENCES]
-    return torch.nn.functional.normalize(torch.stack(rows))
+    rows = [pool(whole(tokens.unsqueeze(0)).last_hidden_state[0]) for tokens in SENTENCES]
+    expected = torch.nn.functional.normalize(torch.stack(rows))
+    torch.testing.assert_close(sentence_vectors(stream_of(model), SENTENCES), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def compare_scores(model: Path, auto: Any, texts: list[dict[str, Tensor]]) -> None:
+    whole = auto.from_pretrained(model, dtype=torch.float32).eval()
+    expected = [whole(**{name: value[None] for name, value in each.items()}).logits for each in texts]
+    torch.testing.assert_close(scores_of(stream_of(model), texts), expected, rtol=1e-4, atol=1e-5)
+
+
+def changed(model: Path, out: Path) -> set[str]:
+    """The tensors that are not the same."""
+    before, after = tensors(model), tensors(out)
+    return {key for key in before if raw(before[key]) != raw(after[key])}
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,8 @@ def expected(model: Path, pool: Any) -> Tensor:
 def test_vectors_are_those_of_transformers(tmp_path: Path, mode: str, name: str, pool: Any) -> None:
     model = save_encoder(tmp_path / "model")
     set_pooling(model, mode)
-    stream = stream_of(model)
-    assert pooling_of(stream) == name
-    torch.testing.assert_close(sentence_vectors(stream, SENTENCES), expected(model, pool), rtol=1e-4, atol=1e-5)
+    assert pooling_of(stream_of(model)) == name
+    compare_vectors(model, pool)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[3]", '[{"type": "a.Pooling", "path": "nowhere"}]', '{"a": 1}'])
@@ -138,8 +137,7 @@ def test_files_that_say_nothing(tmp_path: Path, text: str) -> None:
 def test_similarities_by_hand() -> None:
     dense = torch.nn.functional.normalize(torch.randn(7, 5, generator=torch.Generator().manual_seed(0)))
     same = similarity(dense, dense, "mean", "a text")
-    assert same.cosine == pytest.approx(1)
-    assert same.rank_correlation == pytest.approx(1)
+    assert (same.cosine, same.rank_correlation) == pytest.approx((1, 1))
     other = torch.nn.functional.normalize(dense + 0.3 * torch.randn(7, 5, generator=torch.Generator().manual_seed(1)))
     found = similarity(dense, other, "mean", "a text")
     cosines = [float(torch.dot(a.double(), b.double())) for a, b in zip(dense, other, strict=True)]
@@ -182,7 +180,12 @@ def test_pruned_models_are_measured_by_their_vectors(model: Path, tmp_path: Path
     text.write_text(TEXT)
     calibration = niwaki.Calibration(str(text), samples=8, length=32)
     record = niwaki.prune(model, tmp_path / "out", 0.5, calibration=calibration, compute=CPU)
-    assert record.perplexity == {}
+    assert (record.perplexity, record.sparsity, record.effort["allocation"]) == ({}, 0.5, "error")
+    (note,) = (note for note in record.notes if "predicts no words" in note)
+    assert "the effort is" in note
+    after = tensors(tmp_path / "out")
+    matrices = [each for each in changed(model, tmp_path / "out") if after[each].ndim > 1]
+    assert sum(zeros(after[key]) for key in matrices) == sum(each.size for each in stream_of(model).matrices()) // 2
     found = record.vectors["after"]
     dense, pruned = (stream_of(path) for path in (model, tmp_path / "out"))
     sentences = sentences_of(dense, Windows(_after(dense, text), "a text"))
@@ -191,6 +194,9 @@ def test_pruned_models_are_measured_by_their_vectors(model: Path, tmp_path: Path
     assert 0 < found.cosine < 0.999
     assert f"cosine {found.cosine:.4f}" in (tmp_path / "out" / "README.md").read_text()
     assert niwaki.Record.load(tmp_path / "out" / "niwaki.json").vectors == record.vectors
+    healed = niwaki.prune(model, tmp_path / "healed", 0.5, effort="heal:epochs=0", **QUICK).healing
+    assert healed
+    assert healed.of_states
 
 
 def _after(stream: Any, text: Path) -> Tensor:
@@ -204,17 +210,8 @@ def _after(stream: Any, text: Path) -> Tensor:
 @pytest.mark.parametrize("method", some(["full", "norms", "lora"], 2))
 def test_healing_brings_vectors_nearer(model: Path, tmp_path: Path, method: Any) -> None:
     niwaki.prune(model, tmp_path / "pruned", 0.6, effort="fast", calibration=TOKENS, compute=CPU)
-    record = niwaki.heal(
-        *(tmp_path / "pruned", tmp_path / "healed", model),
-        method=method,
-        tokens=4000,
-        rate=0.01,
-        batch=64,
-        own_text=0.0,
-        calibration=TOKENS,
-        measurement=Measurement(TOKENS[:4]),
-        compute=CPU,
-    )
+    effort: dict[str, Any] = {"tokens": 4000, "rate": 0.01, "batch": 64, "own_text": 0.0}
+    record = niwaki.heal(tmp_path / "pruned", tmp_path / "healed", model, method=method, **effort, **QUICK)
     assert record.healing
     assert record.healing.of_states
     assert record.healing.points[record.healing.best].error < 0.95 * record.healing.points[0].error
@@ -228,63 +225,50 @@ def test_healing_brings_vectors_nearer(model: Path, tmp_path: Path, method: Any)
 def test_one_run_resumes(model: Path, tmp_path: Path) -> None:
     """Prune and heal in one run, stopped in the first stage: the same bytes, measured on the same sentences."""
     stages: list[Stage] = [Prune(0.5, effort="fast"), Heal(tokens=400, rate=0.01, batch=64, own_text=0.0)]
-    options: dict[str, Any] = {"calibration": TOKENS, "measurement": Measurement(TOKENS[:4]), "compute": CPU}
-    whole = niwaki.run(model, tmp_path / "whole", stages, **options)
+    whole = niwaki.run(model, tmp_path / "whole", stages, **QUICK)
     with pytest.raises(KeyboardInterrupt):
-        niwaki.run(model, tmp_path / "parts", stages, **options, progress=StopAt(8))
-    parts = niwaki.run(model, tmp_path / "parts", stages, **options)
+        niwaki.run(model, tmp_path / "parts", stages, **QUICK, progress=StopAt(8))
+    parts = niwaki.run(model, tmp_path / "parts", stages, **QUICK)
     assert files(tmp_path / "whole") == files(tmp_path / "parts")
     assert whole.vectors == parts.vectors
 
 
 @pytest.mark.slow
 def test_a_smaller_one(model: Path, tmp_path: Path) -> None:
-    record = niwaki.run(
-        *(model, tmp_path / "out", [Shrink(blocks=1, effort="fast")]),
-        calibration=TOKENS,
-        measurement=Measurement(TOKENS[:4]),
-        compute=CPU,
-    )
+    record = niwaki.run(model, tmp_path / "out", [Shrink(blocks=1, effort="fast")], **QUICK)
     assert record.structure
     assert 0 < record.vectors["after"].cosine < 1
 
 
 def test_what_needs_predictions_is_refused(model: Path, tmp_path: Path) -> None:
-    niwaki.prune(model, tmp_path / "out", 0.5, effort="fast", calibration=TOKENS, measurement=None, compute=CPU)
-    with pytest.raises(UnsupportedModelError, match="has no head, and makes no predictions"):
-        niwaki.evaluate(tmp_path / "out", Measurement(TOKENS))
-    with pytest.raises(UnsupportedModelError, match="has no head, and makes no predictions"):
-        niwaki.heal(tmp_path / "out", tmp_path / "healed", model, method="blocks", calibration=TOKENS)
+    out, healed = tmp_path / "out", tmp_path / "healed"
+    niwaki.prune(model, out, 0.5, effort="fast", calibration=TOKENS, measurement=None, compute=CPU)
+    for command in (
+        lambda: niwaki.evaluate(out, Measurement(TOKENS)),
+        lambda: niwaki.heal(out, healed, model, method="blocks", calibration=TOKENS),
+    ):
+        assert "has no head, and makes no predictions" in message(command, UnsupportedModelError)
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_encoders_that_fill_in_words_make_vectors(tmp_path: Path, kind: str) -> None:
     """Their head stays as it is, and the vectors are those of transformers' model without it."""
     model, out = save_kind(tmp_path / "model", kind, AutoModelForMaskedLM), tmp_path / "out"
-    torch.testing.assert_close(sentence_vectors(stream_of(model), SENTENCES), vectors_of(model), rtol=1e-4, atol=1e-5)
-    measured = Measurement(TOKENS[:2])
-    record = niwaki.prune(model, out, 0.5, effort="fast", calibration=TOKENS, measurement=measured, compute=CPU)
+    compare_vectors(model, lambda states: states.mean(0))
+    record = niwaki.prune(model, out, 0.5, effort="fast", **QUICK)
     assert (record.sparsity, record.perplexity) == (0.5, {})
     assert 0.8 < record.vectors["after"].cosine < 1
     (note,) = (note for note in record.notes if "stay in the files as they are" in note)
     assert "not of its vectors or scores" in note
     assert not any("perplexity says" in note for note in record.notes)
-    pruned = {f"{matrix.key}" for matrix in stream_of(model).matrices()}
-    before, after = tensors(model), tensors(out)
-    assert {key for key in before if raw(before[key]) != raw(after[key])} == pruned
-
-
-def vectors_of(model: Path) -> Tensor:
-    whole = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
-    with torch.no_grad():
-        rows = [whole(tokens.unsqueeze(0)).last_hidden_state[0].mean(0) for tokens in SENTENCES]
-    return torch.nn.functional.normalize(torch.stack(rows))
+    assert changed(model, out) == {matrix.key for matrix in stream_of(model).matrices()}
 
 
 @pytest.mark.parametrize("kind", ["xlm-roberta", "mpnet"])
 def test_positions_begin_behind_those_of_padding(tmp_path: Path, kind: str) -> None:
     """As RoBERTa's 512 of 514: windows are no longer, without --length too."""
-    stream = stream_of(save_kind(tmp_path / "model", kind, AutoModel))
+    compare_vectors(model := save_kind(tmp_path / "model", kind, AutoModel), lambda states: states.mean(0))
+    stream = stream_of(model)
     assert stream.positions == stream.window_length(None) == 64
     assert sentence_vectors(stream, [torch.arange(5, 69)]).shape == (1, 32)
     with pytest.raises(UnsupportedModelError):
@@ -297,13 +281,8 @@ def test_classifiers_are_measured_by_their_scores(tmp_path: Path, kind: str) -> 
     model, out = save_kind(tmp_path / "model", kind, auto, num_labels=3), tmp_path / "out"
     dense = stream_of(model)
     assert (dense.has_head, dense.has_scores) == (False, True)
-    whole = auto.from_pretrained(model, dtype=torch.float32).eval()
-    with torch.no_grad():
-        expected_scores = [whole(tokens.unsqueeze(0)).logits for tokens in SENTENCES]
-    found = scores_of(dense, [{"input_ids": tokens} for tokens in SENTENCES])
-    torch.testing.assert_close(found, expected_scores, rtol=1e-4, atol=1e-5)
-    measured = Measurement(TOKENS[:4])
-    record = niwaki.prune(model, out, 0.5, effort="fast", calibration=TOKENS, measurement=measured, compute=CPU)
+    compare_scores(model, auto, [{"input_ids": tokens} for tokens in SENTENCES])
+    record = niwaki.prune(model, out, 0.5, effort="fast", **QUICK)
     scores = record.scores["after"]
     assert (record.sparsity, record.perplexity, record.vectors) == (0.5, {}, {})
     texts = [{"input_ids": tokens} for tokens in TOKENS[:4]]
@@ -311,9 +290,7 @@ def test_classifiers_are_measured_by_their_scores(tmp_path: Path, kind: str) -> 
     assert again == scores
     assert "same label as the dense model's for" in (out / "README.md").read_text()
     assert niwaki.Record.load(out / "niwaki.json").scores == record.scores
-    before, after = tensors(model), tensors(out)
-    pruned = {matrix.key for matrix in dense.matrices()}
-    assert {key for key in before if raw(before[key]) != raw(after[key])} == pruned
+    assert changed(model, out) == {matrix.key for matrix in dense.matrices()}
 
 
 def test_scores_of_tokens_and_of_pairs(tmp_path: Path) -> None:
@@ -335,10 +312,7 @@ def test_scores_of_tokens_and_of_pairs(tmp_path: Path) -> None:
     dense = stream_of(model)
     texts, in_pairs = texts_of(dense, Windows(_after(dense, text), "a text"))
     assert in_pairs
-    whole = auto.from_pretrained(model, dtype=torch.float32).eval()
-    with torch.no_grad():
-        expected_scores = [whole(**{name: value[None] for name, value in each.items()}).logits for each in texts]
-    torch.testing.assert_close(scores_of(dense, texts), expected_scores, rtol=1e-4, atol=1e-5)
+    compare_scores(model, auto, texts)
     scores = niwaki.prune(model, tmp_path / "out", 0.5, **given).scores["after"]
     assert (scores.agreement, scores.in_pairs, scores.sentences) == (None, True, len(texts))
     assert 0 < scores.rank_correlation < 1
@@ -365,24 +339,16 @@ def test_decoders_whose_files_have_no_head(tmp_path: Path, kind: str, named: str
     dense = stream_of(model)
     assert (dense.has_head, dense.sees_ahead) == (False, kind == "gemma3_text")
     assert pooling_of(dense) == ("lasttoken" if named != "the model without a head" or kind == "qwen3" else "mean")
-    measured = Measurement(TOKENS[:2])
-    record = niwaki.prune(model, out, 0.5, calibration=TOKENS, measurement=measured, compute=CPU)
+    record = niwaki.prune(model, out, 0.5, **QUICK)
     assert (record.perplexity, record.effort["allocation"]) == ({}, "error")
     assert 0 < record.vectors["after"].cosine < 1
     assert not stream_of(out).has_head
-    healed = niwaki.heal(
-        *(out, tmp_path / "healed", model),
-        tokens=400,
-        own_text=0.0,
-        calibration=TOKENS,
-        measurement=measured,
-        compute=CPU,
-    )
+    healed = niwaki.heal(out, tmp_path / "healed", model, tokens=400, own_text=0.0, **QUICK)
     assert healed.healing
     assert healed.healing.of_states
     assert healed.perplexity == {}
     for command in (
-        lambda: niwaki.evaluate(model, measured),
+        lambda: niwaki.evaluate(model, QUICK["measurement"]),
         lambda: niwaki.compare(model, solvers="wanda", patterns=0.5, calibration=niwaki.Calibration("demo", 2, 32)),
         lambda: niwaki.compress(model, tmp_path / "small", 0.4, calibration=TOKENS),
         lambda: niwaki.plan_compression(model, 0.4, calibration=TOKENS),

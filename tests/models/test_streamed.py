@@ -30,6 +30,7 @@ from support.models import (
     decoder_blocks,
     edit_json,
     linear_inputs,
+    message,
     random_model,
     random_tokens,
     reference,
@@ -37,7 +38,7 @@ from support.models import (
     some_of_each_family,
     weight,
 )
-from support.streams import assert_clean, materialized, memory, save_starved, stream_of
+from support.streams import assert_clean, losses_of, materialized, memory, save_starved, stream_of, walked, whole_losses
 
 SAMPLES, LENGTH = 5, 20
 
@@ -106,10 +107,9 @@ def test_the_models_tell_families_apart(tmp_path: Path) -> None:
     assert not torch.equal(full(tokens).logits[:, 11:], full(other).logits[:, 11:])
     mixed = reference(save_model(tmp_path / "c", "qwen2 window"))
     assert mixed.config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
-    names = [name for case in CASES for name, _ in random_model(case).named_parameters()]
-    assert any(name.endswith("q_proj.bias") for name in names)
-    assert any(name.endswith("down_proj.bias") for name in names)
-    assert any(name.endswith("k_norm.weight") for name in names)
+    names = [name for case in ("llama biases", "qwen3") for name, _ in random_model(case).named_parameters()]
+    for end in ("q_proj.bias", "down_proj.bias", "k_norm.weight"):
+        assert any(name.endswith(end) for name in names)
 
 
 @pytest.mark.slow
@@ -138,16 +138,9 @@ def test_losses_are_cross_entropies_of_the_whole_model(
     directory: Path, whole: PreTrainedModel, tokens: Tensor, logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "LOGITS_PER_BATCH", logits)
-    model = stream_of(directory)
-    states = model.embed(tokens)
-    for block in model.stream():
-        block.advance(states)
-    losses = model.losses(states)
-    with torch.no_grad():
-        log_p = whole(tokens).logits.double().log_softmax(-1)
-    expected = -log_p[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(2)
+    losses, expected = losses_of(stream_of(directory), tokens), whole_losses(whole, tokens)
     assert losses.dtype == torch.float32
-    torch.testing.assert_close(losses.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
     assert expected.std() > 0.02  # not all the same
 
 
@@ -164,8 +157,7 @@ def compare_grams(directory: Path, whole: PreTrainedModel, tokens: Tensor) -> li
         before = [hidden.clone() for hidden in states.hidden]
         steps: list[None] = []
         matrices = [*block.matrices, *block.shared]
-        done = partial(steps.append, None)
-        grams = block.input_grams(states, done, matrices=matrices)
+        grams = block.input_grams(states, partial(steps.append, None), matrices=matrices)
         found += grams
         assert len(steps) == len(states.tokens)
         assert all(torch.equal(a, b) for a, b in zip(states.hidden, before, strict=True))
@@ -347,26 +339,24 @@ def test_inputs_are_found_in_half_precision(tmp_path: Path, case: str, dtype: st
 def test_matrices_with_the_same_input_in_the_order_of_computation(tmp_path: Path, tokens: Tensor) -> None:
     model = stream_of(save_model(tmp_path / "model"))
     states = model.embed(tokens)
-    stream = model.stream()
-    assert [gram.names for gram in next(stream).input_grams(states)] == [
+    block = next(stream := model.stream())
+    assert [gram.names for gram in block.input_grams(states)] == [
         ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         ["self_attn.o_proj"],
         ["mlp.gate_proj", "mlp.up_proj"],
         ["mlp.down_proj"],
     ]
+    stream.close()
 
 
 def test_logits_are_computed_for_losses_only(of_family: Path, tokens: Tensor) -> None:
     model = stream_of(of_family)
     seen: list[Tensor] = []
-    handle = model.model.get_output_embeddings().register_forward_hook(lambda *_: seen.append(tokens))
-    states = model.embed(tokens)
+    model.model.get_output_embeddings().register_forward_hook(lambda *_: seen.append(tokens))
+    states = walked(model, tokens)
     assert not seen
-    for block in model.stream():
-        block.advance(states)
     model.losses(states)
     assert len(seen) == 3
-    handle.remove()
 
 
 @pytest.mark.slow
@@ -450,37 +440,22 @@ def test_everything_is_let_go_of_when_the_consumer_raises(of_family: Path, token
     with pytest.raises(RuntimeError):
         model.losses(HiddenStates([tokens], too_narrow))
     assert_clean(model)
-    # All of it can be used again.
-    again = model.embed(tokens)
-    for block in model.stream():
-        block.advance(again)
-    assert torch.isfinite(model.losses(again)).all()
-
-
-def test_a_stopped_stream_lets_go(tmp_path: Path) -> None:
-    model = stream_of(save_model(tmp_path / "model"))
-    for _ in model.stream():
-        break
-    assert_clean(model)
+    assert torch.isfinite(losses_of(model, tokens)).all()  # all of it can be used again
 
 
 def test_replaced_weights_are_what_the_block_computes_with(tmp_path: Path, tokens: Tensor) -> None:
     directory = save_model(tmp_path / "model", dtype=torch.bfloat16)
     whole, model = reference(directory), stream_of(directory)
-    name = "mlp.up_proj"
-    generator = torch.Generator().manual_seed(1)
-    W = torch.randn(48, 32, generator=generator)
-    W[0] = 0.0
-    W[1] = -0.0
-    W[2] = -1e-45  # underflows to -0.0 in bfloat16
+    W = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
+    W[0], W[1], W[2] = 0.0, -0.0, -1e-45  # the last one underflows to -0.0 in bfloat16
     W[3, 0] = 1 + 2**-10  # is no bfloat16
     states = model.embed(tokens)
     for block in model.stream():
         if block.index == 0:
-            matrix = next(m for m in block.matrices if m.name == name)
+            matrix = next(m for m in block.matrices if m.name == "mlp.up_proj")
             old = block.weight(matrix)
             assert old.dtype == torch.float32
-            assert torch.equal(old, weight(whole, f"model.layers.0.{name}"))
+            assert torch.equal(old, weight(whole, "model.layers.0.mlp.up_proj"))
             stored = block.stored(matrix, W.clone())
             block.put(matrix, stored)
             assert stored.dtype == torch.bfloat16
@@ -490,11 +465,8 @@ def test_replaced_weights_are_what_the_block_computes_with(tmp_path: Path, token
             # The solver is given the original, whatever happened to the block.
             assert torch.equal(block.weight(matrix), old)
         block.advance(states)
-    changed = reference(directory)
-    weight(changed, f"model.layers.0.{name}").copy_(W.bfloat16().float())
-    with torch.no_grad():
-        expected = changed(tokens).logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(2)
-    torch.testing.assert_close(model.losses(states), -expected, rtol=1e-4, atol=1e-4)
+    weight(whole, "model.layers.0.mlp.up_proj").copy_(W.bfloat16().float())
+    torch.testing.assert_close(model.losses(states), whole_losses(whole, tokens), rtol=1e-4, atol=1e-4)
     assert_clean(model)
 
 
@@ -525,13 +497,9 @@ def test_activations_that_are_not_finite(tmp_path: Path, tokens: Tensor) -> None
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_files_and_dtypes_make_no_difference(tmp_path: Path, tokens: Tensor, shards: bool, stored: torch.dtype) -> None:
     directory = save_model(tmp_path / "model", dtype=stored, shards=shards)
-    model = stream_of(directory)
-    states = model.embed(tokens)
-    for block in model.stream():
-        block.advance(states)
-    whole = reference(directory)
-    expected = full_hidden_states(whole, tokens)[-1]
-    torch.testing.assert_close(torch.cat(list(states.hidden)), expected, rtol=1e-5, atol=1e-5)
+    expected = full_hidden_states(reference(directory), tokens)[-1]
+    found = torch.cat(list(walked(stream_of(directory), tokens).hidden))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_can_run_in_half_precision(tmp_path: Path, tokens: Tensor) -> None:
@@ -549,31 +517,16 @@ def test_blocks_can_run_in_half_precision(tmp_path: Path, tokens: Tensor) -> Non
 
 def test_a_head_of_its_own_although_the_configuration_ties_it(tmp_path: Path, tokens: Tensor) -> None:
     # Some checkpoints hold a copy of the tied head; what transformers does with it is right.
-    whole = reference(save_model(tmp_path / "dense", "llama"))
-    whole.save_pretrained(tmp_path / "model")
-    edit_json(tmp_path / "model" / "config.json", tie_word_embeddings=True)
-    model = stream_of(tmp_path / "model")
-    states = model.embed(tokens)
-    for block in model.stream():
-        block.advance(states)
-    with torch.no_grad():
-        logits = reference(tmp_path / "model")(tokens).logits
-    expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    torch.testing.assert_close(model.losses(states).mean(), expected, rtol=1e-4, atol=1e-4)
+    directory = save_model(tmp_path / "model", "llama")
+    edit_json(directory / "config.json", tie_word_embeddings=True)
+    expected = whole_losses(reference(directory), tokens)
+    torch.testing.assert_close(losses_of(stream_of(directory), tokens), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_matrices_in_the_order_of_computation(tmp_path: Path) -> None:
-    model = stream_of(save_model(tmp_path / "model", "qwen3"))
-    found = model.matrices()
-    shapes = {
-        "q_proj": (64, 32),
-        "k_proj": (32, 32),
-        "v_proj": (32, 32),
-        "o_proj": (32, 64),
-        "gate_proj": (48, 32),
-        "up_proj": (48, 32),
-        "down_proj": (32, 48),
-    }
+    found = stream_of(save_model(tmp_path / "model", "qwen3")).matrices()
+    shapes = {"q_proj": (64, 32), "k_proj": (32, 32), "v_proj": (32, 32), "o_proj": (32, 64)}
+    shapes |= {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
     assert [m.name.split(".")[-1] for m in found] == [*shapes, *shapes]
     assert [m.shape for m in found] == [*shapes.values(), *shapes.values()]
     assert [m.block for m in found] == [0] * 7 + [1] * 7
@@ -591,22 +544,16 @@ def test_window_lengths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("key", "value"),
     [
-        {"model_type": ["llama"]},
-        {"hidden_size": "thirty-two"},
-        {"num_attention_heads": 0},
-        {"hidden_act": "sillu"},
-        {"max_position_embeddings": None},
+        *(("model_type", ["llama"]), ("hidden_size", "thirty-two"), ("num_attention_heads", 0)),
+        *(("hidden_act", "sillu"), ("max_position_embeddings", None)),
     ],
-    ids=str,
 )
-def test_a_configuration_that_makes_no_sense(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_a_configuration_that_makes_no_sense(tmp_path: Path, key: str, value: object) -> None:
     directory = save_model(tmp_path / "model")
-    edit_json(directory / "config.json", **changes)
-    with pytest.raises(NiwakiError) as caught:
-        stream_of(directory).window_length(8)
-    assert "\n" not in str(caught.value)
+    edit_json(directory / "config.json", **{key: value})
+    message(lambda: stream_of(directory).window_length(8), NiwakiError)
 
 
 def test_a_structure_takes_no_memory(tmp_path: Path) -> None:
@@ -661,9 +608,7 @@ def test_blocks_that_are_read_ahead(tmp_path: Path, tokens: Tensor) -> None:
     """The same states, one block more in memory, and errors in the block that they belong to."""
     directory = save_model(tmp_path / "model", "llama grouped")
 
-    def states(ahead: bool) -> list[Tensor]:
-        model = stream_of(directory)
-        model._ahead = ahead
+    def states(model: StreamedModel) -> list[Tensor]:
         moving, found = model.embed(tokens), []
         for block in model.stream():
             block.advance(moving)
@@ -671,16 +616,14 @@ def test_blocks_that_are_read_ahead(tmp_path: Path, tokens: Tensor) -> None:
         assert_clean(model)
         return found
 
-    for alone, ahead in zip(states(False), states(True), strict=True):
-        assert torch.equal(alone, ahead)
     model = stream_of(directory)
     model._ahead = True
+    for alone, ahead in zip(states(stream_of(directory)), states(model), strict=True):
+        assert torch.equal(alone, ahead)
     stream = model.stream()
     next(stream)
     stream.close()
     assert_clean(model)
-    model = stream_of(directory)
-    model._ahead = True
     stream = model.stream()
     path = directory / "model.safetensors"
     raw = bytearray(path.read_bytes())

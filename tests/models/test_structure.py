@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import niwaki
 from niwaki.checkpoints import tensors
@@ -20,16 +19,14 @@ from niwaki.errors import CheckpointError
 from niwaki.evaluation import tasks
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import check_sizes, predicts_words, read_config, structure
-from support.models import edit_json, message, reference, save_model, save_model_with_tokenizer
+from support.models import edit_json, edited, message, reference, save_model, save_model_with_tokenizer
 from support.real_configurations import CONFIGURATIONS
 
 #: Of code on the hub, of packages, and of kernels that transformers gets from the hub.
+ATTENTION = ("someone/attention", "flash_attention_2", {"": "someone/attention"})
 NAMED: list[dict[str, Any]] = [
-    {"_attn_implementation": "someone/attention"},
-    {"attn_implementation": "kernels-community/flash-attn2:forward"},
-    {"_attn_implementation": "flash_attention_2"},
-    {"_attn_implementation": {"": "someone/attention"}},
-    {"_experts_implementation": "sonicmoe"},
+    *({"_attn_implementation": named} for named in ATTENTION),
+    *({"attn_implementation": "kernels-community/flash-attn2:forward"}, {"_experts_implementation": "sonicmoe"}),
     {"_attn_implementation": "someone/attention", "use_kernels": True, "auto_map": {"AutoConfig": "code.Config"}},
 ]
 
@@ -59,9 +56,8 @@ def test_nor_do_parts_of_them(tmp_path: Path) -> None:
 
 def test_all_ways_to_load_one(tmp_path: Path) -> None:
     path = save_model_with_tokenizer(tmp_path / "model")
-    weights = load_file(path / SINGLE_NAME)
-    weights["model.layers.0.mlp.up_proj.weight"][:, 1:] = 0  # or none would be packed
-    save_file(weights, path / SINGLE_NAME, {"format": "pt"})
+    with edited(path) as weights:
+        weights["model.layers.0.mlp.up_proj.weight"][:, 1:] = 0  # or none would be packed
     tokens = torch.arange(8)[None]
     expected = reference(path, torch.float32)(tokens).logits
     edit_json(path / "config.json", _attn_implementation="someone/attention")
@@ -101,10 +97,7 @@ def test_real_configurations_pass_all_guards(tmp_path: Path, name: str, monkeypa
     assert all(model.matrices(index) for index in range(len(model.blocks)))
     assert model.window_length(None) == min(2048, model.positions or 2048)
     model.check_coverage()
-    ends = (
-        *("TextModel", "BertModel", "RobertaModel", "ForMaskedLM", "ForSequenceClassification"),
-        "ForTokenClassification",
-    )
+    ends = ("TextModel", "BertModel", "RobertaModel", "ForMaskedLM", "Classification")
     assert model.has_head != config["architectures"][0].endswith(ends)
 
 
@@ -116,6 +109,5 @@ def test_real_configurations_pass_all_guards(tmp_path: Path, name: str, monkeypa
     ],
 )
 def test_counts_that_building_would_not_end_with(name: str, count: float) -> None:
-    assert f"asks for {name} " in message(
-        lambda: check_sizes({"text_config": {name: count}}, Path("config.json")), CheckpointError
-    )
+    config = {"text_config": {name: count}}
+    assert f"asks for {name} " in message(lambda: check_sizes(config, Path("config.json")), CheckpointError)

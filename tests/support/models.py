@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -34,112 +35,53 @@ EMBEDDED_VOCABULARY = 4096
 #: What is left of it where nothing hangs on the words: readers of GGUF files take a second for all of them.
 FEW_TOKENS = 512
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+#: Of most tiny models.
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+SIZES |= {"max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1}
 
 
 def _case(kind: str, blocks: int = 2, heads: int = 2, **others: Any) -> PreTrainedConfig:
-    sizes = {**_SIZES, "num_hidden_layers": blocks, "num_key_value_heads": heads, **others}
+    sizes = {**SIZES, "num_hidden_layers": blocks, "num_key_value_heads": heads, **others}
     config: PreTrainedConfig = AutoConfig.for_model(kind, **sizes)
     return config
 
 
 def _pictures(kind: str, text: dict[str, Any], **others: Any) -> PreTrainedConfig:
     """A model that also sees."""
-    seeing = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-        **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 16),
-    }
-    if kind != "llama4":
-        seeing = {name: value for name, value in seeing.items() if "_dim" not in name}
-    config: PreTrainedConfig = AutoConfig.for_model(
-        kind,
-        text_config={**_SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, **text},
-        vision_config=seeing,
-        **others,
-    )
+    seeing: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    seeing |= {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    if kind == "llama4":
+        seeing |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 16)
+    both = {"text_config": {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, **text}, "vision_config": seeing}
+    config: PreTrainedConfig = AutoConfig.for_model(kind, **both, **others)
     return config
 
 
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "tie_word_embeddings": False,
-}
-_LATENT: dict[str, Any] = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "head_dim": 4,
-}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "tie_word_embeddings": False}
+_EXPERTS |= {"num_experts": 4, "num_local_experts": 4}
+_LATENT: dict[str, Any] = {"q_lora_rank": 16, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_LATENT |= dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 8)
+_LATENT |= dict.fromkeys(("qk_rope_head_dim", "head_dim"), 4)
 _GPT2: dict[str, Any] = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "n_inner": 48}
-_LLAMA4: dict[str, Any] = {
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "intermediate_size_mlp": 40,
-    "num_local_experts": 4,
-    # Dense, experts, dense; the last one sees the whole text, the others chunks of 8 tokens.
-    "num_hidden_layers": 3,
-    "interleave_moe_layer_step": 2,
-    "attention_chunk_size": 8,
-    "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
-    "no_rope_layers": [1, 1, 0],
-}
+_LLAMA4: dict[str, Any] = {"head_dim": 8, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 4}
+#: Dense, experts, dense; the last one sees the whole text, the others chunks of 8 tokens.
+_LLAMA4 |= {"num_hidden_layers": 3, "interleave_moe_layer_step": 2, "attention_chunk_size": 8}
+_LLAMA4 |= {"layer_types": [*["chunked_attention"] * 2, "full_attention"], "no_rope_layers": [1, 1, 0]}
 _FIRST_SEES_ALL: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"]}
 _LAST_SEES_ALL: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 
-_FOUR_WINDOWS: dict[str, Any] = {
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-    "sliding_window": 6,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 64,
-}
-_GEMMA3N: dict[str, Any] = {
-    "intermediate_size": [128] * 4,
-    "head_dim": 8,
-    "laurel_rank": 6,
-    "altup_num_inputs": 3,
-    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-    **_FOUR_WINDOWS,
-}
+_FOUR_WINDOWS: dict[str, Any] = {"layer_types": 2 * _LAST_SEES_ALL["layer_types"], "sliding_window": 6}
+_FOUR_WINDOWS |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+_GEMMA3N: dict[str, Any] = {"intermediate_size": [128] * 4, "head_dim": 8, "laurel_rank": 6, "altup_num_inputs": 3}
+_GEMMA3N |= {"activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], **_FOUR_WINDOWS}
 _GEMMA4: dict[str, Any] = {"intermediate_size": 64, "head_dim": 8, "global_head_dim": 16, **_FOUR_WINDOWS}
 
 #: One transformer in four blocks; and two, in two each.
-_ZAMBA: dict[str, Any] = {
-    "layer_types": ["hybrid", "mamba", "hybrid", "hybrid", "hybrid"],
-    "mamba_d_state": 2,
-    "n_mamba_heads": 2,
-    "mamba_dt_rank": 1,
-}
-_ZAMBA2: dict[str, Any] = {
-    "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid", "mamba", "hybrid"],
-    "num_mem_blocks": 2,
-    "adapter_rank": 3,
-    "use_shared_attention_adapter": True,
-    "use_mem_rope": True,
-    "mamba_d_state": 8,
-    "n_mamba_heads": 4,
-    "chunk_size": 8,
-}
+_ZAMBA: dict[str, Any] = {"layer_types": ["hybrid", "mamba", "hybrid", "hybrid", "hybrid"]}
+_ZAMBA |= {"mamba_d_state": 2, "n_mamba_heads": 2, "mamba_dt_rank": 1}
+_ZAMBA2: dict[str, Any] = {"layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid", "mamba", "hybrid"]}
+_ZAMBA2 |= {"num_mem_blocks": 2, "adapter_rank": 3, "use_shared_attention_adapter": True, "use_mem_rope": True}
+_ZAMBA2 |= {"mamba_d_state": 8, "n_mamba_heads": 4, "chunk_size": 8}
 
 #: By name; the first word is the model_type.
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -206,38 +148,19 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
 _SOME_SEE_ALL = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 _WINDOWS: dict[str, Any] = {"sliding_window": 6, "layer_types": _SOME_SEE_ALL}
 _GEMMA_HEADS: dict[str, Any] = {"head_dim": 16, "pad_token_id": 2}
-_GRANITE: dict[str, Any] = {
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 3.0,
-    "logits_scaling": 0.5,
-    "residual_multiplier": 0.7,
-}
-_LONG: dict[str, Any] = {
-    "max_position_embeddings": 512,
-    "original_max_position_embeddings": 256,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 100.0,
-        "long_factor": [1.0, 2.0, 4.0, 8.0],
-        "short_factor": [1.0, 1.1, 1.3, 1.5],
-        "original_max_position_embeddings": 256,
-    },
-}
-_PLAIN = {"rope_type": "default", "rope_theta": 500.0}
-_YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "original_max_position_embeddings": 16,
-    "factor": 8.0,
-}
-_LINEAR_HEADS: dict[str, Any] = {
-    "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+_GRANITE: dict[str, Any] = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0}
+_GRANITE |= {"logits_scaling": 0.5, "residual_multiplier": 0.7}
+_LONG: dict[str, Any] = {"max_position_embeddings": 512, "original_max_position_embeddings": 256}
+_LONG["rope_parameters"] = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 256}
+_LONG["rope_parameters"] |= {"long_factor": [1.0, 2.0, 4.0, 8.0], "short_factor": [1.0, 1.1, 1.3, 1.5]}
+_PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 500.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "original_max_position_embeddings": 16, "factor": 8.0}
+_LINEAR_HEADS: dict[str, Any] = {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
+_LINEAR_HEADS |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_LINEAR_HEADS["rope_parameters"] = {**_PLAIN, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+_SCALED_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+_LFM2: dict[str, Any] = {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16}
+_LFM2["layer_types"] = ["conv", "full_attention", "conv"]
 #: More of them, which llama.cpp runs: with more blocks and widths of their own, so that nothing fits by chance.
 FOR_LLAMA_CPP: dict[str, Callable[[], PreTrainedConfig]] = {
     **{case: CASES[case] for case in ("llama grouped", "llama biases", "llama tied", "mistral", "mixtral", "phi3")},
@@ -262,21 +185,9 @@ FOR_LLAMA_CPP: dict[str, Callable[[], PreTrainedConfig]] = {
     "granite": lambda: _case("granite", 3, **_GRANITE),
     "granitemoe": lambda: _case("granitemoe", num_local_experts=4, num_experts_per_tok=2, **_GRANITE),
     "glm4": lambda: _case("glm4", head_dim=8, pad_token_id=2, partial_rotary_factor=0.5),
-    "lfm2": lambda: _case(
-        "lfm2",
-        3,
-        pad_token_id=2,
-        block_auto_adjust_ff_dim=True,
-        block_multiple_of=16,
-        layer_types=["conv", "full_attention", "conv"],
-    ),
+    "lfm2": lambda: _case("lfm2", 3, pad_token_id=2, **_LFM2),
     "gpt_oss": lambda: _case("gpt_oss", 5, head_dim=8, **_WINDOWS, **_EXPERTS),
-    "ministral3": lambda: _case(
-        "ministral3",
-        head_dim=8,
-        pad_token_id=2,
-        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
-    ),
+    "ministral3": lambda: _case("ministral3", head_dim=8, pad_token_id=2, rope_parameters=_SCALED_YARN),
     "starcoder2": lambda: _case("starcoder2", pad_token_id=2),
     "cohere2": lambda: _case("cohere2", 5, pad_token_id=2, **_WINDOWS),
     "qwen3_5_text": lambda: _case("qwen3_5_text", 5, **_LINEAR_HEADS),
@@ -407,7 +318,11 @@ def save_model(
 
 def sparse_model(path: Path, case: str = "llama", sparsity: float = 0.7, **options: Any) -> Path:
     """A random model whose matrices to prune have so many zeros."""
-    save_model(path, case, **options)
+    return with_zeros(save_model(path, case, **options), case, sparsity)
+
+
+def with_zeros(path: Path, case: str, sparsity: float) -> Path:
+    """Makes so many weights of a model's matrices to prune 0."""
     generator = torch.Generator().manual_seed(1)
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)
@@ -416,6 +331,14 @@ def sparse_model(path: Path, case: str = "llama", sparsity: float = 0.7, **optio
                 value[torch.rand(value.shape, generator=generator) < sparsity] = 0
         save_file(tensors, file, {"format": "pt"})
     return path
+
+
+@contextlib.contextmanager
+def edited(model: Path) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a model in one file, which is written again with what is made of them."""
+    file = model / "model.safetensors"
+    yield (tensors := load_file(file))
+    save_file(tensors, file, {"format": "pt"})
 
 
 def save_model_with_tokenizer(path: Path, *, blocks: int = 2, seed: int = 0) -> Path:
@@ -442,12 +365,10 @@ def _save_with_vocabulary(path: Path, blocks: int, seed: int, vocabulary: int) -
 def save_some_of_the_embedded(path: Path, blocks: int = 2) -> Path:
     """The first blocks of the embedded model, for what hangs on no words: in a directory ``demo`` it is used."""
     shutil.copytree(EMBEDDED, path)
-    kept = {
-        key: value
-        for key, value in load_file(path / "model.safetensors").items()
-        if not (number := re.search(r"layers\.(\d+)\.", key)) or int(number[1]) < blocks
-    }
-    save_file(kept, path / "model.safetensors", {"format": "pt"})
+    with edited(path) as tensors:
+        for key in [*tensors]:
+            if (number := re.search(r"layers\.(\d+)\.", key)) and int(number[1]) >= blocks:
+                del tensors[key]
     edit_json(path / "config.json", num_hidden_layers=blocks)
     return path
 

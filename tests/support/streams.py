@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.models.block import DecoderBlock
+from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from support.models import decoder_blocks, random_model
@@ -18,6 +19,26 @@ from support.models import decoder_blocks, random_model
 
 def stream_of(directory: Path) -> StreamedModel:
     return StreamedModel(Checkpoint(directory), "cpu", "float32")
+
+
+def walked(model: StreamedModel, tokens: Tensor) -> HiddenStates:
+    """The states behind the last block."""
+    states = model.embed(tokens)
+    for block in model.stream():
+        block.advance(states)
+    return states
+
+
+def losses_of(model: StreamedModel, tokens: Tensor) -> Tensor:
+    """Of all tokens but the first, a block at a time."""
+    return model.losses(walked(model, tokens))
+
+
+@torch.no_grad()
+def whole_losses(whole: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The same by transformers."""
+    log_p: Tensor = whole(input_ids=tokens).logits.log_softmax(-1)
+    return -log_p[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(2)
 
 
 def materialized(module: nn.Module) -> list[str]:
