@@ -26,7 +26,7 @@ from niwaki.packed.matrix import pack
 from support.caches import CACHE
 from support.decoding import counting
 from support.models import random_tokens, sparse_model
-from support.sparse import dense_of, in_whole_numbers, on_grid, sparse, vectors
+from support.sparse import dense_of, in_whole_numbers, is_product, on_grid, sparse, vectors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
 
@@ -41,7 +41,7 @@ for rows, columns, dtype, sparsity in itertools.product((1, 37), (1, 100, 192), 
             bits = 8 if dtype == torch.int8 else 4
             W, codes, scales = on_grid(rows, columns, groups, bits)
             packed = pack(W, codes, scales, bits)
-            W = (codes.float().view(rows, groups, -1) * scales.unsqueeze(2)).view(rows, columns)
+            W = dense_of(codes, scales)
         else:
             W = sparse(rows, columns, sparsity, dtype)
             packed = pack(W)
@@ -50,9 +50,7 @@ for rows, columns, dtype, sparsity in itertools.product((1, 37), (1, 100, 192), 
             assert torch.equal(kernels.expand(packed, path=path).to(packed.dtype), W.to(packed.dtype))
             for batch in (1, 2, 3, 5):
                 x = vectors(batch, columns, torch.bfloat16 if batch % 2 else torch.float32)
-                right = x.double() @ W.double().T
-                off = (kernels.multiply(packed, x, path) - right).abs()
-                assert (off <= 1e-6 * (x.abs().double() @ W.abs().double().T) + 1e-30).all()
+                assert is_product(kernels.multiply(packed, x, path), x, W)
 
 # All numbers of a matrix, without a mask.
 for rows, (columns, groups), bits in itertools.product(
@@ -64,9 +62,7 @@ for rows, (columns, groups), bits in itertools.product(
         assert torch.equal(kernels.expand(packed, path=path), W)
         for batch, rounded in itertools.product((1, 2, 3, 5, 9, 16), (False, True)):
             x = vectors(batch, columns)
-            right = (in_whole_numbers(x) if rounded else x.double()) @ exact.T
-            off = (kernels.multiply(packed, x, path, rounded) - right).abs()
-            assert (off <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
+            assert is_product(kernels.multiply(packed, x, path, rounded), in_whole_numbers(x) if rounded else x, exact)
         odd = vectors(1, columns)
         odd[0, -1] = torch.nan
         assert kernels.multiply(packed, odd, path, rounded=True).isnan().all()

@@ -19,6 +19,7 @@ from niwaki.packed import decoding, kernels
 from support.caches import CACHE
 from support.decoding import by_transformers, counting
 from support.models import random_tokens, reference, sparse_model
+from support.sparse import with_threads
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no native library")
 
@@ -107,16 +108,14 @@ def test_in_bfloat16_as_near_as_transformers(case: str, tmp_path: Path, counted:
 
 @pytest.mark.slow
 def test_every_path_and_number_of_threads(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = random_tokens(1, LENGTH)
     best = kernels.best_path()
     assert best is not None
     found = []
     for path in [path for path in kernels.Path if path <= best]:
+        monkeypatch.setattr(kernels, "best_path", lambda path=path: path)
         for threads in (1, 2, 5):
-            loaded = copy.deepcopy(packed)
-            monkeypatch.setattr(kernels, "best_path", lambda path=path: path)
-            torch.set_num_threads(threads)
-            found.append(token_by_token(loaded, tokens))
+            with with_threads(threads):
+                found.append(token_by_token(copy.deepcopy(packed), random_tokens(1, LENGTH)))
         assert torch.equal(found[-1], found[-2])
         assert torch.equal(found[-1], found[-3])
         assert (found[-1] - found[0]).abs().max() < 1e-5
@@ -134,8 +133,7 @@ def test_a_cache_that_does_not_grow(packed: Any, counted: Counted) -> None:
     tokens = random_tokens(1, LENGTH)
     usual = token_by_token(packed, tokens)
     before = counted.blocks
-    given: dict[str, Any] = {CACHE: StaticCache(config=packed.config, max_cache_len=32)}
-    found = token_by_token(packed, tokens, **given)
+    found = token_by_token(packed, tokens, **{CACHE: StaticCache(config=packed.config, max_cache_len=32)})
     assert counted.blocks > before
     assert torch.allclose(found, usual, atol=1e-5)
 

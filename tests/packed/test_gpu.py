@@ -18,21 +18,20 @@ from torch import Tensor
 from niwaki.packed import linear
 from niwaki.packed.matrix import PackedMatrix, pack
 from support.covering import FULL, covered
+from support.sparse import dense_of
 
 ROOT = Path(__file__).parents[2]
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton has no package for this platform"
-)
-if importlib.util.find_spec("triton") is not None:
+HAS_TRITON, TRITON = importlib.util.find_spec("triton") is not None, (0, 0)
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no package for this platform")
+if HAS_TRITON:
     from niwaki.packed import gpu
 
     TRITON = tuple(map(int, importlib.metadata.version("triton").split(".")[:2]))
-else:
-    TRITON = (0, 0)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPES = ((1, 1), (17, 33), (33, 64), (5, 511), (2, 512), (3, 513), (2, 2048), (3, 4200))
 #: Largest relative error of a number rounded to the dtype; the interpreter cuts bfloat16 off.
 ROUNDING = {HALF: 2**-11, BRAIN: 2**-7, SINGLE: 2**-24}
 
@@ -78,11 +77,20 @@ def check(packed: PackedMatrix, dense: Tensor, vectors: int, dtype: torch.dtype)
     assert ((y.double() - right).abs() <= ROUNDING[dtype] * right.abs() + 1e-6 * sums + least).all()
 
 
-@pytest.mark.parametrize("vectors", [1, 2, 3, 5, 16])
-@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
+#: Rows, columns, density, dtype and vectors.
+PRODUCTS = [
+    *((3, 70, 0.5, dtype, vectors) for dtype in (HALF, BRAIN, SINGLE) for vectors in (1, 2, 3, 5, 16)),
+    (3, 70, 0.5, HALF, 19),  # more vectors than it is meant for
+    *((4, 600, density, HALF, vectors) for density in (0.0, 0.02, 0.98, 1.0) for vectors in (1, 4)),
+    # Parts of a tile, whole ones, and several steps with and without a rest.
+    *((rows, columns, 0.5, HALF, vectors) for rows, columns in SHAPES for vectors in (1, 2, 6)),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns", "density", "dtype", "vectors"), PRODUCTS)
 @pytest.mark.slow
-def test_products(dtype: torch.dtype, vectors: int) -> None:
-    W = random(3, 70, 0.5, dtype)
+def test_products(rows: int, columns: int, density: float, dtype: torch.dtype, vectors: int) -> None:
+    W = random(rows, columns, density, dtype)
     check(pack(W), W, vectors, dtype)
 
 
@@ -92,25 +100,6 @@ def test_dtypes_that_differ(weights: torch.dtype, inputs: torch.dtype) -> None:
     """Products are of W as it is, not rounded to the dtype of x."""
     W = random(12, 70, 0.5, weights)
     check(pack(W), W, 3, inputs)
-
-
-@pytest.mark.parametrize("vectors", [1, 2, 6])
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(1, 1), (17, 33), (33, 64), (5, 511), (2, 512), (3, 513), (2, 2048), (3, 4200)]
-)
-@pytest.mark.slow
-def test_shapes(rows: int, columns: int, vectors: int) -> None:
-    """Parts of a tile, whole ones, and several steps with and without a rest."""
-    W = random(rows, columns, 0.5, HALF)
-    check(pack(W), W, vectors, HALF)
-
-
-@pytest.mark.parametrize("vectors", [1, 4])
-@pytest.mark.parametrize("density", [0.0, 0.02, 0.98, 1.0])
-@pytest.mark.slow
-def test_densities(density: float, vectors: int) -> None:
-    W = random(4, 600, density, HALF)
-    check(pack(W), W, vectors, HALF)
 
 
 @pytest.mark.parametrize("vectors", [1, 4])
@@ -153,14 +142,9 @@ def test_whole_numbers_with_scales(columns: int, groups: int, dtype: torch.dtype
     codes = torch.randint(-127, 128, (3, columns), generator=generator).to(torch.int8)
     codes[torch.rand(codes.shape, generator=generator) < 0.5] = 0
     scales = torch.rand(3, groups, generator=generator) / 100
-    exact = (codes.double().unflatten(1, (groups, -1)) * scales.double().unsqueeze(2)).flatten(1)
+    exact = dense_of(codes, scales)
     W = exact.to(dtype)
     check(pack(W, codes, scales), W if vectors > 2 and dtype == HALF else exact, vectors, dtype)
-
-
-def test_more_vectors_than_it_is_meant_for() -> None:
-    W = random(3, 70, 0.5, HALF)
-    check(pack(W), W, 19, HALF)
 
 
 def test_inputs_of_any_layout() -> None:
@@ -208,11 +192,10 @@ def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
     """What the interpreter lets pass, the compiler may not; and it can make much more of them than is in the source."""
     record = tmp_path / "record.json"
     vectors = (1, 8) if FULL else (8,)
-    options = ["--kinds", "float16,int8", "--vectors", ",".join(map(str, vectors)), "--rows", "8192"]
-    options += ["--architectures", "80"]
+    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "instructions", "--kinds", "float16,int8"]
+    command += ["--vectors", ",".join(map(str, vectors)), "--rows", "8192", "--architectures", "80", "--record", record]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "instructions", *options]
-    run = subprocess.run([*command, "--record", str(record)], env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert not run.stderr
     most = {("float16", 1): (9, 1), ("float16", 8): (12, 2), ("int8", 1): (10, 1), ("int8", 8): (15, 2)}

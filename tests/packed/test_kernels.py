@@ -19,7 +19,7 @@ from niwaki.packed.matrix import pack
 from support.caches import CACHE
 from support.covering import covered
 from support.models import random_tokens, reference, sparse_model
-from support.sparse import dense_of, in_whole_numbers, on_grid, sparse, vectors
+from support.sparse import dense_of, in_whole_numbers, is_product, on_grid, sparse, vectors
 
 SOURCES = sorted((Path(niwaki.__file__).parents[1] / "native").glob("*.cpp"))
 EMULATED = [Instructions.AVX512BW, Instructions.AVX512, Instructions.AVX512_BF16]
@@ -54,9 +54,7 @@ def emulated(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_product(path: Instructions, columns: int, batch: int, dtype: torch.dtype) -> None:
     for sparsity in (0.0, 0.5, 0.8, 1.0):
         W, x = sparse(37, columns, sparsity), vectors(batch, columns, dtype)
-        y = kernels.multiply(pack(W), x, path)
-        scale = x.abs().double() @ W.abs().double().T
-        assert ((y - x.double() @ W.double().T).abs() <= 1e-6 * scale + 1e-30).all()
+        assert is_product(kernels.multiply(pack(W), x, path), x, W)
 
 
 @pytest.mark.parametrize("path", EMULATED)
@@ -67,11 +65,9 @@ def test_product_with_whole_numbers(
     path: Instructions, columns: int, groups: int, bits: int, dtype: torch.dtype
 ) -> None:
     W, codes, scales = on_grid(37, columns, groups, bits)
-    exact = (codes.double().view(37, groups, -1) * scales.double().unsqueeze(2)).view(37, columns)
     for batch in (1, 2, 3, 5):
         x = vectors(batch, columns, dtype)
-        y = kernels.multiply(pack(W, codes, scales, bits), x, path)
-        assert ((y - x.double() @ exact.T).abs() <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
+        assert is_product(kernels.multiply(pack(W, codes, scales, bits), x, path), x, dense_of(codes, scales))
 
 
 @pytest.mark.parametrize("path", EMULATED)
@@ -85,8 +81,7 @@ def test_product_without_a_mask(path: Instructions, columns: int, groups: int, b
     for batch in (1, 2, 3, 4, 5, 9, 14):
         x = vectors(batch, columns)
         y = kernels.multiply(packed, x, path, rounded)
-        expected = (in_whole_numbers(x) if rounded else x.double()) @ exact.T
-        assert ((y - expected).abs() <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
+        assert is_product(y, in_whole_numbers(x) if rounded else x, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -94,9 +89,7 @@ def test_product_without_a_mask(path: Instructions, columns: int, groups: int, b
 def test_product_with_other_dtypes(dtype: torch.dtype, batch: int) -> None:
     for sparsity in (0.0, 0.5, 1.0):
         W, x = sparse(37, 100, sparsity, dtype), vectors(batch, 100)
-        y = kernels.multiply(pack(W), x)
-        scale = x.abs().double() @ W.abs().double().T
-        assert ((y - x.double() @ W.double().T).abs() <= 1e-6 * scale + 1e-30).all()
+        assert is_product(kernels.multiply(pack(W), x), x, W)
         assert torch.equal(kernels.expand(pack(W)), W)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import mmap
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +25,10 @@ from niwaki.packed.linear import SparseLinear
 from niwaki.packed.load import in_large_pages
 from niwaki.packed.matrix import PackedMatrix, pack, unpacked, with_bytes
 from support.covering import covered
-from support.sparse import on_grid, sparse, vectors
+from support.sparse import dense_of, is_product, on_grid, sparse, vectors, with_threads
 
+#: What Linux says of the parts of memory.
+SMAPS = Path("/proc/self/smaps")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: What this machine can do, from the plainest on; none without a library.
 PATHS = [path for path in Instructions if path <= (kernels.best_path() or -1)]
@@ -143,8 +145,7 @@ def test_product(path: Instructions, dtype: torch.dtype, columns: int, batch: in
         W, x = sparse(37, columns, sparsity, dtype), vectors(batch, columns)
         y = kernels.multiply(pack(W), x, path)
         assert y.dtype == torch.float32
-        scale = x.abs().double() @ W.abs().double().T
-        assert ((y - x.double() @ W.double().T).abs() <= 1e-6 * scale + 1e-30).all()
+        assert is_product(y, x, W)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -155,11 +156,9 @@ def test_product_with_whole_numbers(
     path: Instructions, columns: int, groups: int, bits: int, dtype: torch.dtype
 ) -> None:
     W, codes, scales = on_grid(37, columns, groups, bits)
-    exact = (codes.double().view(37, groups, -1) * scales.double().unsqueeze(2)).view(37, columns)
     for batch in (1, 2, 5):
         x = vectors(batch, columns, dtype)
-        y = kernels.multiply(pack(W, codes, scales, bits), x, path)
-        assert ((y - x.double() @ exact.T).abs() <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
+        assert is_product(kernels.multiply(pack(W, codes, scales, bits), x, path), x, dense_of(codes, scales))
 
 
 @pytest.mark.parametrize("value", [65504.0, 6e-8, -6.1e-5, 1.0])
@@ -167,8 +166,7 @@ def test_all_of_float16(value: float) -> None:
     """The largest number, the smallest one, and those without a leading 1."""
     W = torch.full((4, 8), value, dtype=torch.float16)
     for path in PATHS:
-        y = kernels.multiply(pack(W), torch.eye(8), path)
-        assert torch.equal(y, W.float().T.contiguous())
+        assert torch.equal(kernels.multiply(pack(W), torch.eye(8), path), W.float().T)
 
 
 def test_infinite_float16() -> None:
@@ -184,15 +182,11 @@ def test_infinite_float16() -> None:
 def test_threads_give_the_same_bytes(threads: int) -> None:
     W, x = sparse(1_501, 256, 0.5), vectors(3, 256)
     packed = pack(W)
-    before = torch.get_num_threads()
     expected = kernels.multiply(packed, x)
-    try:
-        torch.set_num_threads(threads)
+    with with_threads(threads):
         assert torch.equal(kernels.multiply(packed, x), expected)
         assert torch.equal(kernels.multiply(packed, x[:1]), expected[:1])
         assert torch.equal(kernels.expand(packed), W)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.slow
@@ -236,53 +230,44 @@ def test_what_tiles_are_multiplied_in(
     assert torch.allclose(y.double(), x.double() @ W.double().T, rtol=0.02, atol=0.05)
 
 
+@pytest.fixture(scope="module")
+def large() -> tuple[Tensor, PackedMatrix]:
+    W = sparse(1_024, 4_096, 0.4)
+    return W, pack(W)
+
+
 class TestLargePages:
     """2 MiB each, for matrices of at least two of them."""
 
-    @pytest.mark.slow
-    def test_is_the_same_matrix(self) -> None:
-        W = sparse(1_024, 4_096, 0.4)
-        moved = in_large_pages(pack(W))
+    def test_is_the_same_matrix(self, large: tuple[Tensor, PackedMatrix]) -> None:
+        W, packed = large
+        values = (moved := in_large_pages(packed)).values
         gc.collect()
         assert same_bits(kernels.expand(moved), W)
-        assert moved.values.data_ptr() % 2**21 == 0
-        assert moved.values.clone().equal(pack(W).values)
-
-    def test_the_kernel_is_asked_for_them(self) -> None:
-        if not Path("/proc/self/smaps").exists():
-            pytest.skip("only Linux says what was asked for")
-        values = in_large_pages(pack(sparse(1_024, 4_096, 0.4))).values
-        assert "hg" in flags_at(values.data_ptr())
-        # A large page for the last few bytes would take 2 MiB.
-        assert "hg" not in flags_at(values.data_ptr() + values.nbytes - 1)
+        assert values.data_ptr() % 2**21 == 0
+        assert values.equal(packed.values)
+        if SMAPS.exists():  # only Linux says what the kernel was asked for
+            assert "hg" in flags_at(values.data_ptr())
+            # A large page for the last few bytes would take 2 MiB.
+            assert "hg" not in flags_at(values.data_ptr() + values.nbytes - 1)
 
     def test_small_ones_stay_where_they_are(self) -> None:
         packed = pack(sparse(64, 64, 0.5))
         moved = in_large_pages(packed)
         assert (moved.values is packed.values, moved.mask is packed.mask) == (True, True)
 
-    @pytest.mark.parametrize("change", ["refused", "unknown"])
-    @pytest.mark.slow
-    def test_systems_without_them(self, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        if change == "refused":
-            monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1, raising=False)
-        else:
-            monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-        packed = pack(sparse(1_024, 4_096, 0.4))
+    def test_systems_without_them(self, large: tuple[Tensor, PackedMatrix], monkeypatch: pytest.MonkeyPatch) -> None:
+        _, packed = large
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1, raising=False)  # it refuses
+        assert in_large_pages(packed).values is packed.values
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
         assert in_large_pages(packed).values is packed.values
 
 
 def flags_at(address: int) -> list[str]:
     """What smaps says of the part of memory that has the address."""
-    there = [part.split("\n") for part in Path("/proc/self/smaps").read_text().split("VmFlags:")]
-    pairs = itertools.pairwise(there)
-    return next(after[0].split() for before, after in pairs if any(within(line, address) for line in before))
-
-
-def within(line: str, address: int) -> bool:
-    """Whether a line of smaps begins the part of memory that has the address."""
-    found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-    return found is not None and int(found[1], 16) <= address < int(found[2], 16)
+    parts = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?VmFlags:([^\n]*)", SMAPS.read_text(), re.S | re.M)
+    return next(flags.split() for first, end, flags in parts if int(first, 16) <= address < int(end, 16))
 
 
 class TestParts:
@@ -298,16 +283,9 @@ class TestParts:
 
     def refused(self, **changes: object) -> str:
         good = self.packed()
-        parts = {
-            "mask": good.mask,
-            "values": good.values,
-            "columns": 70,
-            "dtype": torch.bfloat16,
-            "scales": None,
-            **changes,
-        }
+        parts: dict[str, Any] = {"mask": good.mask, "values": good.values, "columns": 70, "dtype": torch.bfloat16}
         with pytest.raises(ValueError, match=r".") as caught:
-            unpacked(**parts)  # type: ignore[arg-type]
+            unpacked(**{**parts, "scales": None, **changes})
         return str(caught.value)
 
     def test_a_bit_too_many(self) -> None:
@@ -451,15 +429,15 @@ class TestSparseLinear:
         assert W.mask is not None
         assert W.starts is not None
         assert W.scales is not None
-        for broken in (
-            *(dataclasses.replace(W, scales=W.scales.half()), dataclasses.replace(W, mask=W.mask.T.contiguous().T)),
-            *(dataclasses.replace(W, mask=W.mask.float()), dataclasses.replace(W, starts=W.starts.int())),
-            *(dataclasses.replace(W, values=W.values.double()), dataclasses.replace(W, scales=None)),
-        ):
-            with pytest.raises(RuntimeError, match="load the model again"):
-                kernels.multiply(broken, vectors(1, 64))
-            with pytest.raises(RuntimeError, match="load the model again"):
-                kernels.expand(broken)
+        changes: list[dict[str, Any]] = [
+            *({"scales": W.scales.half()}, {"mask": W.mask.T.contiguous().T}, {"mask": W.mask.float()}),
+            *({"starts": W.starts.int()}, {"values": W.values.double()}, {"scales": None}),
+        ]
+        for change in changes:
+            broken = dataclasses.replace(W, **change)
+            for use in (lambda broken: kernels.multiply(broken, vectors(1, 64)), kernels.expand):
+                with pytest.raises(RuntimeError, match="load the model again"):
+                    use(broken)
         for wrong in (vectors(2, 63), vectors(2, 65), vectors(2, 64)[0], vectors(2, 64).long()):
             with pytest.raises(RuntimeError, match="64 columns cannot be multiplied"):
                 kernels.multiply(W, wrong)

@@ -18,31 +18,18 @@ from niwaki.packed import decoding
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import pack
 from support.caches import CACHE
+from support.models import SIZES as TINY
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "sliding_window": 8,
-}
+SIZES: dict[str, Any] = {**TINY, "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 3, "num_key_value_heads": 2}
+SIZES |= {"pad_token_id": 0, "sliding_window": 8}
 #: Experts behind two blocks without.
 _EXPERTS: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"), 2),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_layer_start_index", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "topk_group"), 1),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 8),
-    "first_k_dense_replace": 2,
-    "mlp_only_layers": [0, 1],
-    "mlp_layer_types": ["dense", "dense", "sparse"],
-    "moe_layer_start_index": 2,
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), 2),
 }
+_EXPERTS |= {"mlp_only_layers": [0, 1], "mlp_layer_types": ["dense", "dense", "sparse"]}
 
 
 def _by_axes(*sections: int) -> dict[str, Any]:
@@ -50,30 +37,17 @@ def _by_axes(*sections: int) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
 
 
-_BYTES: dict[str, Any] = {
-    **{name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")},
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "hidden_size_global": 64,
-    "cross_attn_k": 2,
-    "encoder_hash_byte_group_size": [3],
-    "encoder_hash_byte_group_vocab": 30,
-}
+_BYTES = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")}
+_BYTES |= {"num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": 300, "hidden_size_global": 64}
+_BYTES |= {"cross_attn_k": 2, "encoder_hash_byte_group_size": [3], "encoder_hash_byte_group_vocab": 30}
 _LATENT: dict[str, Any] = {  # queries, keys and values of few numbers
     **dict.fromkeys(("num_key_value_heads", "swa_num_attention_heads", "swa_num_key_value_heads"), 4),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
     **{f"swa_{name}": 8 for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")},
-    "swa_head_dim": 16,
-    "index_head_dim": 16,
-    "index_n_heads": 2,
-    "shared_experts_intermediate_size": 8,
 }
-_CHAMELEON: dict[str, Any] = {
-    "class": "ChameleonModel",
-    "vq_config": {"base_channels": 32, "num_res_blocks": 1, "channel_multiplier": [1], "embed_dim": 8},
-    "vocabulary_map": {"<image>": 3},
-}
+_LATENT |= {"swa_head_dim": 16, "index_head_dim": 16, "index_n_heads": 2, "shared_experts_intermediate_size": 8}
+_CHAMELEON: dict[str, Any] = {"class": "ChameleonModel", "vocabulary_map": {"<image>": 3}}
+_CHAMELEON["vq_config"] = {"base_channels": 32, "num_res_blocks": 1, "channel_multiplier": [1], "embed_dim": 8}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16}
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
@@ -91,12 +65,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dots3_note_text": {**_EXPERTS, **_LATENT, "layer_types": [_FULL, _SLIDING, _FULL]},
     "ernie4_5": {},
     "ernie4_5_moe": _EXPERTS,
-    "ernie4_5_vl_moe_text": {
-        **_EXPERTS,
-        **_by_axes(3, 3, 2),
-        "moe_intermediate_size": [8, 8],
-        "class": "Ernie4_5_VLMoeTextModel",
-    },
+    "ernie4_5_vl_moe_text": {**_EXPERTS, **_by_axes(3, 3, 2), "class": "Ernie4_5_VLMoeTextModel"}
+    | {"moe_intermediate_size": [8, 8]},
     "exaone_moe": {**_EXPERTS, "layer_types": [_SLIDING, _FULL, _FULL]},
     "flint": {**_EXPERTS, "layer_types": [_SLIDING, _FULL, _FULL]},
     "gemma": {},
@@ -134,12 +104,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS,
     "qwen3_next": {**_EXPERTS, "layer_types": [_FULL, _LINEAR, _FULL]},
     "qwen3_omni_moe_talker_code_predictor": {"class": "Qwen3OmniMoeTalkerCodePredictorModel", "by_states": True},
-    "qwen3_omni_moe_talker_text": {
-        **_EXPERTS,
-        **_by_axes(2, 3, 3),
-        "class": "Qwen3OmniMoeTalkerModel",
-        "by_states": True,
-    },
+    "qwen3_omni_moe_talker_text": {**_EXPERTS, **_by_axes(2, 3, 3), "class": "Qwen3OmniMoeTalkerModel"}
+    | {"by_states": True},
     "qwen3_omni_moe_text": {**_EXPERTS, **_by_axes(2, 3, 3), "class": "Qwen3OmniMoeThinkerTextModel"},
     "qwen3_vl_moe_text": {**_EXPERTS, **_by_axes(2, 3, 3)},
     "qwen3_vl_text": _by_axes(2, 3, 3),

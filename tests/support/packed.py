@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import shutil
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +166,43 @@ def seal(directory: Path) -> None:
             content = b"".join(tensors[key][2] for key in shard["keys"])
             shard["sha256"] = hashlib.sha256(len(header).to_bytes(8, "little") + header + content).hexdigest()
     finally:
-        index.pop("sha256", None)
-        index["sha256"] = digest_of(index)
-        path.write_text(json.dumps(index))
+        write_index(directory, index)
+
+
+def write_index(directory: Path, index: dict[str, Any]) -> None:
+    """Writes an index with its digest, right or wrong in all else."""
+    index = {name: value for name, value in index.items() if name != "sha256"}
+    (directory / "packed.json").write_text(json.dumps({**index, "sha256": digest_of(index)}))
+
+
+def forged(
+    packed: Path, directory: Path, change: Callable[[dict[str, Any], dict[str, Raw], str], None], name: str = ""
+) -> Path:
+    """A copy of a packed model with the right digests.
+
+    ``change`` receives its index, its tensors and the key of a packed one with ``name`` in it.
+    """
+    shutil.copytree(packed, directory)
+    index = json.loads((directory / "packed.json").read_text())
+    key = next(key for key, stored in index["tensors"].items() if stored["packed"] and name in key)
+    file = directory / index["tensors"][key]["file"]
+    tensors = read_file(file)
+    change(index, tensors, key)
+    write_file(file, tensors)
+    (directory / "packed.json").write_text(json.dumps(index))
+    with contextlib.suppress(AssertionError, KeyError, ValueError):
+        seal(directory)
+    return directory
+
+
+def scaled(scale: float) -> Callable[[dict[str, Any], dict[str, Raw], str], None]:
+    """Such a change, of the first scale of a tensor in float32."""
+
+    def change(_: dict[str, Any], tensors: dict[str, Raw], key: str) -> None:
+        dtype, shape, data = tensors[f"{key}.scales"]
+        tensors[f"{key}.scales"] = dtype, shape, struct.pack("<f", scale) + data[4:]
+
+    return change
 
 
 def digest_of(index: dict[str, Any]) -> str:
