@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,10 @@ from niwaki.packed.matrix import PADDING, pack
 from niwaki.records.progress import Progress
 from niwaki.runs.workplace import Workplace
 from support.models import (
+    SIZES as SMALL,
     a_third_of_the_families,
     edit_json,
+    edited,
     is_pruned,
     message,
     random_tokens,
@@ -45,12 +46,23 @@ from support.models import (
     save_model_with_tokenizer,
     sparse_model,
 )
-from support.packed import SIZES, Raw, component_names, decode, digest_of, read_file, seal, write_file
+from support.packed import SIZES, Raw, component_names, decode, forged, read_file, scaled, write_index
 from support.runs import StopAt
-from support.sparse import sparse
+from support.sparse import model_on_a_grid, sparse
 
 #: One of each way in which files and modules can have their weights.
 KINDS = ("llama", "llama biases", "gpt2", "opt", "falcon", "mixtral", "llama4_text", "gpt_oss", "gemma3")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return sparse_model(tmp_path / "model")
+
+
+@pytest.fixture
+def packed(model: Path, tmp_path: Path) -> Path:
+    niwaki.pack(model, tmp_path / "packed")
+    return tmp_path / "packed"
 
 
 def same_files(a: Path, b: Path) -> bool:
@@ -59,14 +71,19 @@ def same_files(a: Path, b: Path) -> bool:
     return names[0] == names[1] and all((a / n).read_bytes() == (b / n).read_bytes() for n in names[0])
 
 
+def there_and_back(model: Path, progress: Progress | None = None) -> Any:
+    """The sizes of a model that is packed beside it, and from which the same files come back."""
+    sizes = niwaki.pack(model, packed := model.parent / "packed", progress)
+    niwaki.unpack(packed, again := model.parent / "again")
+    assert same_files(model, again)
+    return sizes
+
+
 @a_third_of_the_families(0)
 @pytest.mark.slow
 def test_every_family_there_and_back(case: str, tmp_path: Path) -> None:
-    model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16, sparsity=0.9)
-    sizes = niwaki.pack(model, tmp_path / "packed")
+    sizes = there_and_back(sparse_model(tmp_path / "model", case, dtype=torch.bfloat16, sparsity=0.9))
     assert sizes.packed < sizes.matrices
-    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
-    assert same_files(model, tmp_path / "again")
 
 
 def as_documented(directory: Path) -> dict[str, torch.Tensor]:
@@ -131,12 +148,10 @@ def test_shards_and_other_files(tmp_path: Path) -> None:
     (model / "README.md").write_text("a model")
     (model / "more").mkdir()
     (model / "more" / "notes.txt").write_text("notes")
-    niwaki.pack(model, tmp_path / "packed")
+    there_and_back(model)
     names = {path.name for path in (tmp_path / "packed").iterdir()}
     assert "packed.json" in names
     assert not [name for name in names if name.startswith("model")]
-    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
-    assert same_files(model, tmp_path / "again")
 
 
 def test_size(tmp_path: Path) -> None:
@@ -170,10 +185,9 @@ def test_loads_as_the_same_model(case: str, tmp_path: Path) -> None:
         assert torch.allclose(short, reference(model)(tokens[:1, :3]).logits, atol=1e-4)
 
 
-def test_nothing_packed_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_packed_is_read_whole(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model as large as memory has to load."""
-    niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
-    stored, read = Index.read(tmp_path / "packed").tensors, []
+    stored, read = Index.read(packed).tensors, []
 
     def recorded(self: PackedCheckpoint, key: str, part: int | None = None) -> torch.Tensor:
         read.append(key)
@@ -181,135 +195,72 @@ def test_nothing_packed_is_read_whole(tmp_path: Path, monkeypatch: pytest.Monkey
 
     usual = PackedCheckpoint.read
     monkeypatch.setattr(PackedCheckpoint, "read", recorded)
-    niwaki.load(tmp_path / "packed", "cpu")
+    niwaki.load(packed, "cpu")
     assert sorted(set(read)) == sorted(key for key in stored if not stored[key].packed)
 
 
 @pytest.mark.slow
 def test_without_the_library_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = sparse_model(tmp_path / "model")
-    niwaki.pack(model, tmp_path / "packed")
-    niwaki.load(tmp_path / "packed", "cpu")
+    niwaki.load(packed, "cpu")
     monkeypatch.setattr(kernels, "library", lambda: None)
     niwaki.load(model, "cpu")
     assert not caplog.text
-    niwaki.load(tmp_path / "packed", "cpu")
+    niwaki.load(packed, "cpu")
     assert "packed weights are computed with by pure torch" in caplog.text
-
-
-def test_generates(tmp_path: Path) -> None:
-    model = sparse_model(tmp_path / "model")
-    niwaki.pack(model, tmp_path / "packed")
-    texts = []
-    for whole in (reference(model), niwaki.load(tmp_path / "packed", "cpu")):
-        generate: Any = whole.generate
-        texts.append(generate(random_tokens(1, 5), max_new_tokens=10, do_sample=False).tolist())
-    assert texts[0] == texts[1]
 
 
 def test_a_model_that_reads_weights_of_its_layers(tmp_path: Path) -> None:
     """Jamba multiplies with that of a linear layer itself."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    sizes: dict[str, Any] = {**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 2}
     sizes |= {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8}
     torch.manual_seed(0)
-    dense = AutoModelForCausalLM.from_config(JambaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
+    dense = AutoModelForCausalLM.from_config(JambaConfig(**sizes))
     with torch.no_grad():
         for module in dense.modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight.masked_fill_(torch.rand(module.weight.shape) < 0.7, 0.0)
     dense.save_pretrained(tmp_path / "model")
     niwaki.pack(tmp_path / "model", tmp_path / "packed")
-    texts = []
-    for whole in (reference(tmp_path / "model"), niwaki.load(tmp_path / "packed", "cpu")):
-        generate: Any = whole.generate
-        texts.append(generate(random_tokens(1, 5), max_new_tokens=10, do_sample=False).tolist())
-    assert texts[0] == texts[1]
-    assert isinstance(whole.get_submodule("model.layers.0.mamba.dt_proj"), SparseLinear)
+    models: list[Any] = [reference(tmp_path / "model"), niwaki.load(tmp_path / "packed", "cpu")]
+    assert isinstance(models[1].get_submodule("model.layers.0.mamba.dt_proj"), SparseLinear)
+    one, other = (each.generate(random_tokens(1, 5), max_new_tokens=10, do_sample=False) for each in models)
+    assert torch.equal(one, other)
+
+
+def pruned(tmp_path: Path, pattern: float, **changes: Any) -> Path:
+    model, options = save_model_with_tokenizer(tmp_path / "dense"), {"solver": "magnitude", "effort": "fast", **changes}
+    texts: dict[str, Any] = {"calibration": Calibration("demo", samples=4, length=32), "measurement": None}
+    niwaki.prune(model, tmp_path / "pruned", pattern, compute="cpu", **texts, **options)
+    return tmp_path / "pruned"
 
 
 @pytest.mark.slow
 def test_perplexity_of_a_packed_model(tmp_path: Path) -> None:
     """Whatever reads a model reads a packed one."""
-    model = save_model_with_tokenizer(tmp_path / "model")
-    niwaki.prune(
-        model,
-        tmp_path / "pruned",
-        0.8,
-        solver="magnitude",
-        effort="fast",
-        calibration=Calibration("demo", samples=4, length=32),
-        measurement=Measurement(samples=0),
-        compute="cpu",
-    )
-    niwaki.pack(tmp_path / "pruned", tmp_path / "packed")
-    found = [
-        evaluate(tmp_path / name, Measurement("demo-held", length=32, samples=3), compute="cpu").value
-        for name in ("pruned", "packed")
-    ]
-    assert found[0] == found[1]
+    niwaki.pack(pruned(tmp_path, 0.8), tmp_path / "packed")
+    measured = Measurement("demo-held", length=32, samples=3)
+    one, other = (evaluate(tmp_path / name, measured, compute="cpu").value for name in ("pruned", "packed"))
+    assert one == other
 
 
 @pytest.mark.parametrize(("grid", "bits"), [("int8", 8), ("int4", 4), ("int3", 4), ("int4:16", 0)])
 @pytest.mark.slow
 def test_weights_on_a_grid(grid: str, bits: int, tmp_path: Path) -> None:
-    model = save_model_with_tokenizer(tmp_path / "model")
-    edit = tmp_path / "pruned"
-    niwaki.prune(
-        model,
-        edit,
-        0.5,
-        solver="magnitude",
-        effort="fast",
-        quantize=grid,
-        calibration=Calibration("demo", samples=4, length=32),
-        measurement=Measurement(samples=0),
-        compute="cpu",
-    )
-    progress = StopAt(1000)
-    niwaki.pack(edit, tmp_path / "packed", progress)
+    model, progress = pruned(tmp_path, 0.5, quantize=grid), StopAt(1000)
+    there_and_back(model, progress)
     said = [text for text in progress.notes if "groups of 16 cannot be packed as whole numbers" in text]
     assert len(said) == (grid == "int4:16")
     stored = Index.read(tmp_path / "packed").tensors
     # Groups of 16 do not fill words of the mask, so that these stay as they are.
     assert {tensor.bits for tensor in stored.values() if tensor.packed} == {bits}
     assert any(tensor.groups for tensor in stored.values()) == bool(bits)
-    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
-    assert same_files(edit, tmp_path / "again")
     assert (tmp_path / "packed" / SCALES).exists()
     tokens = random_tokens(1, 5)
     with torch.no_grad():
         found = niwaki.load(tmp_path / "packed", "cpu")(tokens).logits
-        assert torch.allclose(found, reference(edit)(tokens).logits, atol=1e-4)
-
-
-def model_on_a_grid(path: Path, case: str, dtype: torch.dtype) -> Path:
-    """A model with sparse weights of 8 bits, and its scales beside it, as ``prune`` would leave it."""
-    save_model(path, case, dtype=dtype)
-    generator = torch.Generator().manual_seed(1)
-    tensors, scales = load_file(path / "model.safetensors"), {}
-    for key, value in tensors.items():
-        if not is_pruned(case, key) or value.ndim < 2:
-            continue
-        transposed = case == "gpt_oss" and value.ndim > 2
-        W = value.mT if transposed else value
-        codes = torch.randint(-128, 128, W.shape, generator=generator)
-        codes[torch.rand(W.shape, generator=generator) < 0.6] = 0
-        own = (torch.rand(*W.shape[:-1], 1, generator=generator) / 100 + 0.001).to(dtype)
-        W = (codes.float() * own.float()).to(dtype)
-        tensors[key] = (W.mT if transposed else W).contiguous()
-        scales[f"{key}_scale"] = own
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    (path / SCALES).parent.mkdir()
-    save_file(scales, path / SCALES)
-    edit_json(path / "config.json", pruning_config={"library": "niwaki", "quantization": "int8"})
-    return path
+        assert torch.allclose(found, reference(model)(tokens).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -332,29 +283,25 @@ def test_all_weights_on_a_grid_are_whole_numbers(case: str, dtype: torch.dtype, 
 def test_weights_that_left_their_grid(tmp_path: Path) -> None:
     """One was changed since, or has no scales: these matrices keep their values, to the bit."""
     model = model_on_a_grid(tmp_path / "model", "llama", torch.float32)
-    tensors, scales = load_file(model / "model.safetensors"), load_file(model / SCALES)
+    scales = load_file(model / SCALES)
     changed, negative, alone, *others = sorted(key.removesuffix("_scale") for key in scales)
-    tensors[changed].view(-1)[3] += 1e-5
-    tensors[negative][tensors[negative] == 0] = -0.0
     del scales[f"{alone}_scale"]
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
     save_file(scales, model / SCALES)
-    niwaki.pack(model, tmp_path / "packed")
+    with edited(model) as tensors:
+        tensors[changed].view(-1)[3] += 1e-5
+        tensors[negative][tensors[negative] == 0] = -0.0
+    there_and_back(model)
     stored = Index.read(tmp_path / "packed").tensors
     assert [key for key in stored if stored[key].groups] == others
     assert stored[changed].packed
     assert stored[alone].packed
-    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
-    assert same_files(model, tmp_path / "again")
 
 
-def test_negative_zeros_are_counted(tmp_path: Path) -> None:
-    model = sparse_model(tmp_path / "model")
+def test_negative_zeros_are_counted(model: Path, tmp_path: Path) -> None:
     assert niwaki.pack(model, tmp_path / "packed").negative_zeros == 0
-    tensors = load_file(model / "model.safetensors")
-    zeros = next(value.view(-1) for key, value in tensors.items() if is_pruned("llama", key))
-    zeros[(zeros == 0).nonzero()[:5]] = -0.0
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with edited(model) as tensors:
+        zeros = next(value.view(-1) for key, value in tensors.items() if is_pruned("llama", key))
+        zeros[(zeros == 0).nonzero()[:5]] = -0.0
     assert niwaki.pack(model, tmp_path / "again").negative_zeros == 5
 
 
@@ -370,11 +317,9 @@ def test_what_a_loaded_model_saves_is_the_dense_one(case: str, tmp_path: Path) -
         assert torch.equal(reference(tmp_path / "saved")(tokens).logits, reference(model)(tokens).logits)
 
 
-def test_a_loaded_model_takes_its_own_state_only(tmp_path: Path) -> None:
+def test_a_loaded_model_takes_its_own_state_only(model: Path, packed: Path) -> None:
     """Packed weights are constants."""
-    model = sparse_model(tmp_path / "model")
-    niwaki.pack(model, tmp_path / "packed")
-    loaded = niwaki.load(tmp_path / "packed", "cpu")
+    loaded = niwaki.load(packed, "cpu")
     assert loaded.load_state_dict(reference(model).state_dict()) is not None
     state = loaded.state_dict()
     key = next(key for key in state if is_pruned("llama", key))
@@ -413,25 +358,22 @@ def test_what_is_computed_in(
 class TestTheCard:
     """It says how to load the model, unlike the dense one's, which comes back."""
 
-    def packed(self, model: Path) -> str:
-        niwaki.pack(model, model.parent / "packed")
-        niwaki.unpack(model.parent / "packed", model.parent / "again")
-        assert same_files(model, model.parent / "again")
+    def of(self, model: Path) -> str:
+        there_and_back(model)
         return (model.parent / "packed" / "README.md").read_text(encoding="utf-8")
 
-    def test_of_the_dense_model(self, tmp_path: Path) -> None:
-        model = sparse_model(tmp_path / "model")
+    def test_of_the_dense_model(self, model: Path, tmp_path: Path) -> None:
         text = "---\nlicense: mit\nlibrary_name: transformers\ntags: [a]\n---\n# Loads everywhere é\n"
         (model / "README.md").write_text(text, encoding="utf-8")
-        (model / "report.html").touch()
-        (model / "niwaki-bench.json").touch()
-        (tmp_path / "packed").mkdir()
-        niwaki.pack(model, tmp_path / "packed")
-        assert not {"report.html", "niwaki-bench.json"} & {path.name for path in (tmp_path / "packed").iterdir()}
-        shutil.rmtree(tmp_path / "packed")
-        (model / "report.html").unlink()
-        (model / "niwaki-bench.json").unlink()
-        card = self.packed(model)
+        others = {"report.html", "niwaki-bench.json"}
+        for name in others:
+            (model / name).touch()
+        (tmp_path / "first").mkdir()
+        niwaki.pack(model, tmp_path / "first")
+        assert not others & {path.name for path in (tmp_path / "first").iterdir()}
+        for name in others:
+            (model / name).unlink()
+        card = self.of(model)
         top = yaml.safe_load(card.split("---")[1])
         assert top == {"license": "mit", "library_name": "niwaki", "tags": ["a", "niwaki", "packed"]}
         assert "Loads everywhere" not in card
@@ -445,69 +387,60 @@ class TestTheCard:
         ids=["none", "no text", "no YAML", "odd tags", "deep"],
     )
     @pytest.mark.slow
-    def test_whatever_that_is_like(self, base: bytes | None, tmp_path: Path) -> None:
-        model = sparse_model(tmp_path / "model")
+    def test_whatever_that_is_like(self, base: bytes | None, model: Path) -> None:
         if base is not None:
             (model / "README.md").write_bytes(base)
-        assert ("README.dense.md" in self.packed(model)) == (base is not None)
+        assert ("README.dense.md" in self.of(model)) == (base is not None)
 
-    def test_a_tag_that_is_no_list(self, tmp_path: Path) -> None:
-        model = sparse_model(tmp_path / "model")
+    def test_a_tag_that_is_no_list(self, model: Path) -> None:
         (model / "README.md").write_text("---\ntags: prune\n---\n")
-        assert yaml.safe_load(self.packed(model).split("---")[1])["tags"] == ["niwaki", "packed", "prune"]
+        assert yaml.safe_load(self.of(model).split("---")[1])["tags"] == ["niwaki", "packed", "prune"]
 
-    def test_a_folder_of_its_name(self, tmp_path: Path) -> None:
-        model = sparse_model(tmp_path / "model")
+    def test_a_folder_of_its_name(self, model: Path) -> None:
         (model / "README.md").mkdir()
         (model / "README.md" / "text").write_text("a")
-        self.packed(model)
+        there_and_back(model)
 
-    def test_of_a_model_that_was_packed_without_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_a_model_that_was_packed_without_one(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its README.md is the dense model's."""
-        model = sparse_model(tmp_path / "model")
         (model / "README.md").write_text("---\nlibrary_name: transformers\n---\n# A model\n")
         monkeypatch.setattr("niwaki.packed.pack.write_card_of_form", lambda *_: None)
-        assert "# A model" in self.packed(model)
+        assert "# A model" in self.of(model)
 
     @pytest.mark.parametrize("name", [".", "../model"])
-    def test_the_name(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(sparse_model(tmp_path / "model"))
+    def test_the_name(self, name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(model)
         niwaki.pack(name, tmp_path / "packed")
         assert "\n# model, packed\n" in (tmp_path / "packed" / "README.md").read_text()
 
-    def test_the_name_of_one_from_the_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_name_of_one_from_the_hub(self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The folder of the cache is called by a commit."""
-        model = sparse_model(tmp_path / "0123abcd")
         monkeypatch.setattr("niwaki.packed.pack.locate_model", lambda _: model)
         niwaki.pack("somebody/little", tmp_path / "packed")
         assert "\n# little, packed\n" in (tmp_path / "packed" / "README.md").read_text()
 
-    def test_a_file_in_its_place(self, tmp_path: Path) -> None:
-        model = sparse_model(tmp_path / "model")
+    def test_a_file_in_its_place(self, model: Path, tmp_path: Path) -> None:
         (model / "README.dense.md").touch()
         assert "README.dense.md" in message(lambda: niwaki.pack(model, tmp_path / "out"))
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_float8_stays_as_it_is(tmp_path: Path) -> None:
+def test_float8_stays_as_it_is(model: Path) -> None:
     """There are no kernels for it."""
-    model = sparse_model(tmp_path / "model")
-    file = model / "model.safetensors"
-    tensors = load_file(file)
-    key = next(key for key in tensors if is_pruned("llama", key))
-    save_file({**tensors, key: tensors[key].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
-    niwaki.pack(model, tmp_path / "packed")
-    assert not Index.read(tmp_path / "packed").tensors[key].packed
-    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
-    assert same_files(model, tmp_path / "again")
+    with edited(model) as tensors:
+        key = next(key for key in tensors if is_pruned("llama", key))
+        tensors[key] = tensors[key].to(torch.float8_e4m3fn)
+    there_and_back(model)
+    assert not Index.read(model.parent / "packed").tensors[key].packed
 
 
 @pytest.mark.parametrize("what", ["pack", "unpack"])
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.slow
-def test_stopped_while_it_was_moved(what: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_while_it_was_moved(
+    what: str, there: bool, model: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a folder that is in its place already; the same command ends it."""
-    model, out = sparse_model(tmp_path / "model"), tmp_path / "out"
     (model / "sub").mkdir()
     (model / "sub" / "a.txt").write_text("a")
     niwaki.pack(model, tmp_path / "packed")
@@ -531,8 +464,7 @@ def test_stopped_while_it_was_moved(what: str, there: bool, tmp_path: Path, monk
     assert same_files(out, expected)
 
 
-def test_stopped_while_its_journal_was_written(tmp_path: Path) -> None:
-    model, out = sparse_model(tmp_path / "model"), tmp_path / "out"
+def test_stopped_while_its_journal_was_written(model: Path, out: Path) -> None:
     (out / ".partial").mkdir(parents=True)
     (out / ".partial.jsonabcd").touch()
     niwaki.pack(model, out)
@@ -544,16 +476,15 @@ def test_stopped_while_its_journal_was_written(tmp_path: Path) -> None:
     ("error", "said"),
     [(errno.ENOSPC, "no space left on disk for"), (errno.EROFS, "cannot write .*: Read-only file system")],
 )
-def test_what_cannot_be_written(error: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written(error: int, said: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is left of it."""
-    model = sparse_model(tmp_path / "model")
 
     def full(*_: Any) -> None:
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr("niwaki.checkpoints.writing.reserve", full)
-    assert re.search(said, message(lambda: niwaki.pack(model, tmp_path / "packed"), OutputError))
-    assert not (tmp_path / "packed").exists()
+    assert re.search(said, message(lambda: niwaki.pack(model, out), OutputError))
+    assert not out.exists()
 
 
 class TestRefusals:
@@ -570,23 +501,18 @@ class TestRefusals:
         model = sparse_model(tmp_path / "model", sparsity=0.07)
         assert "prune or quantize it first" in message(lambda: niwaki.pack(model, tmp_path / "out"))
 
-    def test_packed_where_dense_is_wanted(self, tmp_path: Path) -> None:
-        model = sparse_model(tmp_path / "model")
-        niwaki.pack(model, tmp_path / "packed")
-        assert "packed already" in message(lambda: niwaki.pack(tmp_path / "packed", tmp_path / "out"))
-        said = message(lambda: niwaki.prune(tmp_path / "packed", tmp_path / "out", calibration="demo"), CheckpointError)
-        assert "niwaki unpack" in said
+    def test_packed_where_dense_is_wanted(self, packed: Path, out: Path) -> None:
+        assert "packed already" in message(lambda: niwaki.pack(packed, out))
+        assert "niwaki unpack" in message(lambda: niwaki.prune(packed, out, calibration="demo"), CheckpointError)
 
-    def test_other_libraries(self, tmp_path: Path) -> None:
+    def test_other_libraries(self, packed: Path) -> None:
         """They find no weights that they know, and not random ones."""
-        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
         with pytest.raises(OSError, match=r"model\.safetensors"):
-            AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-        config = json.loads((tmp_path / "packed" / "config.json").read_text())
+            AutoModelForCausalLM.from_pretrained(packed)
+        config = json.loads((packed / "config.json").read_text())
         assert config["quantization_config"]["quant_method"] == "niwaki-packed"
 
-    def test_bytes_between_tensors(self, tmp_path: Path) -> None:
-        model = sparse_model(tmp_path / "model")
+    def test_bytes_between_tensors(self, model: Path, out: Path) -> None:
         file = model / "model.safetensors"
         data = file.read_bytes()
         size = int.from_bytes(data[:8], "little")
@@ -597,26 +523,22 @@ class TestRefusals:
         end = len(data) - 8 - size - (header[last]["data_offsets"][1] - header[last]["data_offsets"][0])
         body = data[8 + size :]
         file.write_bytes(len(text).to_bytes(8, "little") + text + body[:end] + b"gap." + body[end:])
-        said = message(lambda: niwaki.pack(model, tmp_path / "out"), CheckpointError)
-        assert "invalid offset for tensor" in said
+        assert "invalid offset for tensor" in message(lambda: niwaki.pack(model, out), CheckpointError)
 
     @pytest.mark.parametrize("version", [6, 8])
-    def test_other_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
-        index = Index.read(tmp_path / "packed")
+    def test_other_version(self, packed: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+        index = Index.read(packed)
         with monkeypatch.context() as patched:
             patched.setattr("niwaki.packed.format.VERSION", version)
-            (tmp_path / "packed" / "packed.json").write_text(index.to_json())
-        said = message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+            (packed / "packed.json").write_text(index.to_json())
+        said = message(lambda: niwaki.load(packed), CheckpointError)
         assert f"version {version} of the format and this niwaki reads 7; install" in said
 
-    def test_names_that_two_tensors_would_have(self, tmp_path: Path) -> None:
-        model = sparse_model(tmp_path / "model")
-        tensors = load_file(model / "model.safetensors")
-        key = next(key for key in tensors if is_pruned("llama", key))
-        save_file({**tensors, f"{key}.mask": torch.ones(3)}, model / "model.safetensors", {"format": "pt"})
-        said = message(lambda: niwaki.pack(model, tmp_path / "out"), UnsupportedModelError)
-        assert f"{key}.mask" in said
+    def test_names_that_two_tensors_would_have(self, model: Path, out: Path) -> None:
+        with edited(model) as tensors:
+            key = next(key for key in tensors if is_pruned("llama", key))
+            tensors[f"{key}.mask"] = torch.ones(3)
+        assert f"{key}.mask" in message(lambda: niwaki.pack(model, out), UnsupportedModelError)
 
     def test_a_tensor_in_two_files(self, tmp_path: Path) -> None:
         first, second, *_ = sorted(sparse_model(tmp_path / "model", shards=True).glob("*.safetensors"))
@@ -625,24 +547,18 @@ class TestRefusals:
         said = message(lambda: niwaki.pack(tmp_path / "model", tmp_path / "out"), CheckpointError)
         assert f"has the tensor {key!r} twice, in {first.name} and in {second.name}" in said
 
-    def test_another_config(self, tmp_path: Path) -> None:
+    def test_another_config(self, packed: Path) -> None:
         """The model is made from it."""
-        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
-        edit_json(tmp_path / "packed" / "config.json", rms_norm_eps=1.0)
-        assert "config.json" in message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+        edit_json(packed / "config.json", rms_norm_eps=1.0)
+        assert "config.json" in message(lambda: niwaki.load(packed), CheckpointError)
 
-    def test_missing_index(self, tmp_path: Path) -> None:
-        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
-        (tmp_path / "packed" / "packed.json").unlink()
-        for work in (
-            lambda: niwaki.load(tmp_path / "packed"),
-            lambda: niwaki.unpack(tmp_path / "packed", tmp_path / "o"),
-        ):
+    def test_missing_index(self, packed: Path, out: Path) -> None:
+        (packed / "packed.json").unlink()
+        for work in (lambda: niwaki.load(packed), lambda: niwaki.unpack(packed, out)):
             assert "without its packed.json" in message(work, CheckpointError)
 
-    def test_dense_files_of_such_names(self, tmp_path: Path) -> None:
+    def test_dense_files_of_such_names(self, model: Path) -> None:
         """An index may call them anything."""
-        model = sparse_model(tmp_path / "model")
         file = (model / "model.safetensors").rename(model / "packed-1.safetensors")
         names = dict.fromkeys(load_file(file), file.name)
         (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
@@ -651,10 +567,9 @@ class TestRefusals:
     def test_no_name(self) -> None:
         assert "empty" in message(lambda: niwaki.load(""))
 
-    def test_missing_file(self, tmp_path: Path) -> None:
-        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
-        (tmp_path / "packed" / "packed-00001-of-00001.safetensors").unlink()
-        assert "lacks the file" in message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+    def test_missing_file(self, packed: Path) -> None:
+        (packed / "packed-00001-of-00001.safetensors").unlink()
+        assert "lacks the file" in message(lambda: niwaki.load(packed), CheckpointError)
 
 
 @pytest.fixture(scope="module")
@@ -665,19 +580,36 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def gridded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a model on a grid."""
+    path = tmp_path_factory.mktemp("gridded")
+    niwaki.pack(model_on_a_grid(path / "model", "llama", torch.float32), path / "packed")
+    return path
+
+
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
     checkpoint = PackedCheckpoint(directory)
     return {key: checkpoint.read(key) for key in checkpoint.entries}
+
+
+def copied(whole: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A copy of the packed model, and its index."""
+    shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+    directory = shutil.copytree(whole / "packed", tmp_path / "copy")
+    return directory, json.loads((directory / "packed.json").read_text())
+
+
+def same_tensors(found: dict[str, torch.Tensor], whole: Path) -> bool:
+    expected = load_file(whole / "model" / "model.safetensors")
+    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 @pytest.mark.slow
 def test_a_damaged_byte_is_an_error_or_changes_nothing(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
-    expected = load_file(whole / "model" / "model.safetensors")
-    directory = tmp_path / "copy"
-    shutil.rmtree(directory, ignore_errors=True)
-    shutil.copytree(whole / "packed", directory)
+    directory, _ = copied(whole, tmp_path)
     file = directory / data.draw(st.sampled_from(["packed.json", "packed-00001-of-00001.safetensors"]))
     raw = bytearray(file.read_bytes())
     kind = data.draw(st.sampled_from(["flip", "set", "cut", "grow", "zero"]))
@@ -695,9 +627,7 @@ def test_a_damaged_byte_is_an_error_or_changes_nothing(whole: Path, tmp_path: Pa
         raw[place : place + 64] = bytes(len(raw[place : place + 64]))
     file.write_bytes(raw)
     with contextlib.suppress(CheckpointError):
-        found = read_all(directory)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in found)
+        assert same_tensors(read_all(directory), whole)
 
 
 ANYTHING: st.SearchStrategy[Any] = st.recursive(
@@ -712,11 +642,7 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
 @given(st.data())
 def test_an_index_that_nobody_damaged_can_be_wrong(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
     """Anybody can write a digest: what is wrong then is an error too."""
-    expected = load_file(whole / "model" / "model.safetensors")
-    directory = tmp_path / "copy"
-    shutil.rmtree(directory, ignore_errors=True)
-    shutil.copytree(whole / "packed", directory)
-    values = json.loads((directory / "packed.json").read_text())
+    directory, values = copied(whole, tmp_path)
     del values["sha256"]
     place: Any = values
     for _ in range(data.draw(st.integers(0, 3))):
@@ -729,13 +655,10 @@ def test_an_index_that_nobody_damaged_can_be_wrong(whole: Path, tmp_path: Path, 
             place = data.draw(st.sampled_from(inside))
     key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
     place[key] = data.draw(ANYTHING)
-    text = json.dumps({**values, "sha256": digest_of(values)})
-    (directory / "packed.json").write_text(text)
+    write_index(directory, values)
     with contextlib.suppress(CheckpointError, OutputError):
         niwaki.unpack(directory, tmp_path / "out")
-        assert (tmp_path / "out" / "model.safetensors").exists()
-        found = load_file(tmp_path / "out" / "model.safetensors")
-        assert all(torch.equal(found[key], expected[key]) for key in found)
+        assert same_tensors(load_file(tmp_path / "out" / "model.safetensors"), whole)
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
@@ -745,22 +668,17 @@ def test_an_index_that_nobody_damaged_can_be_wrong(whole: Path, tmp_path: Path, 
 @pytest.mark.parametrize("kind", ["shards", "tensors"])
 def test_the_index_cannot_name_other_files(kind: str, name: str, whole: Path, tmp_path: Path) -> None:
     """To read or to write."""
-    directory = tmp_path / "copy"
-    shutil.copytree(whole / "packed", directory)
-    values = json.loads((directory / "packed.json").read_text())
-    del values["sha256"]
+    directory, values = copied(whole, tmp_path)
     for named in values["shards"] if kind == "shards" else values["tensors"].values():
         named["name" if kind == "shards" else "file"] = name
-    (directory / "packed.json").write_text(json.dumps({**values, "sha256": digest_of(values)}))
+    write_index(directory, values)
     assert "cannot be one of weights" in message(lambda: PackedCheckpoint(directory), CheckpointError)
 
 
 def test_no_byte_of_the_index_is_left_out(whole: Path, tmp_path: Path) -> None:
     """Its digest is of all that it says, also what only ``unpack`` needs."""
-    directory = tmp_path / "copy"
-    shutil.copytree(whole / "packed", directory)
+    directory, values = copied(whole, tmp_path)
     text = (directory / "packed.json").read_text()
-    values = json.loads(text)
     shard, stored = values["shards"][0], next(iter(values["tensors"].values()))
     for old in (values["about"], values["config"], shard["header"], shard["sha256"], stored["sha256"]):
         inside = json.dumps(old)
@@ -769,33 +687,25 @@ def test_no_byte_of_the_index_is_left_out(whole: Path, tmp_path: Path) -> None:
 
 
 def test_another_digest_of_a_file(whole: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "copy"
-    shutil.copytree(whole / "packed", directory)
-    values = json.loads((directory / "packed.json").read_text())
-    del values["sha256"]
+    directory, values = copied(whole, tmp_path)
     values["shards"][0]["sha256"] = "0" * 64
-    (directory / "packed.json").write_text(json.dumps({**values, "sha256": digest_of(values)}))
+    write_index(directory, values)
     said = message(lambda: niwaki.unpack(directory, tmp_path / "out"), OutputError)
     assert "is not what it was before packing; was the disk full, or the packed model changed?" in said
 
 
 def test_what_an_index_cannot_say(whole: Path, tmp_path: Path) -> None:
     """With the right digest."""
-    directory = tmp_path / "copy"
-    shutil.copytree(whole / "packed", directory)
-    values = json.loads((directory / "packed.json").read_text())
-    del values["sha256"]
+    directory, values = copied(whole, tmp_path)
     tensors = values["tensors"]
     packed = next(key for key in tensors if tensors[key]["packed"] and len({*tensors[key]["shape"]}) == 2)
     plain = next(key for key in tensors if not tensors[key]["packed"] and len(tensors[key]["shape"]) == 2)
 
     def said(key: str, **changes: object) -> str:
-        changed = {**values, "tensors": {**tensors, key: {**tensors[key], **changes}}}
-        return refused(changed)
+        return refused(tensors={**tensors, key: {**tensors[key], **changes}})
 
-    def refused(changed: dict[str, Any]) -> str:
-        text = json.dumps({**changed, "sha256": digest_of(changed)})
-        (directory / "packed.json").write_text(text)
+    def refused(**changes: object) -> str:
+        write_index(directory, {**values, **changes})
         return message(lambda: PackedCheckpoint(directory), CheckpointError)
 
     for number in (-1, 2**48, True, 1.0):
@@ -804,31 +714,15 @@ def test_what_an_index_cannot_say(whole: Path, tmp_path: Path) -> None:
         assert "does not have" in said(key, shape=tensors[key]["shape"][::-1])
     assert "should be there" in said(packed, count=tensors[packed]["count"] + 1)
     (shard,) = values["shards"]
-    keys = [*shard["keys"], packed]
-    assert "do not have its tensors" in refused({**values, "shards": [{**shard, "keys": keys}]})
+    assert "do not have its tensors" in refused(shards=[{**shard, "keys": [*shard["keys"], packed]}])
     for version in ("7", True, 1.0, None):
-        assert f"has version {version!r} of the format" in refused({**values, "version": version})
+        assert f"has version {version!r} of the format" in refused(version=version)
     for name in ("../../x", "../x.safetensors", 5):
         index = json.dumps({"weight_map": {packed: name}})
-        assert "index.json names a shard outside its directory" in refused({**values, "index": index})
+        assert "index.json names a shard outside its directory" in refused(index=index)
     half = "half of a surrogate pair: \ud800"
     for changed in ({"index": half}, {"shards": [{**shard, "header": half}]}, {"shards": [{**shard, "name": half}]}):
-        assert "surrogates not allowed" in refused({**values, **changed})
-
-
-def forged(whole: Path, tmp_path: Path, change: Callable[[dict[str, Any], dict[str, Raw], str], None]) -> Path:
-    """A copy of a packed model with the right digests: ``change`` receives its index, its tensors and a key."""
-    directory = shutil.copytree(whole / "packed", tmp_path / "copy")
-    index = json.loads((directory / "packed.json").read_text())
-    key = next(key for key, stored in index["tensors"].items() if stored["packed"])
-    file = directory / index["tensors"][key]["file"]
-    tensors = read_file(file)
-    change(index, tensors, key)
-    write_file(file, tensors)
-    (directory / "packed.json").write_text(json.dumps(index))
-    with contextlib.suppress(AssertionError, KeyError, ValueError):
-        seal(directory)
-    return directory
+        assert "surrogates not allowed" in refused(**changed)
 
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "BOOL", "I16", "I32", "I64", "F64", "F8_E4M3", "F8_E5M2"])
@@ -843,28 +737,21 @@ def test_values_that_no_kernel_knows(dtype: str, whole: Path, tmp_path: Path) ->
         header[key]["dtype"] = dtype
         index["shards"][0]["header"] = json.dumps(header)
 
-    directory = forged(whole, tmp_path, change)
+    directory = forged(whole / "packed", tmp_path / "copy", change)
     assert "cannot be packed" in message(lambda: niwaki.load(directory, "cpu"), CheckpointError)
 
 
 @pytest.mark.parametrize("scale", [0.0, math.nan, math.inf, 3e38, -3e38, 3e36])
 @pytest.mark.slow
-def test_forged_scales(scale: float, tmp_path: Path) -> None:
+def test_forged_scales(scale: float, gridded: Path, tmp_path: Path) -> None:
     """They never make anything that is not finite. 3e36 does if its whole numbers are large."""
-    model_on_a_grid(tmp_path / "model", "llama", torch.float32)
-    niwaki.pack(tmp_path / "model", tmp_path / "packed")
-
-    def change(_: dict[str, Any], tensors: dict[str, Raw], key: str) -> None:
-        dtype, shape, data = tensors[f"{key}.scales"]
-        tensors[f"{key}.scales"] = dtype, shape, struct.pack("<f", scale) + data[4:]
-
-    directory = forged(tmp_path, tmp_path, change)
+    directory = forged(gridded / "packed", tmp_path / "copy", scaled(scale))
     said = message(lambda: niwaki.load(directory, "cpu"), CheckpointError)
     assert re.search("is 0 or not|NaN or infinite|infinite values", said)
 
 
 def test_what_readers_of_json_differ_about(whole: Path, tmp_path: Path) -> None:
-    directory = shutil.copytree(whole / "packed", tmp_path / "copy")
+    directory, _ = copied(whole, tmp_path)
     text = (directory / "packed.json").read_text()
     for changed, said in (
         (text.replace('"groups"', '"groups": 0, "groups"', 1), "a key twice"),
@@ -876,9 +763,9 @@ def test_what_readers_of_json_differ_about(whole: Path, tmp_path: Path) -> None:
         assert said in message(lambda: PackedCheckpoint(directory), CheckpointError)
 
 
-@pytest.mark.parametrize("what", ["exchanged", "dtype", "another", "metadata", "twice"])
+@pytest.mark.parametrize("what", ["exchanged", "dtype", "another", "metadata", "twice", "name"])
 def test_the_dense_header_cannot_lie(what: str, whole: Path, tmp_path: Path) -> None:
-    """Else ``unpack`` would write another model than ``load`` reads."""
+    """Else ``unpack`` would write another model than ``load`` reads, or one that no reader finds."""
 
     def change(index: dict[str, Any], _: dict[str, Raw], key: str) -> None:
         shard = index["shards"][0]
@@ -892,12 +779,15 @@ def test_the_dense_header_cannot_lie(what: str, whole: Path, tmp_path: Path) -> 
             header["another"] = header[key]
         elif what == "metadata":
             header["__metadata__"] = {"format": 1}
+        elif what == "name":
+            shard["name"] = "other.safetensors"
         else:
             index["shards"].append({**shard, "keys": [], "header": "{}"})
         shard["header"] = json.dumps(header)
 
-    directory = forged(whole, tmp_path, change)
-    message(lambda: niwaki.unpack(directory, tmp_path / "out"), CheckpointError)
+    directory = forged(whole / "packed", tmp_path / "copy", change)
+    said = message(lambda: niwaki.unpack(directory, tmp_path / "out"), CheckpointError)
+    assert what != "name" or "not of a whole model" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -908,23 +798,12 @@ def test_rows_that_are_not_outputs(whole: Path, tmp_path: Path) -> None:
         stored = next(s for s in index["tensors"].values() if s["packed"] and s["shape"][0] == s["shape"][1])
         stored["transposed"] = True
 
-    directory = forged(whole, tmp_path, change)
+    directory = forged(whole / "packed", tmp_path / "copy", change)
     niwaki.unpack(directory, tmp_path / "out")
     tokens = random_tokens(1, 3)
     with torch.no_grad():
         expected = reference(tmp_path / "out")(tokens).logits
         assert torch.allclose(niwaki.load(directory, "cpu")(tokens).logits, expected, atol=1e-4)
-
-
-def test_a_model_that_would_not_load(whole: Path, tmp_path: Path) -> None:
-    """Its file has a name that no reader looks for."""
-
-    def change(index: dict[str, Any], *_: object) -> None:
-        index["shards"][0]["name"] = "other.safetensors"
-
-    directory = forged(whole, tmp_path, change)
-    assert "not of a whole model" in message(lambda: niwaki.unpack(directory, tmp_path / "out"), CheckpointError)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("what", ["pack", "unpack"])
@@ -950,10 +829,11 @@ def test_double_precision_has_no_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("odd", [{"quantization": 5}, {"quantization": "int9"}, {"blocks": "0:1"}])
 @pytest.mark.parametrize("what", [niwaki.pack, niwaki.export])
-def test_what_no_run_writes_about_a_grid(what: Callable[..., object], odd: dict[str, object], tmp_path: Path) -> None:
-    model = sparse_model(tmp_path / "model")
+def test_what_no_run_writes_about_a_grid(
+    what: Callable[..., object], odd: dict[str, object], model: Path, out: Path
+) -> None:
     edit_json(model / "config.json", pruning_config={"library": "niwaki", **odd})
-    assert "pruning_config: " in message(lambda: what(model, tmp_path / "out"), CheckpointError)
+    assert "pruning_config: " in message(lambda: what(model, out), CheckpointError)
 
 
 @pytest.mark.parametrize(
@@ -967,11 +847,11 @@ def test_what_no_run_writes_about_a_grid(what: Callable[..., object], odd: dict[
 @pytest.mark.parametrize("what", [niwaki.pack, niwaki.export])
 @pytest.mark.slow
 def test_scales_beside_the_model_that_no_run_writes(
-    what: Callable[..., object], change: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+    what: Callable[..., object], change: Callable[[torch.Tensor], torch.Tensor], gridded: Path, tmp_path: Path
 ) -> None:
-    model = model_on_a_grid(tmp_path / "model", "llama", torch.float32)
+    model, out = shutil.copytree(gridded / "model", tmp_path / "model"), tmp_path / "out"
     scales = load_file(model / SCALES)
     key = max(scales)
     save_file({**scales, key: change(scales[key]).clone()}, model / SCALES)
-    assert repr(key) in message(lambda: what(model, tmp_path / "out"), CheckpointError)
-    assert not (tmp_path / "out").exists()
+    assert repr(key) in message(lambda: what(model, out), CheckpointError)
+    assert not out.exists()
