@@ -189,9 +189,6 @@ def test_a_ladder_of_smaller_models_without_foresight() -> None:
     assert [way.size for way in ways] == sorted((way.size for way in ways), reverse=True)
     assert all(way.nats is None and way.tokens is None for way in ways)
     assert min(way.size for way in ways) == 800  # at least 300 of 1,000 parameters stay, and 400 at the end of a ladder
-
-
-def test_a_ladder_without_steps_says_why() -> None:
     with pytest.raises(UsageError, match="960 of 1,000 parameters cannot be reached by removing parts: at least 990"):
         _without_foresight(990).ladder()
 
@@ -280,7 +277,6 @@ def test_both_models_on_the_same_text(model: Path, text: Calibration, tmp_path: 
 
 def test_tokens_that_cannot_be_removed(model: Path, tmp_path: Path) -> None:
     """No way has fewer then: of a text that is too short to choose by, and of files that are not known or wrong."""
-    streamed = StreamedModel(Checkpoint(model), "cpu", "float32")
     few = random_tokens(1, 32)
 
     def refused(model: Path, windows: niwaki.Windows, why: str, text: Calibration | None = None) -> None:
@@ -291,10 +287,7 @@ def test_tokens_that_cannot_be_removed(model: Path, tmp_path: Path) -> None:
     refused(model, niwaki.Windows(few, "tokens"), "^the text has one window$")
     tokens = niwaki.Windows(few.repeat(40, 1), "tokens")
     refused(model, tokens, "^choosing them takes 16,384 tokens of text, and there are 1,280$")
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in model.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
+    other = shutil.copytree(model, tmp_path / "other")
     text = Calibration("demo", samples=16, length=32)
     streamed = StreamedModel(Checkpoint(other), "cpu", "float32")
     windows = Texts.read(streamed, text, Measurement(samples=0)).windows
@@ -305,8 +298,7 @@ def test_tokens_that_cannot_be_removed(model: Path, tmp_path: Path) -> None:
     refused(other, windows, "names the token 4,096", text)
     named.write_bytes(before)
     content = json.loads((other / "tokenizer.json").read_text())
-    content["model"]["dropout"] = 0.5
-    (other / "tokenizer.json").write_text(json.dumps(content))
+    edit_json(other / "tokenizer.json", model=content["model"] | {"dropout": 0.5})
     refused(other, windows, "dropout", text)
     (other / "tokenizer.json").write_text("{}")
     many = niwaki.Windows(random_tokens(700, 32, vocabulary=ROWS), "tokens")

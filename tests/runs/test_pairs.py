@@ -22,7 +22,7 @@ import niwaki
 from niwaki import Compute, Measurement, NiwakiError
 from niwaki.choices import HealingMethod
 from niwaki.models.pairs import count_tokens
-from support.command import Command
+from support.command import Command, Result
 from support.covering import FULL
 from support.models import add_tokenizer
 from support.pairs import KINDS, class_of, logits_of, pairs_of, reference_of, rows, save_pair_model, write_pairs
@@ -47,6 +47,12 @@ def pruned(kind: str, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     out = tmp_path_factory.mktemp("both") / "pruned"
     niwaki.prune(dense, out, 0.6, effort="fast", **text(kind))
     return out
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that knows words, which no test changes."""
+    return save_pair_model(tmp_path_factory.mktemp("both") / "t5", "t5", with_words=True)
 
 
 def text(kind: str) -> dict[str, Any]:
@@ -166,10 +172,9 @@ def test_blocks_and_neurons_go(kind: str, dense: Path, removed: dict[str, Any], 
     assert after.nats == pytest.approx(loss(tmp_path / "out", kind, after.tokens), rel=1e-4)
 
 
-def test_no_more_blocks_go_than_can(tmp_path: Path) -> None:
-    dense = save_pair_model(tmp_path / "t5", "t5")
+def test_no_more_blocks_go_than_can(t5: Path, tmp_path: Path) -> None:
     with pytest.raises(NiwakiError, match="0 to 4"):
-        niwaki.shrink(dense, tmp_path / "out", blocks=5, **text("t5"))
+        niwaki.shrink(t5, tmp_path / "out", blocks=5, **text("t5"))
 
 
 @pytest.mark.parametrize("some", ["t5", *["marian"] * FULL])
@@ -177,7 +182,7 @@ def test_a_file_of_pairs(niwaki_: Command, some: str, tmp_path: Path) -> None:
     model = save_pair_model(tmp_path / "model", some, with_words=True)
     pairs = write_pairs(tmp_path / "pairs.jsonl", 40)
     out, again = tmp_path / "out", tmp_path / "again"
-    result = niwaki_("prune", model, out, "--pattern", "0.5", "--calibration", pairs, "--samples", 24)
+    result = pruned_on(niwaki_, model, pairs, out, 24)
     assert result.code == 0, result.err
     assert "24 pairs with" in result.out
     assert "bits a byte" in result.out
@@ -194,31 +199,37 @@ def test_a_file_of_pairs(niwaki_: Command, some: str, tmp_path: Path) -> None:
 def test_files_of_sound(niwaki_: Command, tmp_path: Path) -> None:
     model = save_pair_model(tmp_path / "model", "whisper", with_words=True)
     pairs = write_pairs(tmp_path / "pairs.jsonl", 24, sounds=True)
-    given = ("--pattern", "0.5", "--calibration", pairs, "--samples", 16)
 
     def calibration(name: str) -> dict[str, Any]:
-        result = niwaki_("prune", model, tmp_path / name, *given)
+        result = pruned_on(niwaki_, model, pairs, tmp_path / name, 16)
         assert result.code == 0, result.err
         found: dict[str, Any] = json.loads((tmp_path / name / "niwaki.json").read_text())["calibration"]
         return found
 
-    def refusal() -> str:
-        result = niwaki_("prune", model, tmp_path / "none", *given)
-        assert result.code not in (0, 70)
-        return result.err
+    def check(said: str) -> None:
+        check_refusal(pruned_on(niwaki_, model, pairs, tmp_path / "none", 16), said, tmp_path / "none")
 
     first = calibration("out")
     assert "pairs of sound and text" in first["origin"]
     (tmp_path / "3.wav").write_bytes((tmp_path / "4.wav").read_bytes())
     assert calibration("other")["tokens_sha256"] != first["tokens_sha256"]
     (tmp_path / "5.wav").unlink()
-    said = refusal()
-    assert "5.wav" in said
-    assert "line 6" in said
+    check("5.wav")
+    check("line 6")
     (tmp_path / "5.wav").write_text("no sound")
-    assert "5.wav cannot be read as sound" in refusal()
+    check("5.wav cannot be read as sound")
     (model / "preprocessor_config.json").unlink()
-    assert "no processor of sound" in refusal()
+    check("no processor of sound")
+
+
+def pruned_on(niwaki_: Command, model: Path, given: object, out: Path, samples: int = 8) -> Result:
+    return niwaki_("prune", model, out, "--pattern", "0.5", "--calibration", given, "--samples", samples)
+
+
+def check_refusal(result: Result, said: str, out: Path) -> None:
+    assert result.code not in (0, 70)
+    assert said in result.err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -234,24 +245,27 @@ def test_files_of_sound(niwaki_: Command, tmp_path: Path) -> None:
         ("", "0 pairs"),
     ],
 )
-def test_what_is_no_pair_is_said(niwaki_: Command, content: str, said: str, tmp_path: Path) -> None:
-    model, pairs = save_pair_model(tmp_path / "model", "t5", with_words=True), tmp_path / "pairs.jsonl"
-    pairs.write_text(content)
-    result = niwaki_("prune", model, tmp_path / "out", "--pattern", "0.5", "--calibration", pairs, "--samples", 8)
-    assert result.code not in (0, 70)
-    assert said in result.err
-    assert not (tmp_path / "out").exists()
+def test_what_is_no_pair_is_said(niwaki_: Command, t5: Path, content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text(content)
+    check_refusal(pruned_on(niwaki_, t5, tmp_path / "pairs.jsonl", tmp_path / "out"), said, tmp_path / "out")
 
 
 @pytest.mark.parametrize("source", ["demo", "c4", "text.txt"])
-def test_running_text_is_refused(niwaki_: Command, source: str, tmp_path: Path) -> None:
-    model = save_pair_model(tmp_path / "model", "t5", with_words=True)
-    (tmp_path / "text.txt").write_text("a text " * 200)
-    given = tmp_path / source if source.endswith(".txt") else source
-    result = niwaki_("prune", model, tmp_path / "out", "--pattern", "0.5", "--calibration", given)
-    assert result.code not in (0, 70)
-    assert "running text" in result.err
+def test_running_text_is_refused(
+    niwaki_: Command, t5: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("a text " * 200)
+    result = pruned_on(niwaki_, t5, source, tmp_path / "out")
+    check_refusal(result, "running text", tmp_path / "out")
     assert '"target"' in result.err
+
+
+def test_a_model_without_the_files_of_its_tokenizer(niwaki_: Command, tmp_path: Path) -> None:
+    # transformers makes a tokenizer of the model's type that knows no words.
+    model, pairs = save_pair_model(tmp_path / "model", "t5"), write_pairs(tmp_path / "pairs.jsonl", 12)
+    result = pruned_on(niwaki_, model, pairs, tmp_path / "out")
+    check_refusal(result, "no tokenizer that can be loaded", tmp_path / "out")
 
 
 def test_long_pairs_are_cut_with_a_note(niwaki_: Command, tmp_path: Path) -> None:
@@ -259,7 +273,7 @@ def test_long_pairs_are_cut_with_a_note(niwaki_: Command, tmp_path: Path) -> Non
     pairs = write_pairs(tmp_path / "pairs.jsonl", 12)
     long = json.dumps({"source": "a long text " * 200, "target": "short"})
     pairs.write_text(f"{long}\n{pairs.read_text()}")
-    result = niwaki_("prune", model, tmp_path / "out", "--pattern", "0.5", "--calibration", pairs, "--samples", 8)
+    result = pruned_on(niwaki_, model, pairs, tmp_path / "out")
     assert result.code == 0, result.err
     assert "1 source or target of" in result.out + result.err
     assert "cut to 64 tokens" in result.out + result.err
@@ -268,30 +282,24 @@ def test_long_pairs_are_cut_with_a_note(niwaki_: Command, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("generate", "MODEL", "a text"), "continue a text"),
-        (("bench", "MODEL"), "continue a text"),
-        (("shrink", "MODEL", "OUT", "--heads", "0.5", "--calibration", "PAIRS"), "heads of this kind"),
-        (
-            ("shrink", "MODEL", "OUT", "--vocabulary", "used", "--calibration", "PAIRS"),
-            "removing tokens is not supported",
-        ),
-        (("prune", "MODEL", "OUT", "--pattern", "0.5", "--calibration", "PAIRS", "--field", "source"), "--field"),
-        (("prune", "MODEL", "OUT", "--pattern", "0.5", "--calibration", "PAIRS", "--no-bos"), "--no-bos"),
-        (("export", "MODEL", "OUT", "--format", "gguf-q8_0"), "t5"),
-        (("compress", "MODEL", "OUT", "--size", "0.5"), "transformers"),
-        (("eval", "MODEL"), "--text"),
+        ("generate MODEL text", "continue a text"),
+        ("bench MODEL", "continue a text"),
+        ("shrink MODEL OUT --heads 0.5 --calibration PAIRS", "heads of this kind"),
+        ("shrink MODEL OUT --vocabulary used --calibration PAIRS", "removing tokens is not supported"),
+        ("prune MODEL OUT --pattern 0.5 --calibration PAIRS --field source", "--field"),
+        ("prune MODEL OUT --pattern 0.5 --calibration PAIRS --no-bos", "--no-bos"),
+        ("export MODEL OUT --format gguf-q8_0", "t5"),
+        ("compress MODEL OUT --size 0.5", "transformers"),
+        ("eval MODEL", "--text"),
     ],
 )
 def test_what_is_not_for_them_is_said_in_a_line(
-    niwaki_: Command, arguments: tuple[str, ...], said: str, tmp_path: Path
+    niwaki_: Command, t5: Path, arguments: str, said: str, tmp_path: Path
 ) -> None:
-    model = save_pair_model(tmp_path / "model", "t5", with_words=True)
     pairs = write_pairs(tmp_path / "pairs.jsonl", 12)
-    places = {"MODEL": model, "OUT": tmp_path / "out", "PAIRS": pairs}
-    result = niwaki_(*(places.get(each, each) for each in arguments))
-    assert result.code not in (0, 70)
-    assert said in result.err
-    assert not (tmp_path / "out").exists()
+    places = {"MODEL": t5, "OUT": tmp_path / "out", "PAIRS": pairs}
+    result = niwaki_(*(places.get(each, each) for each in arguments.split()))
+    check_refusal(result, said, tmp_path / "out")
 
 
 def test_packed_integers_of_t5_are_refused(tmp_path: Path) -> None:
@@ -301,28 +309,13 @@ def test_packed_integers_of_t5_are_refused(tmp_path: Path) -> None:
         niwaki.export(tmp_path / "out", tmp_path / "exported")
 
 
-def test_a_model_without_the_files_of_its_tokenizer(niwaki_: Command, tmp_path: Path) -> None:
-    # transformers makes a tokenizer of the model's type that knows no words.
-    model, pairs = save_pair_model(tmp_path / "model", "t5"), write_pairs(tmp_path / "pairs.jsonl", 12)
-    result = niwaki_("prune", model, tmp_path / "out", "--pattern", "0.5", "--calibration", pairs, "--samples", 8)
-    assert result.code not in (0, 70)
-    assert "no tokenizer that can be loaded" in result.err
-
-
 def test_sound_is_read_as_it_is_within_a_step_in_half_precision(tmp_path: Path) -> None:
     model = save_pair_model(tmp_path / "model", "whisper", with_words=True)
     pairs = write_pairs(tmp_path / "pairs.jsonl", 16, sounds=True)
     half, some = Compute("cpu", "bfloat16"), niwaki.Calibration(str(pairs), samples=12)
     niwaki.prune(model, tmp_path / "pruned", 0.5, effort="fast", calibration=some, compute=half, measurement=None)
-    niwaki.heal(
-        tmp_path / "pruned",
-        tmp_path / "healed",
-        teacher=model,
-        tokens=300,
-        calibration=str(pairs),
-        compute=half,
-        measurement=None,
-    )
+    given: dict[str, Any] = {"calibration": str(pairs), "compute": half, "measurement": None}
+    niwaki.heal(tmp_path / "pruned", tmp_path / "healed", teacher=model, tokens=300, **given)
 
 
 def test_images_and_two_models_put_together(tmp_path: Path) -> None:

@@ -41,21 +41,27 @@ FEW: dict[str, Any] = {"measurement": Measurement(samples=2), "compute": CPU}
 HEAL = Heal(tokens=200, rate=0.01, batch=64, own_text=0.0)
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return save_model_with_tokenizer(tmp_path / "model")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model_with_tokenizer(tmp_path_factory.mktemp("recipes") / "model")
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    file = tmp_path / "texts" / "text.txt"
-    file.parent.mkdir()
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("texts") / "text.txt"
     file.write_text("The old man went to the river. " * 800)
     return str(file)
 
 
 def calibration(text: str) -> Calibration:
     return Calibration(text, samples=4, length=LENGTH, order="random", seed=3)
+
+
+@pytest.fixture(scope="module")
+def one(model: Path, text: str) -> Path:
+    """A model that is pruned, with its recipe."""
+    niwaki.prune(model, model.with_name("one"), 0.5, effort="fast", calibration=calibration(text), **FEW)
+    return model.with_name("one")
 
 
 @pytest.mark.parametrize(
@@ -98,32 +104,28 @@ def test_the_same_bytes_again(model: Path, text: str, tmp_path: Path) -> None:
 
 
 def test_an_own_text_is_looked_for_here(
-    model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, text: str, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    niwaki.prune(model, tmp_path / "one", 0.5, effort="fast", calibration=calibration(text), **FEW)
-    recipe = Recipe.read(tmp_path / "one" / "recipe.toml")
+    recipe = Recipe.read(one / "recipe.toml")
     with pytest.raises(CalibrationError, match=r"there is no file text\.txt"):
         niwaki.run(model, tmp_path / "two", recipe)
     monkeypatch.chdir(Path(text).parent)
     assert "same model" in niwaki.run(model, tmp_path / "two", recipe).notes[-1]
 
 
-def test_what_differs_is_said(model: Path, text: str, tmp_path: Path) -> None:
-    niwaki.prune(model, tmp_path / "one", 0.5, effort="fast", calibration=calibration(text), **FEW)
+def test_what_differs_is_said(model: Path, one: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("No other text. " * 800)
-    record = niwaki.run(model, tmp_path / "two", Recipe.read(tmp_path / "one"), calibration=str(other))
+    record = niwaki.run(model, tmp_path / "two", Recipe.read(one), calibration=str(other))
     (said,) = [note for note in record.notes if "recipe" in note]
     assert "not those that the recipe names: the text (other.txt, text.txt) have other bytes" in said
     another = save_model(tmp_path / "another", seed=5)
-    record = niwaki.run(another, tmp_path / "three", Recipe.read(tmp_path / "one"), calibration=TOKENS)
+    record = niwaki.run(another, tmp_path / "three", Recipe.read(one), calibration=TOKENS)
     assert "the model (model.safetensors) has other bytes" in record.notes[-1]
 
 
-def test_other_options_come_first(model: Path, text: str, tmp_path: Path) -> None:
-    niwaki.prune(model, tmp_path / "one", 0.5, effort="fast", calibration=calibration(text), **FEW)
-    changed = Calibration(text, samples=6)
-    record = niwaki.run(model, tmp_path / "two", Recipe.read(tmp_path / "one"), calibration=changed)
+def test_other_options_come_first(model: Path, text: str, one: Path, tmp_path: Path) -> None:
+    record = niwaki.run(model, tmp_path / "two", Recipe.read(one), calibration=Calibration(text, samples=6))
     assert (record.calibration["samples"], record.calibration["sequence_length"]) == (6, LENGTH)
     assert record.perplexity["after"].windows == 2
 
@@ -149,27 +151,23 @@ def test_options_of_the_command_line_come_first_whatever_they_are(
     assert record.perplexity["after"].windows == 16
 
 
-def test_after_another_command_both_are_there(model: Path, text: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"calibration": calibration(text), **FEW}
-    niwaki.prune(model, tmp_path / "pruned", 0.5, effort="fast", **options)
-    first = (tmp_path / "pruned" / "recipe.toml").read_bytes()
-    niwaki.run(tmp_path / "pruned", tmp_path / "out", [Prune("2:4", effort="fast")], **options)
-    assert (tmp_path / "out" / "recipe.1.toml").read_bytes() == first
+def test_after_another_command_both_are_there(text: str, one: Path, tmp_path: Path) -> None:
+    stages = [Prune("2:4", effort="fast")]
+    niwaki.run(one, tmp_path / "out", stages, calibration=calibration(text), **FEW)
+    assert (tmp_path / "out" / "recipe.1.toml").read_bytes() == (one / "recipe.toml").read_bytes()
     recipe = Recipe.read(tmp_path / "out")
-    assert recipe.model == {"name": "pruned"}
-    assert recipe.weights == Recipe.read(tmp_path / "pruned").result
+    assert recipe.model == {"name": "one"}
+    assert recipe.weights == Recipe.read(one).result
 
 
-def test_packed_and_unpacked(model: Path, text: str, tmp_path: Path) -> None:
-    niwaki.prune(model, tmp_path / "pruned", 0.5, effort="fast", calibration=calibration(text), **FEW)
-    before = files(tmp_path / "pruned")
-    niwaki.pack(tmp_path / "pruned", tmp_path / "packed")
+def test_packed_and_unpacked(model: Path, text: str, one: Path, tmp_path: Path) -> None:
+    niwaki.pack(one, tmp_path / "packed")
     recipe = Recipe.read(tmp_path / "packed")
     assert recipe.stages[-1] == {"stage": "pack"}
     niwaki.run(model, tmp_path / "again", recipe, calibration=text)
     assert Recipe.read(tmp_path / "again").result == recipe.result
     niwaki.unpack(tmp_path / "packed", tmp_path / "unpacked")
-    assert files(tmp_path / "unpacked") == before
+    assert files(tmp_path / "unpacked") == files(one)
 
 
 @dataclass(frozen=True)
@@ -217,9 +215,8 @@ def test_names_do_not_leave_their_line(tmp_path: Path) -> None:
     assert Recipe.read(tmp_path) == recipe
 
 
-def test_a_followed_run_is_interrupted_and_resumed(model: Path, text: str, tmp_path: Path) -> None:
-    niwaki.prune(model, tmp_path / "one", 0.5, effort="fast", calibration=calibration(text), **FEW)
-    recipe = Recipe.read(tmp_path / "one")
+def test_a_followed_run_is_interrupted_and_resumed(model: Path, text: str, one: Path, tmp_path: Path) -> None:
+    recipe = Recipe.read(one)
     with pytest.raises(KeyboardInterrupt):
         niwaki.run(model, tmp_path / "two", recipe, calibration=text, progress=StopAt(10))
     record: Record = niwaki.run(model, tmp_path / "two", recipe, calibration=text)

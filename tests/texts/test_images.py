@@ -195,8 +195,10 @@ def chats(folder: Path, count: int = 5) -> Path:
 
 
 @pytest.fixture
-def processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def llava(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A model and a file of conversations, which a processor reads that is here."""
     monkeypatch.setattr(conversations, "_load_processor", lambda *_: Processor())
+    return save(tmp_path / "model", "llava"), chats(tmp_path / "data")
 
 
 def run(model: Path, out: Path, file: Path, effort: str = "fast", **options: Any) -> Record:
@@ -205,9 +207,9 @@ def run(model: Path, out: Path, file: Path, effort: str = "fast", **options: Any
 
 @pytest.mark.parametrize("effort", ["fast", "balanced", "best", "balanced:epochs=0.5"])
 @pytest.mark.slow
-def test_a_model_is_pruned_on_images(tmp_path: Path, processor: None, effort: str) -> None:
-    model = save(tmp_path / "model", "llava")
-    record = run(model, tmp_path / "out", chats(tmp_path / "data"), effort, solver="sparsegpt")
+def test_a_model_is_pruned_on_images(tmp_path: Path, llava: tuple[Path, Path], effort: str) -> None:
+    model, file = llava
+    record = run(model, tmp_path / "out", file, effort, solver="sparsegpt")
     assert (record.calibration["samples"], record.calibration["images"]) == (5, 3)
     assert len(record.matrices) == 21
     assert record.sparsity == pytest.approx(0.5)
@@ -227,18 +229,22 @@ def weights(path: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_other_pictures_give_other_weights(tmp_path: Path, processor: None) -> None:
-    model, file = save(tmp_path / "model", "llava"), chats(tmp_path / "data")
+def test_pictures_decide_and_memory_does_not(tmp_path: Path, llava: tuple[Path, Path]) -> None:
+    model, file = llava
     first = run(model, tmp_path / "out", file)
+    niwaki.prune(
+        model, tmp_path / "little", 0.5, effort="fast", calibration=str(file), compute=Compute("cpu", max_memory=1)
+    )
+    assert weights(tmp_path / "out") == weights(tmp_path / "little")
     (file.parent / "pictures" / "1.png").write_bytes(b"other")
-    second = run(model, tmp_path / "other", file)
-    assert first.calibration["tokens_sha256"] != second.calibration["tokens_sha256"]
+    other = run(model, tmp_path / "other", file)
+    assert first.calibration["tokens_sha256"] != other.calibration["tokens_sha256"]
     assert weights(tmp_path / "out") != weights(tmp_path / "other")
 
 
 @pytest.mark.slow
-def test_a_stopped_run_resumes(tmp_path: Path, processor: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, file = save(tmp_path / "model", "llava"), chats(tmp_path / "data")
+def test_a_stopped_run_resumes(tmp_path: Path, llava: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, file = llava
     run(model, tmp_path / "whole", file, "balanced")
     written = WeightStore.finish
 
@@ -256,44 +262,32 @@ def test_a_stopped_run_resumes(tmp_path: Path, processor: None, monkeypatch: pyt
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
+def user(*content: dict[str, str]) -> str:
+    return json.dumps({"messages": [{"role": "user", "content": content}]})
+
+
 @pytest.mark.slow
-def test_little_memory_changes_nothing(tmp_path: Path, processor: None) -> None:
-    model, file = save(tmp_path / "model", "llava"), chats(tmp_path / "data")
-    run(model, tmp_path / "out", file)
-    niwaki.prune(
-        model, tmp_path / "little", 0.5, effort="fast", calibration=str(file), compute=Compute("cpu", max_memory=1)
-    )
-    assert weights(tmp_path / "out") == weights(tmp_path / "little")
-
-
-BAD: dict[str, tuple[str, str]] = {
-    "missing": ('{"messages": [{"role": "user", "content": [{"type": "image", "path": "no.png"}]}]}', "no image"),
-    "address": ('{"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}]}', "unknown field `url`"),
-    "sound": (
-        '{"messages": [{"role": "user", "content": [{"type": "audio", "path": "a"}, {"type": "image", "path": "x"}]}]}',
-        "audio",
-    ),
-    "text": ('{"text": "a"}', "no field 'messages'"),
-    "long": (json.dumps({"messages": [{"role": "user", "content": "a" * 65}]}), "65 is more than the model's 64"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-@pytest.mark.slow
-def test_conversations_that_are_refused(tmp_path: Path, processor: None, kind: str) -> None:
+def test_conversations_that_are_refused(tmp_path: Path, llava: tuple[Path, Path]) -> None:
     """With the line, before anything is written."""
-    model, file = save(tmp_path / "model", "llava"), chats(tmp_path / "data")
-    line, said = BAD[kind]
-    file.write_text(f"{file.read_text()}\n{line}\n")
-    text = message(lambda: run(model, tmp_path / "out", file), NiwakiError)
-    assert f"{file}, line 6: " in text
-    assert said in text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "model"]
+    model, file = llava
+    good = file.read_text()
+    for line, said in (
+        (user({"type": "image", "path": "no.png"}), "no image"),
+        (user({"type": "image", "url": "a"}), "unknown field `url`"),
+        (user({"type": "audio", "path": "a"}, {"type": "image", "path": "x"}), "audio"),
+        ('{"text": "a"}', "no field 'messages'"),
+        (json.dumps({"messages": [{"role": "user", "content": "a" * 65}]}), "65 is more than the model's 64"),
+    ):
+        file.write_text(f"{good}\n{line}\n")
+        text = message(lambda: run(model, tmp_path / "out", file), NiwakiError)
+        assert f"{file}, line 6: " in text
+        assert said in text
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "model"]
 
 
 @pytest.mark.slow
-def test_what_is_for_text_is_refused(tmp_path: Path, processor: None) -> None:
-    model, file = save(tmp_path / "model", "llava"), str(chats(tmp_path / "data"))
+def test_what_is_for_text_is_refused(tmp_path: Path, llava: tuple[Path, Path]) -> None:
+    model, file = llava[0], str(llava[1])
     for options, said in (
         ({"text": file, "length": 32}, "--length is for windows of text"),
         ({"text": file, "order": "random"}, "--order is for windows of text"),
@@ -319,8 +313,8 @@ def test_a_model_of_text_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "has no processor of images" in message(lambda: run(model, tmp_path / "out", file), CalibrationError)
 
 
-def test_the_tower_has_to_be_there(tmp_path: Path, processor: None) -> None:
-    model, file = save(tmp_path / "model", "llava"), chats(tmp_path / "data")
+def test_the_tower_has_to_be_there(tmp_path: Path, llava: tuple[Path, Path]) -> None:
+    model, file = llava
     values = load_file(model / "model.safetensors")
     key = next(key for key in values if "vision" in key and key.endswith("q_proj.weight"))
     values[f"{key}.other"] = values.pop(key)

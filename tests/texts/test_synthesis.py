@@ -22,8 +22,9 @@ from niwaki.recipes import prune
 from niwaki.records.progress import Progress
 from niwaki.texts.own import synthesize
 from support.arguments import arguments
+from support.healing import same_tensors
 from support.models import a_third_of_the_families, edit_json, message, random_tokens, reference, save_model
-from support.runs import StopAt, files, tensors
+from support.runs import StopAt, files
 from support.streams import assert_clean, stream_of
 from support.threads import in_threads
 
@@ -183,13 +184,13 @@ def test_processes_have_the_same_text(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_it_is_as_if_it_had_been_given(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model")
     own = write(stream_of(directory), 3)
-    record = run(directory, tmp_path / "out")
+    record = run(directory, tmp_path / "out", progress=(watch := Watch()))
+    assert watch.stages[0] == ["synthesis", 23, 23]
     assert record.calibration["synthetic"] == 3
     assert record.matrices[0].tokens == 9 * 24
     assert "| own text | 3 windows that the dense model wrote itself |" in (tmp_path / "out" / "README.md").read_text()
     run(directory, tmp_path / "given", "fast", calibration=torch.cat([TOKENS, own]))
-    for key, value in tensors(tmp_path / "out").items():
-        assert torch.equal(value, tensors(tmp_path / "given")[key])
+    assert same_tensors(tmp_path / "out", tmp_path / "given")
 
 
 @pytest.mark.slow
@@ -210,13 +211,11 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model")
     record = run(directory, tmp_path / "out", max_memory=1)
     assert record.calibration["synthetic"] == 0
-    said = [note for note in record.notes if "wrote no text" in note]
-    assert len(said) == 1
-    assert "do not fit in memory" in said[0]
-    assert "more --samples" in said[0]
+    (said,) = [note for note in record.notes if "wrote no text" in note]
+    assert "do not fit in memory" in said
+    assert "more --samples" in said
     run(directory, tmp_path / "without", "fast")
-    for key, value in tensors(tmp_path / "out").items():
-        assert torch.equal(value, tensors(tmp_path / "without")[key])
+    assert same_tensors(tmp_path / "out", tmp_path / "without")
 
 
 def test_a_model_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,12 +227,6 @@ def test_a_model_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert record.calibration["synthetic"] == 0
     said = "the dense model wrote no text to calibrate on: transformers cannot generate text with this model (no cache)"
     assert any(note.startswith(said) for note in record.notes)
-
-
-def test_stages(tmp_path: Path) -> None:
-    watch = Watch()
-    run(save_model(tmp_path / "model"), tmp_path / "out", progress=watch)
-    assert watch.stages[0] == ["synthesis", 23, 23]
 
 
 def test_values() -> None:
