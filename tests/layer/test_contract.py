@@ -20,18 +20,12 @@ from support.problems import DEAD, KINDS, make_problem, normal, relative_error
 
 #: Of no zeros at all.
 ALL_KEPT: list[Pattern] = [
-    Unstructured(0.0),
-    PerRow(0.0),
-    NM(4, 4),
+    *(Unstructured(0.0), PerRow(0.0), NM(4, 4)),
     Fixed(torch.ones(ROWS, COLUMNS, dtype=torch.bool), within=PerRow(0.0)),
 ]
-
-
 WITHIN_ROWS = 24
-
-
 WITHIN: list[Pattern] = [Fixed(normal(WITHIN_ROWS, COLUMNS, seed=78).abs() < 0.6, within=PerRow(0.55))]
-
+DTYPES = (torch.float32, torch.float64)
 
 each_solver = pytest.mark.parametrize(("solver", "promises"), CONTRACT, ids=[repr(s) for s, _ in CONTRACT])
 
@@ -43,9 +37,6 @@ def each_solver_with(patterns: list[Pattern], **others: Sequence[Any]) -> pytest
     )
     parameters = [pytest.param(*case, *rest, id="-".join(map(str, (case[0], *rest)))) for case, *rest in cases]
     return pytest.mark.parametrize(("solver", "promises", "pattern", *others), parameters)
-
-
-DTYPES = (torch.float32, torch.float64)
 
 
 each_solver_and_pattern = each_solver_with(PATTERNS)

@@ -141,13 +141,8 @@ def test_what_was_written_before(model: Path, prompts: str, kept: Path, monkeypa
         patch.setattr(own, "continued", None)
         assert torch.equal(given(model, prompts).tokens, first.tokens)
     whole = [file.read_bytes() for file in files]
-    for content in (
-        b"",
-        b"[[1, 2",
-        b"[]",
-        json.dumps([[FEW_TOKENS]] * 32).encode(),
-        json.dumps([[True]] * 32).encode(),
-    ):
+    wrong = [json.dumps([[value]] * 32).encode() for value in (FEW_TOKENS, True)]
+    for content in (b"", b"[[1, 2", b"[]", *wrong):
         files[0].write_bytes(content)
         assert torch.equal(given(model, prompts).tokens, first.tokens)
         assert [file.read_bytes() for file in files] == whole

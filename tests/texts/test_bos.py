@@ -284,19 +284,12 @@ def test_what_runs_have_it_write(model: Path, path: Path, tmp_path: Path, asked:
     own = synthesize(stream_of(model), 2, 16, None, World(), Progress(), bos=asked)
     joined = torch.cat([next(iter(given.texts)), own])  # type: ignore[list-item]
     niwaki.prune(model, tmp_path / "same", 0.5, solver="wanda", calibration=joined, measurement=measured)
-    for file in ("model.safetensors",):
-        assert (out / file).read_bytes() == (tmp_path / "same" / file).read_bytes()
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "same" / "model.safetensors").read_bytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("niwaki.healing.whole.WholeRun._train", train)
+        heals = Calibration(str(path), length=16, bos=bos)
         with pytest.raises(KeyboardInterrupt):
-            niwaki.heal(
-                out,
-                tmp_path / "healed",
-                model,
-                tokens=320,
-                calibration=Calibration(str(path), length=16, bos=bos),
-                measurement=None,
-            )
+            niwaki.heal(out, tmp_path / "healed", model, tokens=320, calibration=heals, measurement=None)
     assert bool((seen[0][:, 0] == 0).all()) == bos
 
 
