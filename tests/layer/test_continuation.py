@@ -141,6 +141,7 @@ def test_what_each_part_of_it_is_worth(pattern: Pattern) -> None:
     assert default < 0.8 * mean(ADMM())
 
 
+FEW = torch.tensor([3, 17, 40, 66, 91])
 #: What makes the columns of one part of another scale than those of another, in W and X.
 SCALED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "every fourth input": lambda W, X: X[:, ::4].mul_(10),
@@ -150,7 +151,6 @@ SCALED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a few inputs": lambda W, X: X.index_copy_(1, FEW, 100 * X[:, FEW]),
     "every fourth row": lambda W, X: W[::4].mul_(10),
 }
-FEW = torch.tensor([3, 17, 40, 66, 91])
 
 
 @pytest.mark.parametrize("case", SCALED)

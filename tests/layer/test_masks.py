@@ -184,7 +184,7 @@ class TestDSnoT:
         assert torch.equal(solution.mask, expected)
         assert torch.equal(solution.W, problem.W * expected)
         # A weight that came back may have been exchanged again.
-        assert solution.stats["exchanges"] >= int((expected ^ wanda).sum()) / 2
+        assert int(solution.stats["exchanges"]) >= int((expected ^ wanda).sum()) / 2
         before, after = (((problem.W * ~mask) @ X.mean(dim=0)).norm() for mask in (wanda, expected))
         assert solution.stats["mean_error"] == pytest.approx(float(after / before), rel=1e-6)
 
