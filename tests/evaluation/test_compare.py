@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import lzma
 import math
 import os
 import re
@@ -37,19 +38,16 @@ from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.records.wording import latex
+from niwaki.texts.sources import EXCERPTS
+from niwaki.windows import Windows
 from support.arguments import arguments
 from support.covering import FULL
 from support.forks import forked
+from support.healing import same_tensors
 from support.models import edit_json, message, save_model_with_tokenizer
 
-SMALL: dict[str, Any] = {
-    "calibration": "demo",
-    "samples": 4,
-    "length": 32,
-    "texts": ["demo-held"],
-    "text_samples": 3,
-    "device": "cpu",
-}
+PRUNING: dict[str, Any] = {"calibration": "demo", "samples": 4, "length": 32, "device": "cpu"}
+SMALL: dict[str, Any] = {**PRUNING, "texts": ["demo-held"], "text_samples": 3}
 
 
 @dataclass(frozen=True)
@@ -115,16 +113,14 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
         **({"continuation@balanced": ("continuation", "balanced")} if FULL else {}),
         "continuation@best": ("continuation", "best"),
     }
-    options: dict[str, Any] = {"calibration": "demo", "samples": 4, "length": 32, "device": "cpu"}
-    found = run(model, tmp_path / "out", list(methods), ["60%", "2:4"], texts=["demo-held", "demo"])
+    found = run(model, tmp_path / "out", list(methods), ["60%", "2:4"], texts=["demo-held", "demo"], keep=True)
     expected: dict[tuple[str, str], tuple[Record | None, Path]] = {("dense", ""): (None, model)}
     for name, (solver, effort) in methods.items():
         asked: dict[str, Any]
         for pattern, asked in (("60 %", {"sparsity": 0.6}), ("2:4", {"pattern": "2:4"})):
             out = tmp_path / f"{name} {pattern}"
-            record = niwaki.prune(
-                model, out, **arguments(solver=solver, effort=effort, measure="none", **asked, **options)
-            )
+            asked |= {"solver": solver, "effort": effort, "measure": "none"}
+            record = niwaki.prune(model, out, **arguments(**PRUNING, **asked))
             expected[name, pattern] = record, out
     assert keys(found) == [("dense", ""), *((name, pattern) for pattern in ("60 %", "2:4") for name in methods)]
     ids = AutoTokenizer.from_pretrained(model)(_excerpt("demo"))["input_ids"]
@@ -139,25 +135,17 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
             assert (cell.sparsity, cell.error) == (made.sparsity, made.mean_error)
             kept = Record.from_json((tmp_path / "out" / str(cell.record)).read_text())
             _same_but_times(kept, made)
+            assert same_tensors(tmp_path / "out" / "models" / Path(str(cell.record)).stem, out)
             assert cell.seconds == kept.seconds["total"] == pytest.approx(sum(cell.stages.values()), rel=0.2)
     assert len(list((tmp_path / "out" / "records").iterdir())) == 2 * len(methods)
-    assert not (tmp_path / "out" / "models").exists()
 
 
 def _excerpt(name: str) -> str:
-    import lzma
-
-    from niwaki.texts.sources import EXCERPTS
-
     path = Path(niwaki.__file__).parent / "data" / EXCERPTS[name]
     return lzma.open(path, "rt", encoding="utf-8").read()[:20_000]
 
 
 def _perplexity(path: Path, ids: list[int]) -> float:
-    import torch
-
-    from niwaki.windows import Windows
-
     return niwaki.evaluate(path, Windows(torch.tensor(ids).view(-1, 32), "these")).value
 
 
@@ -177,9 +165,7 @@ def test_files_agree(tmp_path: Path, model: Path) -> None:
     found = run(model, tmp_path / "out", ["wanda", "magnitude"], [0.5, "2:4"])
     there = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert Comparison.load(tmp_path / "out") == found
-    assert there["calibration"]["source"] == "demo"
-    assert there["texts"] == ["demo-held"]
-    assert there["missing"] == []
+    assert (there["calibration"]["source"], there["texts"], there["missing"]) == ("demo", ["demo-held"], [])
     rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "compare.csv").read_text())))
     assert len(rows) == len(there["cells"]) == 5
     markdown = (tmp_path / "out" / "compare.md").read_text()
@@ -203,26 +189,9 @@ def test_files_agree(tmp_path: Path, model: Path) -> None:
     assert len({tuple(row) for row in found.rows()}) == 1  # the same keys
 
 
-def test_without_a_directory(model: Path) -> None:
-    found = run(model, None, ["magnitude"])
-    assert keys(found) == [("dense", ""), ("magnitude", "50 %")]
-    assert found.cells[1].record is None
-
-
-@pytest.mark.slow
-def test_models_are_kept_if_asked_for(tmp_path: Path, model: Path) -> None:
-    found = run(model, tmp_path / "out", ["wanda"], ["2:4"], keep=True)
-    kept = tmp_path / "out" / "models" / "wanda_2-4"
-    assert (
-        dataclasses.replace(niwaki.evaluate(kept, Measurement("demo-held", length=32, samples=3)), bytes=())
-        == found.cells[1].perplexity["demo-held"]
-    )
-
-
 @pytest.mark.slow
 def test_memory_changes_nothing(model: Path, whole: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    real = MemoryBudget.spill
+    sizes, real = list[int](), MemoryBudget.spill
 
     def spill(budget: MemoryBudget, tensor: Tensor) -> Any:
         sizes.append(tensor.nbytes)
@@ -291,9 +260,9 @@ class StopAt(Progress):
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "done", "pruned"),
+    ("kind", "count", "done", "left"),
     [
-        ("blocks measured", 1, None, ["wanda_50", "magnitude_50", "wanda_60"]),  # of the dense model
+        ("blocks measured", 1, -1, ["wanda_50", "magnitude_50", "wanda_60"]),  # of the dense model
         ("cells", 1, 0, ["wanda_50", "magnitude_50", "wanda_60", "magnitude_60"]),
         ("cells", 3, 2, ["wanda_60", "magnitude_60"]),
         ("blocks pruned", 4, 1, ["magnitude_50", "wanda_60", "magnitude_60"]),  # the second of magnitude_50
@@ -302,20 +271,13 @@ class StopAt(Progress):
 )
 @pytest.mark.slow
 def test_stopped(
-    tmp_path: Path,
-    model: Path,
-    whole: Comparison,
-    calls: list[str],
-    kind: str,
-    count: int,
-    done: int | None,
-    pruned: list[str],
+    tmp_path: Path, model: Path, whole: Comparison, calls: list[str], kind: str, count: int, done: int, left: list[str]
 ) -> None:
     out, asked = tmp_path / "out", (["wanda", "magnitude"], [0.5, 0.6])
     stop = StopAt(kind, count)
     with pytest.raises(KeyboardInterrupt):
         run(model, out, *asked, progress=stop)
-    if done is None:
+    if done < 0:
         assert not out.exists()
         return
     assert stop.told == [(done, 4 - done)]
@@ -323,18 +285,13 @@ def test_stopped(
     assert len(list(csv.DictReader(io.StringIO((out / "compare.csv").read_text())))) == done + 1
     calls.clear()
     found = run(model, out, *asked)
-    assert calls == pruned
+    assert calls == left
     assert values(found) == values(whole)
     assert found.missing == []
     record = Record.from_json((out / "records" / "magnitude_50.json").read_text())
     assert record.resumed == ([1] if kind == "blocks pruned" else [])
-    assert sorted(path.name for path in out.iterdir()) == [
-        "compare.csv",
-        "compare.json",
-        "compare.md",
-        "compare.tex",
-        "records",
-    ]
+    names = ["compare.csv", "compare.json", "compare.md", "compare.tex", "records"]
+    assert sorted(path.name for path in out.iterdir()) == names
 
 
 @pytest.mark.slow
@@ -350,8 +307,7 @@ def test_killed(tmp_path: Path, model: Path, whole: Comparison) -> None:
     ended = forked(work)
     assert ended.code == -signal.SIGKILL, ended.err
     assert keys(Comparison.load(tmp_path / "out")) == [("dense", ""), ("magnitude", "50 %")]
-    found = run(model, tmp_path / "out", ["magnitude", "wanda"])
-    assert values(found).items() <= values(whole).items()
+    assert values(run(model, tmp_path / "out", ["magnitude", "wanda"])).items() <= values(whole).items()
 
 
 @pytest.mark.slow
@@ -436,6 +392,7 @@ def test_one_alone_is_a_list_of_one(
     found = run(model, None, solvers=solver, sparsities=sparsities, texts="demo-held")
     assert keys(found) == [("dense", ""), key]
     assert found.texts == ["demo-held"]
+    assert found.cells[1].record is None
 
 
 # What is refused
@@ -445,16 +402,12 @@ def test_one_alone_is_a_list_of_one(
     ("changes", "said"),
     [
         ({"solvers": ["wanda", "wnada"]}, "did you mean wanda"),
-        ({"solvers": ["wanda@bestt"]}, "did you mean best"),
         ({"solvers": ["exact:a=1"]}, "a"),
         ({"effort": "slow"}, "slow"),
         ({"sparsities": [0.5, 1.5]}, "1.5"),
         ({"sparsities": ["nan"]}, "nan"),
         ({"sparsities": ["50"]}, "50"),
-        ({"sparsities": ["0.5", "2;4"]}, "'2;4' is not a valid pattern"),
         ({"sparsities": ["3:7"]}, "7"),
-        ({"sparsities": []}, "which patterns"),
-        ({"solvers": []}, "which solvers"),
         ({"solvers": [Flipped(), Flipped(2.0)]}, "two solvers are called 'flipped'"),
         ({"samples": 0}, "got 0"),
         ({"text_samples": 0}, "got 0"),
@@ -523,10 +476,6 @@ def test_directories_that_are_no_place(tmp_path: Path, model: Path) -> None:
     (other / "compare.json").write_text("{")
     assert "cannot be read as what niwaki writes" in message(lambda: run(model, other), CheckpointError)
     assert "cannot read" in message(lambda: Comparison.load(model), CheckpointError)
-
-
-@pytest.mark.slow
-def test_a_file_where_a_directory_goes(tmp_path: Path, model: Path) -> None:
     run(model, tmp_path / "out")
     (tmp_path / "out" / "models").write_text("keep me")
     assert "in the way" in message(lambda: run(model, tmp_path / "out", ["ria"]))
@@ -547,15 +496,8 @@ def test_a_model_that_another_run_made(tmp_path: Path, model: Path, other: dict[
     if other is None:
         save_model_with_tokenizer(left)
     else:
-        options = {
-            "solver": "wanda",
-            "sparsity": 0.5,
-            "calibration": "demo",
-            "samples": 4,
-            "length": 32,
-            "device": "cpu",
-        }
-        niwaki.prune(model, left, **arguments(measure="none", **{**options, **other}))
+        asked = {"solver": "wanda", "sparsity": 0.5, "measure": "none", **PRUNING, **other}
+        niwaki.prune(model, left, **arguments(**asked))
     files = {path: path.read_bytes() for path in out.rglob("*.*")}
     assert "is not of this comparison" in message(lambda: run(model, out, ["ria", "wanda"]))
     assert {path: path.read_bytes() for path in out.rglob("*.*")} == files
@@ -657,13 +599,9 @@ def test_a_table_with_holes() -> None:
     assert r"wanda &  & \textbf{9.00 $\pm$0.09} & \textbf{5.00 $\pm$0.05} & 3.0 \\" in found.to_latex()
     assert found.to_latex().startswith("% needs \\usepackage{booktabs}\n")
     assert Comparison.from_json(found.to_json()) == found
-    assert [list(one.tables("t")) for one in (found, table())] == [
-        [
-            "Perplexity on 93 tokens of t, context 32",
-            "Nats a token above the dense model on 93 tokens of t, context 32",
-        ],
-        ["Perplexity on 93 tokens of t, context 32"],
-    ]
+    above = "Nats a token above the dense model on 93 tokens of t, context 32"
+    assert [*found.tables("t")] == ["Perplexity on 93 tokens of t, context 32", above]
+    assert [*table().tables("t")] == ["Perplexity on 93 tokens of t, context 32"]
     assert table().grid("t") == (["method", "seconds"], [[("dense", False, None), ("3.00 ±0.03", False, None)]])
 
 
@@ -681,12 +619,8 @@ def test_nats_above_the_dense_model() -> None:
         ("worse", "2:4"): measured(*hard),
         ("alone", "50 %"): measured(*hard),
     }
-    found = Comparison(
-        "a",
-        {"samples": 4, "sequence_length": 32, "source": "demo"},
-        ["t"],
-        [Cell(*key, 0.5 if key[1] else 0.0, {"t": each}) for key, each in models.items()],
-    )
+    cells = [Cell(*key, 0.5 if key[1] else 0.0, {"t": each}) for key, each in models.items()]
+    found = dataclasses.replace(table(), cells=cells)
     header, rows = found.gaps("t")
     assert header == ["method", "50 %", "2:4"]
     differences = np.subtract([1.2, 2.05, 3.05, 4.15], dense)

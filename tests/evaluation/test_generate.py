@@ -17,7 +17,7 @@ from niwaki import Compute
 from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, NumericalError
 from niwaki.evaluation.generate import continue_text, generate
-from support.command import without_sign_of_life
+from support.command import Command
 from support.forks import begun
 from support.models import EMBEDDED, edit_json, message, reference, save_model_with_tokenizer
 
@@ -53,21 +53,15 @@ def inputs(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]
 
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.slow
-def test_text_ends_where_the_model_says(given: tuple[Any, Any], several: bool) -> None:
+def test_text_ends_where_the_model_says(given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, several: bool) -> None:
     """Chat models have other ends than their tokenizer's, and more than one."""
     model, tokenizer = given
     made = likeliest(model, tokenizer.encode(PROMPT), 12)
     assert tokenizer.eos_token_id not in made
-    end = made[6]
-    own = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = [own, end] if several else end
-    try:
-        text = continue_text(model, tokenizer, PROMPT, 12)
-        assert text == tokenizer.decode(made[: made.index(end) + 1])
-        model.generation_config.eos_token_id = None
-        assert continue_text(model, tokenizer, PROMPT, 12) == tokenizer.decode(made)
-    finally:
-        model.generation_config.eos_token_id = own
+    end, own = made[6], model.generation_config.eos_token_id
+    for ends, count in (([own, end] if several else end, made.index(end) + 1), (None, 12)):
+        monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
+        assert continue_text(model, tokenizer, PROMPT, 12) == tokenizer.decode(made[:count])
 
 
 def test_pieces_make_the_text(given: tuple[Any, Any]) -> None:
@@ -99,19 +93,15 @@ def test_each_token_is_told_at_once(given: tuple[Any, Any], monkeypatch: pytest.
     assert continue_text(model, tokenizer, PROMPT, len(written), say=said.append) == "".join(said) == text
 
 
-def test_the_tokenizers_end_where_the_model_has_none(given: tuple[Any, Any]) -> None:
+def test_the_tokenizers_end_where_the_model_has_none(given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no word of the text."""
     model, tokenizer = given
     made = likeliest(model, tokenizer.encode(PROMPT), 12)
-    own, other = model.generation_config.eos_token_id, AutoTokenizer.from_pretrained(EMBEDDED)
+    other, said = AutoTokenizer.from_pretrained(EMBEDDED), list[str]()
     other.add_special_tokens({"eos_token": other.convert_ids_to_tokens(made[6])})
     assert other.eos_token_id == made[6]
-    model.generation_config.eos_token_id = None
-    said: list[str] = []
-    try:
-        text = continue_text(model, other, PROMPT, 12, say=said.append)
-    finally:
-        model.generation_config.eos_token_id = own
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    text = continue_text(model, other, PROMPT, 12, say=said.append)
     assert text == "".join(said) == tokenizer.decode(made[: made.index(made[6])])
 
 
@@ -149,15 +139,10 @@ def test_a_model_with_a_chat_template_answers(given: tuple[Any, Any], chatty: Pa
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_an_answer_does_not_repeat_what_was_asked(
-    raw: bool, chatty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["niwaki", "generate", str(chatty), PROMPT, "--tokens", "3", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", command + ["--raw"] * raw)
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    assert left.value.code == 0
-    assert capsys.readouterr().out.startswith(PROMPT) == raw
+def test_an_answer_does_not_repeat_what_was_asked(raw: bool, chatty: Path, niwaki_: Command) -> None:
+    ran = niwaki_("generate", chatty, PROMPT, "--tokens", 3, "--device", "cpu", *["--raw"] * raw)
+    assert ran.code == 0
+    assert ran.out.startswith(PROMPT) == raw
 
 
 def test_a_chat_template_that_fails(chatty: Path, tmp_path: Path) -> None:
@@ -188,7 +173,7 @@ def test_of_a_long_prompt_the_end_counts(
 @torch.no_grad()
 @pytest.mark.parametrize(("temperature", "seed"), [(1.0, 1), (2.5, 1), (2.5, 2)])
 @pytest.mark.slow
-def test_drawing(given: tuple[Any, Any], temperature: float, seed: int) -> None:
+def test_drawing(given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, temperature: float, seed: int) -> None:
     """From all of the vocabulary, whatever the model's own settings are, and without a trace."""
     model, tokenizer = given
     ids = tokenizer.encode(PROMPT)
@@ -196,21 +181,15 @@ def test_drawing(given: tuple[Any, Any], temperature: float, seed: int) -> None:
     made: list[int] = []
     for _ in range(10):
         logits = model(torch.tensor([ids + made])).logits[0, -1]
-        chances = (logits / temperature).softmax(0)
-        made.append(int(torch.multinomial(chances, 1, generator=generator)))
-    own = model.generation_config
-    settings = GenerationConfig(do_sample=True, top_k=2, repetition_penalty=0.1, eos_token_id=own.eos_token_id)
-    model.generation_config = settings
+        made.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)))
+    end = model.generation_config.eos_token_id
+    settings = GenerationConfig(do_sample=True, top_k=2, repetition_penalty=0.1, eos_token_id=end)
+    monkeypatch.setattr(model, "generation_config", settings)
     torch.manual_seed(99)
     before = torch.get_rng_state()
-    try:
-        text = continue_text(model, tokenizer, PROMPT, 10, temperature=temperature, seed=seed)
-        assert model.generation_config is settings
-        likely = continue_text(model, tokenizer, PROMPT, 10)
-    finally:
-        model.generation_config = own
-    assert text == tokenizer.decode(made)
-    assert likely == tokenizer.decode(likeliest(model, ids, 10))
+    assert continue_text(model, tokenizer, PROMPT, 10, temperature=temperature, seed=seed) == tokenizer.decode(made)
+    assert model.generation_config is settings
+    assert continue_text(model, tokenizer, PROMPT, 10) == tokenizer.decode(likeliest(model, ids, 10))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -240,7 +219,7 @@ def test_a_tokenizer_of_another_model(given: tuple[Any, Any], monkeypatch: pytes
 
 def test_settings_that_transformers_refuses(tmp_path: Path) -> None:
     model = save_model_with_tokenizer(tmp_path / "model")
-    for content in ("{", "[]", '{"max_new_tokens": "x"}'):
+    for content in ("{", "[]", '{"max_new_tokens": "x"}', '{"max_new_tokens": -1, "do_sample": []}'):
         (model / "generation_config.json").write_text(content)
         said = message(lambda: generate(model, PROMPT, tokens=3), CheckpointError)
         assert "generation_config.json is refused by transformers: " in said
@@ -268,17 +247,11 @@ def test_control_codes_of_a_model_are_shown_on_a_terminal(
     ],
 )
 @pytest.mark.slow
-def test_what_is_refused(
-    options: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused(options: tuple[str, ...], said: str, niwaki_: Command) -> None:
     """Without a word of the prompt."""
-    monkeypatch.setattr(sys, "argv", ["niwaki", "generate", "demo", *options])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    shown = capsys.readouterr()
-    assert (left.value.code, shown.out) == (2, "")
-    assert said in shown.err
-    assert without_sign_of_life(shown.err).count("\n") == 1
+    ran = niwaki_("generate", "demo", *options)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert said in ran.err
 
 
 @pytest.mark.slow

@@ -20,51 +20,39 @@ import torch
 from transformers import AutoTokenizer
 
 import niwaki
-from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, NumericalError, TaskError, UnknownNameError, UsageError
 from niwaki.evaluation.tasks import Score, TaskScores, evaluate_tasks, read_questions
-from niwaki.options import Calibration, Compute, Measurement
-from support.command import without_sign_of_life
+from niwaki.models.streamed import StreamedModel
+from niwaki.options import Calibration, Compute
+from support.command import Command
 from support.models import EMBEDDED, add_tokenizer, message, reference, save_model, save_model_with_tokenizer, weight
 from support.scripts import run_script
 
 Question = dict[str, Any]
 QUESTIONS = Path(str(files("niwaki"))) / "data" / "which-follows.jsonl"
+ENDINGS, SUN = ["sits down.", "flies.", "is a cup.", "not."], ["bright", "a tree"]
 #: The seven of the Wanda paper, with a question of the form that each data set has.
-SEVEN: dict[str, tuple[str, Question]] = {
-    "boolq": ("super_glue/boolq", {"passage": "Snow is white.", "question": "is snow white", "label": 1}),
-    "rte": ("glue/rte", {"sentence1": "He ran home.", "sentence2": "He ran.", "label": 0}),
-    "hellaswag": (
-        "hellaswag",
-        {
-            "activity_label": "Walking",
-            "ctx_a": "A man walks.",
-            "ctx_b": "he",
-            "endings": ["sits down.", "flies.", "is a cup.", "not."],
-            "label": "0",
-        },
-    ),
-    "winogrande": (
-        "winogrande",
-        {"sentence": "Ann thanked Mary because _ had helped.", "option1": "Ann", "option2": "Mary", "answer": "2"},
-    ),
-    "arc_easy": (
-        "arc",
-        {"question": "What is wet?", "choices": {"text": ["sand", "water"], "label": ["A", "B"]}, "answerKey": "B"},
-    ),
-    "arc_challenge": (
-        "arc",
-        {"question": "What is hot?", "choices": {"text": ["fire", "ice"], "label": ["1", "2"]}, "answerKey": "1"},
-    ),
-    "openbookqa": (
-        "openbookqa",
-        {
-            "question_stem": "The sun is",
-            "choices": {"text": ["bright", "a tree"], "label": ["A", "B"]},
-            "answerKey": "A",
-        },
-    ),
+SEVEN: dict[str, Question] = {
+    "boolq": {"passage": "Snow is white.", "question": "is snow white", "label": 1},
+    "rte": {"sentence1": "He ran home.", "sentence2": "He ran.", "label": 0},
+    "hellaswag": {
+        "activity_label": "Walking",
+        "ctx_a": "A man walks.",
+        "ctx_b": "he",
+        "endings": ENDINGS,
+        "label": "0",
+    },
+    "winogrande": {"sentence": "Ann thanked Mary; _ had helped.", "option1": "Ann", "option2": "Mary", "answer": "2"},
+    "arc_easy": {
+        "question": "What is wet?",
+        "choices": {"text": ["sand", "sea"], "label": ["A", "B"]},
+        "answerKey": "B",
+    },
+    "arc_challenge": {"question": "Hot?", "choices": {"text": ["fire", "ice"], "label": ["1", "2"]}, "answerKey": "1"},
+    "openbookqa": {"question_stem": "The sun is", "choices": {"text": SUN, "label": ["A", "B"]}, "answerKey": "A"},
 }
+#: Where the harness has those that are not in a folder of their name.
+PLACES = {"boolq": "super_glue/boolq", "rte": "glue/rte", "arc_easy": "arc", "arc_challenge": "arc"}
 
 
 @pytest.fixture
@@ -112,19 +100,11 @@ def test_a_packed_model(tmp_path: Path) -> None:
     """On a CPU it runs in float32, as the dense one does, whatever it is stored in."""
     model = save_model_with_tokenizer(tmp_path / "model")
     reference(model, torch.bfloat16).save_pretrained(model)
-    niwaki.prune(
-        model,
-        tmp_path / "pruned",
-        0.7,
-        solver="magnitude",
-        effort="fast",
-        calibration=Calibration("demo", samples=2, length=32),
-        measurement=Measurement(samples=0),
-        compute="cpu",
-    )
+    few: dict[str, Any] = {"calibration": Calibration("demo", samples=2, length=32), "measurement": None}
+    niwaki.prune(model, tmp_path / "pruned", 0.7, solver="magnitude", effort="fast", compute="cpu", **few)
     niwaki.pack(tmp_path / "pruned", tmp_path / "packed")
-    file = write(tmp_path / "some.jsonl", shipped(6))
-    found = [evaluate_tasks(tmp_path / name, Path(file), compute="cpu") for name in ("pruned", "packed")]
+    file = Path(write(tmp_path / "some.jsonl", shipped(6)))
+    found = [niwaki.evaluate_tasks(tmp_path / name, file, compute="cpu") for name in ("pruned", "packed")]
     assert found[0] == found[1]
     assert found[0].dtype == "float32"
 
@@ -170,10 +150,8 @@ def test_questions_are_asked_as_such(model: Path, tmp_path: Path) -> None:
     answer = best(likelihoods(model, asked, choices))
     question = tmp_path / "question.json"
     question.write_text(json.dumps([{"question": text, "choices": choices, "answer": answer}] * 2))
-    context = tmp_path / "context.jsonl"
-    context.write_text(
-        json.dumps({"context": asked, "choices": choices, "answer": answer}, ensure_ascii=False) + "\n\n"
-    )
+    asking = json.dumps({"context": asked, "choices": choices, "answer": answer}, ensure_ascii=False)
+    (context := tmp_path / "context.jsonl").write_text(f"{asking}\n\n")
     assert read_questions(question) == read_questions(context) * 2
     found = evaluate_tasks(str(model), [str(question), str(context)])
     assert [score.value for score in found.scores if score.metric == "acc"] == [1.0, 1.0]
@@ -192,20 +170,17 @@ def test_the_mean_and_its_error() -> None:
 
 
 @pytest.mark.slow
-def test_tasks_of_the_harness(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_of_the_harness(model: Path, monkeypatch: pytest.MonkeyPatch, niwaki_: Command) -> None:
     """The harness's own definitions of the paper's seven, with questions that need no network."""
-    home = Path(lm_eval.tasks.__file__).parent
-    few = functools.partial(
-        lm_eval.tasks.TaskManager, include_defaults=False, include_path=[home / where for where, _ in SEVEN.values()]
-    )
+    places = [Path(lm_eval.tasks.__file__).parent / PLACES.get(name, name) for name in SEVEN]
+    few = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False, include_path=places)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", few)
     named = {"ARC-Easy": "arc_easy", "ARC-Challenge": "arc_challenge"}
     sets = {"aps/super_glue": "boolq", "nyu-mll/glue": "rte", "Rowan/hellaswag": "hellaswag"}
     sets |= {"allenai/winogrande": "winogrande", "allenai/openbookqa": "openbookqa"}
 
     def local(path: str, name: str | None = None, **_: Any) -> datasets.DatasetDict:
-        row = SEVEN[sets.get(path) or named[str(name)]][1]
-        rows = datasets.Dataset.from_list([row] * 3)
+        rows = datasets.Dataset.from_list([SEVEN[sets.get(path) or named[str(name)]]] * 3)
         return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
 
     monkeypatch.setattr(datasets, "load_dataset", local)
@@ -219,7 +194,7 @@ def test_tasks_of_the_harness(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     prompts = {
         "boolq": ("Snow is white.\nQuestion: is snow white?\nAnswer:", ["no", "yes"], 1),
         "rte": ("He ran home.\nQuestion: He ran. True or False?\nAnswer:", ["True", "False"], 0),
-        "openbookqa": ("The sun is", ["bright", "a tree"], 0),
+        "openbookqa": ("The sun is", SUN, 0),
     }
     for task, (prompt, choices, answer) in prompts.items():
         assert first[task].value == (best(likelihoods(model, prompt, choices)) == answer)
@@ -227,18 +202,19 @@ def test_tasks_of_the_harness(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found.mean is not None
     assert found.mean[0] == pytest.approx(sum(score.value for score in whole) / 8)
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda **_: _raise(ConnectionError("no route\nto host")))
+    def unreachable(**_: Any) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
     said = message(lambda: evaluate_tasks(str(model), ["boolq"]), TaskError)
     assert "the questions of boolq are not available (no route)" in said
     assert "give a file of questions" in said
-    said = message(lambda: evaluate_tasks(str(model), ["which-folows"]), UnknownNameError)
-    assert said == "no task is called 'which-folows'; did you mean which-follows?"
     said = message(lambda: evaluate_tasks(str(model), ["xyzzy!"]), UnknownNameError)
     assert said == "no task is called 'xyzzy!'; the command `lm-eval ls tasks` lists all"
-
-
-def _raise(error: Exception) -> None:
-    raise error
+    monkeypatch.setattr(StreamedModel, "embed", None)  # nothing is computed before that is seen
+    ran = niwaki_("eval", model, "--text", "demo", "--tasks", "which-folows")
+    assert (ran.code, ran.out) == (2, "")
+    assert "no task is called 'which-folows'; did you mean which-follows?" in ran.err
 
 
 def test_the_questions_that_ship() -> None:
@@ -252,8 +228,7 @@ def test_the_questions_that_ship() -> None:
     assert set(counts.values()) == {4}
     assert Counter(question["answer"] for question in questions) == dict.fromkeys(range(4), 75)
     assert {len(choice.split()) for choice in counts} == {8}
-    script = Path(__file__).parents[2] / "scripts" / "which_follows.py"
-    assert not run_script(script, "--check")
+    assert not run_script(Path(__file__).parents[2] / "scripts" / "which_follows.py", "--check")
 
 
 @pytest.mark.slow
@@ -263,14 +238,13 @@ def test_the_embedded_model_is_better_than_chance() -> None:
     assert found.value > 0.25 + 5 * math.sqrt(0.25 * 0.75 / 100)
 
 
+QUESTION = '{"context": "x", "choices": ["y", "z"], "answer": 0}'
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        (
-            "a.jsonl",
-            '{"context": "x", "choices": ["y", "z"], "answer": 0}\n{',
-            "a.jsonl, line 2: not a JSON object: no JSON",
-        ),
+        ("a.jsonl", QUESTION + "\n{", "a.jsonl, line 2: not a JSON object: no JSON"),
         ("a.json", "{", "a.json, line 1: not a JSON object: no JSON"),
         ("a.json", "[]", "a.json has no questions"),
         ("a.jsonl", "\n", "a.jsonl has no questions"),
@@ -278,16 +252,8 @@ def test_the_embedded_model_is_better_than_chance() -> None:
         ("a.jsonl", None, "there is no file"),
         ("a\0.jsonl", None, "there is no file"),
         ("a.json", "9" * 5000, "a.json, line 1: not a JSON object: a number has too many digits"),
-        (
-            "a.json",
-            "[" * 100_000,
-            "a.json, entry 1: not an entry of a JSON list: lists or objects are nested too deeply",
-        ),
-        (
-            "a.jsonl",
-            '{"context": "x", "choices": ["y", "\\ud800"], "answer": 0}',
-            "a.jsonl, line 1: not a JSON object: half of a surrogate pair",
-        ),
+        ("a.json", "[" * 100_000, "entry 1: not an entry of a JSON list: lists or objects are nested too deeply"),
+        ("a.jsonl", QUESTION.replace("z", "\\ud800"), "a.jsonl, line 1: not a JSON object: half of a surrogate pair"),
         ("a.json", '["x"]', "a.json, entry 1: wants a text as either 'context' or 'question'"),
         ("a.jsonl", '{"context": "x", "question": "y"}', "wants a text as either 'context' or 'question'"),
         ("a.jsonl", '{"context": "x", "choices": ["y"], "answer": 0}', "2 or more texts; got ['y']"),
@@ -323,9 +289,8 @@ def test_what_goes_wrong(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "limit must be 1 or more; got 0" in message(lambda: ask(model, limit=0))
     assert "which tasks?" in message(lambda: evaluate_tasks(model, []))
     assert "got [5]" in message(lambda: evaluate_tasks(model, [5]))  # type: ignore[list-item]
-    assert "there is no file ~nobody" in message(
-        lambda: evaluate_tasks(model, ["~nobody-of-that-name/x.jsonl"]), TaskError
-    )
+    nobody = "~nobody-of-that-name/x.jsonl"
+    assert "there is no file ~nobody" in message(lambda: evaluate_tasks(model, [nobody]), TaskError)
     assert "no directory" in message(lambda: ask("./nowhere"), UsageError)
     os.mkfifo(pipe := tmp_path / "pipe.jsonl")  # would be read for ever
     assert "there is no file" in message(lambda: evaluate_tasks(model, [pipe]), TaskError)
@@ -346,23 +311,11 @@ def test_what_goes_wrong(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_eval_with_tasks(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def run(*arguments: object, code: int = 0) -> tuple[list[str], str]:
-        monkeypatch.setattr(sys, "argv", ["niwaki", "eval", str(model), *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        assert left.value.code == code
-        captured = capfd.readouterr()
-        return captured.out.splitlines(), without_sign_of_life(captured.err)
-
+def test_eval_with_tasks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, niwaki_: Command) -> None:
     monkeypatch.chdir(tmp_path)
     local = write(tmp_path / "mine.jsonl", shipped(9))
-    named = f"which-follows, {local}"
-    lines, errors = run("--tasks", named, "--limit", 8, "--record", "all.json")
-    assert errors == ""
+    ran = niwaki_("eval", model, "--tasks", f"which-follows, {local}", "--limit", 8, "--record", "all.json")
+    assert (ran.code, ran.err) == (0, "")
     values = json.loads((tmp_path / "all.json").read_text())
     assert "perplexity" not in values
     found = values["tasks"]
@@ -376,6 +329,7 @@ def test_eval_with_tasks(
     assert values["command"].startswith(f"niwaki eval {model} --tasks 'which-follows, ")
     assert values["versions"]["torch"]
     assert values["seconds"] > 0
+    lines = ran.out.splitlines()
     assert lines[0].split() == ["task", "version", "few-shot", "questions", "metric", "score"]
     shown = [f"{100 * first['value']:.2f}", "±", f"{100 * first['standard_error']:.2f}"]
     assert lines[1].split() == ["which-follows", first["version"], "0", "8", "acc", *shown]
@@ -384,9 +338,9 @@ def test_eval_with_tasks(
     assert len(lines) == 7
 
     both = ("--tasks", "which-follows", "--limit", 1, "--text", "demo", "--length", 32, "--samples", 2)
-    lines, errors = run(*both, "--record", "both.json")
-    assert errors == ""
-    assert lines[0].startswith("perplexity ")
+    ran = niwaki_("eval", model, *both, "--record", "both.json")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("perplexity ")
     assert {"tasks", "perplexity"} <= set(json.loads((tmp_path / "both.json").read_text()))
 
     for wrong, said in (
@@ -394,11 +348,6 @@ def test_eval_with_tasks(
         (("--tasks", "which-follows", "--samples", 3), "--length, --samples, --field and --no-bos are for --text"),
         (("--tasks", ","), "which tasks?"),
     ):
-        lines, errors = run(*wrong, code=2)
-        assert lines == []
-        assert said in errors
-        assert len(errors.splitlines()) == 1
-
-
-def test_it_is_there_under_its_name() -> None:
-    assert niwaki.evaluate_tasks is evaluate_tasks
+        ran = niwaki_("eval", model, *wrong)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+        assert said in ran.err
