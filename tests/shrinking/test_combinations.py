@@ -113,14 +113,9 @@ def test_what_they_cost(source: Path, own: Tensor | None, monkeypatch: pytest.Mo
             yield count, weights
 
     monkeypatch.setattr(trial.RemovalTrial, "_solved", solved)
-    ways = [
-        Combination((), {}),
-        Combination((2,), {}),
-        Combination((), {"neurons": 16}),
-        Combination((1, 2), {"heads": 1, "neurons": 8}),
-        Combination((0, 4), {"neurons": 16}),
-        Combination((3,), {"heads": 1}),
-    ]
+    ways = [Combination(blocks, {}) for blocks in ((), (2,))]
+    ways += [Combination(blocks, {"neurons": 16}) for blocks in ((), (0, 4))]
+    ways += [Combination((1, 2), {"heads": 1, "neurons": 8}), Combination((3,), {"heads": 1})]
     costs = costs_of_combinations(model, CALIBRATION, own, ways, kinds, {}, World(), Progress())
     fitted, compared = search.parts(CALIBRATION, 1) if own is None else (own, CALIBRATION)
     for way, cost in zip(ways, costs, strict=True):

@@ -94,8 +94,7 @@ def test_the_block_before_takes_over(source: Path, tmp_path: Path, monkeypatch: 
     record = run(source, tmp_path / "out", blocks=2, effort="fast")
     small = reference(tmp_path / "out")
     changed = small.get_parameter("model.layers.1.mlp.down_proj.weight").double()
-    expected = repaired(source, CALIBRATION, 2, 4)
-    torch.testing.assert_close(changed, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(changed, repaired(source, CALIBRATION, 2, 4), rtol=1e-3, atol=1e-5)
     (repair,) = record.matrices
     assert (repair.block, repair.name) == (1, "mlp.down_proj")
     assert repair.error < float(repair.stats["gap_before"])

@@ -48,22 +48,17 @@ from support.models import (
     sparse_model,
     weight,
 )
-from support.runs import SMALL, files
+from support.runs import SMALL, files, listing, tensors
 
 RIDGE = 0.01
-CALIBRATION = random_tokens(8, 24)
+CALIBRATION, HELDOUT = random_tokens(8, 24), random_tokens(3, 24, seed=1)
 #: Of a model of 2 blocks.
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
 
 def run(model: Path, out: Path, **changes: Any) -> Record:
     """``shrink`` with small inputs and without a tokenizer."""
-    options: dict[str, Any] = {
-        "calibration": CALIBRATION,
-        "text": random_tokens(3, 24, seed=1),
-        "device": "cpu",
-        "effort": "fast",
-    }
+    options: dict[str, Any] = {"calibration": CALIBRATION, "text": HELDOUT, "device": "cpu", "effort": "fast"}
     return niwaki.shrink(model, out, **arguments(**{**options, **changes}))
 
 
@@ -73,20 +68,14 @@ def save(path: Path, case: str, **changes: Any) -> Path:
     return path
 
 
-def tensors(directory: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        found.update(load_file(path))
-    return found
-
-
 def config(directory: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads((directory / "config.json").read_text())
     return values
 
 
-def listing(directory: Path) -> list[str]:
-    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+def _name(value: Any) -> str:
+    """That of a case, of which the first value is enough."""
+    return value if isinstance(value, str) else ""
 
 
 @torch.no_grad()
@@ -187,9 +176,7 @@ SMALLER: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "changes", "options", "said"), some(SMALLER, 10), ids=lambda v: v if isinstance(v, str) else ""
-)
+@pytest.mark.parametrize(("case", "changes", "options", "said"), some(SMALLER, 10), ids=_name)
 @pytest.mark.slow
 def test_a_smaller_model_is_the_dense_one_with_zeros(
     tmp_path: Path, case: str, changes: dict[str, Any], options: dict[str, Any], said: dict[str, Any]
@@ -199,10 +186,9 @@ def test_a_smaller_model_is_the_dense_one_with_zeros(
     text = config(out).get("text_config", config(out))
     assert {name: text[name] for name in said} == said
     # Transformers makes the same shapes of the configuration; a mistake here would be a tensor of random numbers.
-    small = reference(out)
-    assert {key: value.shape for key, value in small.state_dict().items() if key in tensors(out)} == {
-        key: value.shape for key, value in tensors(out).items() if key in small.state_dict()
-    }
+    small, stored = reference(out), tensors(out)
+    shapes, expected = ({key: value.shape for key, value in each.items()} for each in (small.state_dict(), stored))
+    assert all(shapes[key] == expected[key] for key in shapes.keys() & expected.keys())
     *_, (twin, _) = twins(source, out, record)
     torch.testing.assert_close(logits(small), logits(twin), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits(small), logits(reference(source)), rtol=0.01, atol=0.01)
@@ -274,8 +260,7 @@ def test_what_stays_is_fitted_to_the_inputs_that_it_gets(tmp_path: Path, case: s
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
         Y = X.double() @ W.double().T
         error = (Y - X[:, kept].double() @ expected.T).square().sum() / Y.square().sum()
-        assert item.error == pytest.approx(error.item(), rel=1e-3)
-        assert item.tokens == CALIBRATION.numel()
+        assert (item.error, item.tokens) == (pytest.approx(error.item(), rel=1e-3), CALIBRATION.numel())
     assert seen == 3 * 2 if case == "llama grouped" else seen >= 2
 
 
@@ -351,17 +336,16 @@ BLOCKS: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
-def drop_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def the_first_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever that costs: then all others get another number, and nothing is before them that could be repaired."""
     monkeypatch.setattr(search, "cheapest", lambda costs, kinds, count: list(range(count)))
 
 
-@pytest.mark.parametrize(("case", "changes", "count"), some(BLOCKS, 11), ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(("case", "changes", "count"), some(BLOCKS, 11), ids=_name)
+@pytest.mark.usefixtures("the_first_go")
 @pytest.mark.slow
-def test_without_its_first_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, changes: dict[str, Any], count: int
-) -> None:
-    drop_the_first(monkeypatch)
+def test_without_its_first_blocks(tmp_path: Path, case: str, changes: dict[str, Any], count: int) -> None:
     source, out = save(tmp_path / "model", case, **changes), tmp_path / "out"
     before, dense = tensors(source), reference(source)
     record = run(source, out, blocks=count)
@@ -380,14 +364,12 @@ def test_without_its_first_blocks(
 
 
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+_MIXED = ["mamba", "mamba", "attention", "mamba"]
 _LINEAR = {f"linear_{each}_head_dim": 8 for each in ("key", "value")}
 _LINEAR |= {f"linear_num_{each}_heads": 2 for each in ("key", "value")}
 #: Models with several kinds of layers, and how many of them there are.
 HYBRIDS: dict[str, tuple[dict[str, Any], int]] = {
-    "granitemoehybrid": (
-        {"layer_types": ["mamba", "mamba", "attention", "mamba"], "num_local_experts": 0, **_MAMBA},
-        2,
-    ),
+    "granitemoehybrid": ({"layer_types": _MIXED, "num_local_experts": 0, **_MAMBA}, 2),
     "bamba": ({"attn_layer_indices": [2], **_MAMBA}, 2),
     "falcon_h1": ({"mamba_d_ssm": 64, **_MAMBA}, 1),
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False}, 2),
@@ -425,13 +407,8 @@ def test_a_model_that_could_not_continue_a_text_is_not_written(tmp_path: Path, m
 
 def test_entries_for_each_block(tmp_path: Path) -> None:
     """What configurations say of blocks, whichever go; the block that goes here is the second of four."""
-    source = save(
-        tmp_path / "model",
-        "qwen2 window",
-        num_hidden_layers=4,
-        max_window_layers=2,
-        layer_types=[*["full_attention"] * 2, *["sliding_attention"] * 2],
-    )
+    kinds = ["full_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    source = save(tmp_path / "model", "qwen2 window", num_hidden_layers=4, max_window_layers=2, layer_types=kinds)
     assert "layer_types" in config(source)
     edit_json(source / "config.json", layer_types=..., sliding_window_pattern=2)  # as in older files
     quiet(source, 1)
@@ -439,9 +416,7 @@ def test_entries_for_each_block(tmp_path: Path) -> None:
     assert record.structure is not None
     assert record.structure.blocks == [1]
     found = config(tmp_path / "out")
-    assert found["num_hidden_layers"] == 3
-    assert found["layer_types"] == ["full_attention", "sliding_attention", "sliding_attention"]
-    assert found["max_window_layers"] == 1
+    assert (found["num_hidden_layers"], found["layer_types"], found["max_window_layers"]) == (3, kinds[1:], 1)
     assert "sliding_window_pattern" not in found
 
 
@@ -479,9 +454,8 @@ def test_what_the_model_has_no_use_for_goes_with_its_block(tmp_path: Path) -> No
     found = tensors(out)
     assert torch.equal(found["something.else"], torch.ones(2))
     buffers = {key: value[0].item() for key, value in found.items() if "inv_freq" in key}
-    assert buffers == {
-        f"model.layers.{new}.self_attn.rotary_emb.inv_freq": old for new, old in ((0, 0), (1, 2), (3, 3))
-    }
+    numbers = {0: 0, 1: 2, 3: 3}
+    assert buffers == {f"model.layers.{new}.self_attn.rotary_emb.inv_freq": old for new, old in numbers.items()}
 
 
 # All together
@@ -504,9 +478,8 @@ def test_all_three_from_shards(tmp_path: Path, dtype: torch.dtype) -> None:
     dropped, kept = record.structure.blocks, kept_blocks(record)
     *_, (twin, _) = twins(source, out, record)
     torch.testing.assert_close(logits(reference(out)), logits(let_through(twin, dropped)), rtol=1e-4, atol=1e-4)
-    assert [(item.block, item.name) for item in record.matrices] == [
-        (block, name) for block in kept for name in ("self_attn.o_proj", "mlp.down_proj")
-    ]
+    names = ("self_attn.o_proj", "mlp.down_proj")
+    assert [(item.block, item.name) for item in record.matrices] == [(block, name) for block in kept for name in names]
     generate(out)
     check_parameters(source, out, record)
     assert record == Record.from_json((out / "niwaki.json").read_text())
@@ -514,18 +487,6 @@ def test_all_three_from_shards(tmp_path: Path, dtype: torch.dtype) -> None:
     assert said["method"] == "shrink"
     assert said["pattern"] == "1 of 3 blocks, 50 % of the heads of each block, 25 % of the neurons of each block"
     assert not [path for path in listing(tmp_path) if path.startswith(".")]
-
-
-@pytest.mark.slow
-def test_the_same_run_writes_the_same_bytes(tmp_path: Path) -> None:
-    source = save_model(tmp_path / "model", "llama grouped")
-    outs = [tmp_path / "one", tmp_path / "other"]
-    records = [run(source, out, blocks=1, neurons=0.3, heads=0.5) for out in outs]
-    assert listing(outs[0]) == listing(outs[1])
-    for name in listing(outs[0]):
-        if name != "niwaki.json":
-            assert (outs[0] / name).read_bytes() == (outs[1] / name).read_bytes(), name
-    assert records[0].structure == records[1].structure
 
 
 @pytest.mark.slow
@@ -603,16 +564,11 @@ _STEP = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
         ("qwen2_moe", {**_STEP, "decoder_sparse_step": 2}, {"blocks": 1}, "in block 1 as block 0 of 3, mlp"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("the_first_go")
 @pytest.mark.slow
 def test_models_that_are_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    case: str,
-    changes: dict[str, Any],
-    options: dict[str, Any],
-    said: str,
+    tmp_path: Path, case: str, changes: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
-    drop_the_first(monkeypatch)
     source = save(tmp_path / "model", case, **changes)
     before = listing(tmp_path)
     told = message(lambda: run(source, tmp_path / "out", **options), UnsupportedModelError)
@@ -652,24 +608,11 @@ def test_what_makes_no_sense(tmp_path: Path, options: dict[str, Any], said: str)
 def test_numbers_of_heads_that_the_configuration_refuses(tmp_path: Path) -> None:
     """Transformers wants LLaMA's to divide the hidden size, here 32, and does not mind Mistral's."""
     source = save_model(tmp_path / "llama", "llama")
-    said = message(lambda: run(source, tmp_path / "out", heads=0.25))
-    assert said.endswith("its configuration allows 0.5, 0.75")
+    assert message(lambda: run(source, tmp_path / "out", heads=0.25)).endswith("its configuration allows 0.5, 0.75")
     source = save(tmp_path / "mistral", "mistral", num_key_value_heads=4)
     run(source, tmp_path / "out", heads=0.25)
     assert config(tmp_path / "out")["num_attention_heads"] == 3
     generate(tmp_path / "out")
-
-
-def test_outputs_that_are_taken(tmp_path: Path) -> None:
-    source = save_model(tmp_path / "model")
-    before = listing(tmp_path)
-    for out in (tmp_path, source, source / "out"):
-        assert str(out) in message(lambda out=out: run(source, out, neurons=0.5))  # type: ignore[misc]
-    assert listing(tmp_path) == before
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    run(source, empty, neurons=0.5)
-    assert all((empty / name).exists() for name in SHARDS)
 
 
 @pytest.mark.parametrize(
@@ -705,9 +648,7 @@ def test_the_space_that_it_takes(
 
 @pytest.mark.parametrize("options", [{"heads": 0.5}, {"neurons": 0.5}, {"blocks": 1}])
 @pytest.mark.slow
-def test_a_failure_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
     source = save_model(tmp_path / "model", "llama grouped")
     before = listing(tmp_path)
 
@@ -731,11 +672,13 @@ def test_a_failure_leaves_nothing_behind(
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def test_files_have_the_usual_mode(tmp_path: Path) -> None:
-    run(save_model(tmp_path / "model"), tmp_path / "out", neurons=0.5)
+def test_an_empty_directory_will_do(tmp_path: Path) -> None:
+    """Its files have the usual mode."""
+    (out := tmp_path / "out").mkdir()
+    run(save_model(tmp_path / "model"), out, neurons=0.5)
+    assert {*SHARDS} <= {*listing(out)}
     (tmp_path / "usual").touch()
-    modes = {path.stat().st_mode for path in (*(tmp_path / "out").iterdir(), tmp_path / "usual")}
-    assert len(modes) == 1
+    assert len({path.stat().st_mode for path in (*out.iterdir(), tmp_path / "usual")}) == 1
 
 
 @pytest.mark.slow
@@ -762,8 +705,7 @@ def test_a_run_that_was_killed_before_its_end(tmp_path: Path, monkeypatch: pytes
     record = run(source, out, neurons=0.5)
     assert not any(path.exists() for path in hidden)
     monkeypatch.undo()
-    again = run(source, tmp_path / "again", neurons=0.5)
-    assert record.structure == again.structure
+    assert record.structure == run(source, tmp_path / "again", neurons=0.5).structure
     assert all((out / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in SHARDS)
 
 
@@ -801,8 +743,7 @@ def test_zeros_that_fits_lose(
     with Display("shrinking") as display:
         record = run(source, tmp_path / "out", progress=display, **options)
     before, after = tensors(source), tensors(tmp_path / "out")
-    notes = [note for note in record.notes if "not zero any more" in note]
-    (said,) = notes
+    (said,) = [note for note in record.notes if "not zero any more" in note]
     revived, zeros = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", said)[:2])
     fitted = {key for key in after if is_pruned(case, key) and any(name in key for name in names)}
     left = {key: int((after[key] == 0).sum()) for key in after if is_pruned(case, key)}

@@ -154,22 +154,18 @@ def test_numbers_in_all_files(tmp_path: Path) -> None:
     (model / "added_tokens.json").write_text(json.dumps({token: first + i for i, token in enumerate(SPECIAL)}))
     (model / "tokenizer.model").write_bytes(b"all tokens")
     record = work(model, tmp_path / "out", 300)
-    config, generation = (
-        json.loads((tmp_path / "out" / f"{name}config.json").read_text()) for name in ("", "generation_")
-    )
+    names = ("config.json", "generation_config.json")
+    config, generation = (json.loads((tmp_path / "out" / name).read_text()) for name in names)
     assert (config["vocab_size"], config["image_token_id"], config["pad_token_id"]) == (300, 299, -1)
     assert (config["bos_token_id"], config["eos_token_id"]) == (297, 298)
     assert config["bad_words_ids"] == [[65, 297]]
     assert generation["eos_token_id"] == [298, 299]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer("a").input_ids[0]) == (297, 298, 297)
+    numbers = dict(zip(SPECIAL, (297, 298, 299), strict=True))
     decoder = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["added_tokens_decoder"]
-    assert {number: each["content"] for number, each in decoder.items()} == dict(
-        zip(("297", "298", "299"), SPECIAL, strict=True)
-    )
-    assert json.loads((tmp_path / "out" / "added_tokens.json").read_text()) == dict(
-        zip(SPECIAL, (297, 298, 299), strict=True)
-    )
+    assert {each["content"]: int(number) for number, each in decoder.items()} == numbers
+    assert json.loads((tmp_path / "out" / "added_tokens.json").read_text()) == numbers
     written = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]
     assert json.loads((tmp_path / "out" / "vocab.json").read_text()) == written["vocab"]
     merges = (tmp_path / "out" / "merges.txt").read_text().splitlines()
@@ -322,8 +318,7 @@ def test_an_encoder_without_a_head(tmp_path: Path) -> None:
             for path, ids in ((model, tokens), (tmp_path / "out", [pairs[number] for number in tokens]))
         )
     assert torch.equal(before, after)
-    both = niwaki.run(model, tmp_path / "both", stages, **given)
-    assert 0 < both.vectors["after"].cosine < 1
+    assert 0 < niwaki.run(model, tmp_path / "both", stages, **given).vectors["after"].cosine < 1
 
 
 def test_other_tensors_of_words(tmp_path: Path) -> None:
@@ -371,13 +366,8 @@ def test_stopped_anywhere(tmp_path: Path) -> None:
 def test_llama_cpp_encodes_alike(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     model = save_model_with_tokenizer(tmp_path / "model")
-    niwaki.shrink(
-        model,
-        tmp_path / "out",
-        vocabulary=2048,
-        calibration=Calibration("demo", samples=4, length=64),
-        measurement=None,
-    )
+    few = Calibration("demo", samples=4, length=64)
+    niwaki.shrink(model, tmp_path / "out", vocabulary=2048, calibration=few, measurement=None)
     niwaki.export(tmp_path / "out", tmp_path / "model.gguf", "gguf-q8_0")
     texts = [TEXT, "The old man's river; 東京 🌳 مرحبا\n\n\tx = 1984", "unforgettable circumstances"]
     (answer,) = ask(tmp_path, [(tmp_path / "model.gguf", texts, [1, 2, 3])])
