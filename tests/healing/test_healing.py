@@ -444,14 +444,9 @@ def test_healed_twice(tmp_path: Path) -> None:
 
 
 def prune_and_heal(model: Path, out: Path, **changes: Any) -> Record:
-    options: dict[str, Any] = {
-        "effort": "heal:allocation=uniform:importance=0:synthetic=0:epochs=0.5:healing=1.5",
-        "calibration": Calibration(TOKENS, samples=40),
-        "measurement": None,
-        "compute": Compute("cpu", "float32"),
-        **changes,
-    }
-    return niwaki.prune(model, out, 0.5, **options)
+    effort = "heal:allocation=uniform:importance=0:synthetic=0:epochs=0.5:healing=1.5"
+    given: dict[str, Any] = {"effort": effort, "calibration": Calibration(TOKENS, samples=40), "measurement": None}
+    return niwaki.prune(model, out, 0.5, **{**given, "compute": Compute("cpu", "float32"), **changes})
 
 
 @pytest.mark.slow
@@ -563,18 +558,6 @@ def test_it_is_healed_on_text_that_was_not_pruned_on(tmp_path: Path) -> None:
     assert not same_tensors(tmp_path / "out", tmp_path / "pruned")
 
 
-@pytest.mark.slow
-def test_an_unfinished_run_without_healing_is_seen_before_pruning(tmp_path: Path) -> None:
-    dense, effort = save_model(tmp_path / "dense"), "best:synthetic=0:healing=0"
-    with pytest.raises(KeyboardInterrupt):
-        prune_and_heal(dense, tmp_path / "out", effort=effort, progress=StopAt(9))
-    there = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(UsageError, match=r"unfinished run .* that differs in the stages \(prune there, prune, h"):
-        prune_and_heal(dense, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == there
-    assert prune_and_heal(dense, tmp_path / "out", effort=effort).resumed == [1]
-
-
 @pytest.mark.parametrize("there", some([False, True], 1))
 @pytest.mark.slow
 def test_stopped_while_the_pruned_copy_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
@@ -631,16 +614,23 @@ def _is_last_phase(place: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_another_run_in_the_way_of_one_that_heals(tmp_path: Path) -> None:
-    """One that is pruned and to be healed is not lost without a word."""
-    dense, effort = save_model(tmp_path / "dense"), "fast"
-    with pytest.raises(KeyboardInterrupt):
-        prune_and_heal(dense, tmp_path / "out", progress=Notes(1))
-    assert not (tmp_path / ".out.pruned.partial").exists()
-    with pytest.raises(UsageError, match=r"has an unfinished run .* that differs in the stages \(prune, heal there"):
-        prune_and_heal(dense, tmp_path / "out", effort=effort)
-    prune_and_heal(dense, tmp_path / "out", effort=effort, restart=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
+def test_runs_with_and_without_healing_do_not_go_on_with_each_other(tmp_path: Path) -> None:
+    """This is seen before pruning, and what is done is not lost without a word."""
+    dense, alone = save_model(tmp_path / "dense"), {"effort": "best:synthetic=0:healing=0"}
+    cases: list[Any] = [
+        (alone, StopAt(9), {}, r"\(prune there, prune, h", alone, [1]),
+        ({}, Notes(1), alone, r"\(prune, heal there", {**alone, "restart": True}, []),
+    ]
+    for first, progress, then, said, last, resumed in cases:
+        with pytest.raises(KeyboardInterrupt):
+            prune_and_heal(dense, tmp_path / "out", progress=progress, **first)
+        there = sorted(path.name for path in tmp_path.iterdir())
+        with pytest.raises(UsageError, match=rf"unfinished run .* that differs in the stages {said}"):
+            prune_and_heal(dense, tmp_path / "out", **then)
+        assert sorted(path.name for path in tmp_path.iterdir()) == there
+        assert prune_and_heal(dense, tmp_path / "out", **last).resumed == resumed
+        shutil.rmtree(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
 @pytest.mark.parametrize("stop_at", [1, 2])
