@@ -105,15 +105,13 @@ def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     checkpoint = Checkpoint(tmp_path)
     for key, value in values.items():
         read = checkpoint.read(key)
-        assert read.dtype == dtype
-        assert read.shape == value.shape
+        assert (read.dtype, read.shape) == (dtype, value.shape)
         assert torch.equal(read.double(), value.double())
 
 
 def test_an_unknown_dtype_is_named_when_it_is_read(single: Path) -> None:
     bend_header(single / SINGLE_NAME, lambda header: header[Q].update(dtype="F8_E8M0", shape=[4096]))
-    checkpoint = Checkpoint(single)
-    refused(lambda: checkpoint.read(Q), Q, "F8_E8M0")
+    refused(lambda: Checkpoint(single).read(Q), Q, "F8_E8M0")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -632,8 +630,7 @@ def test_the_source_shrinks_on_the_way(single: Path, out: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written(single: Path, tmp_path: Path) -> None:
-    writer = CheckpointWriter(Checkpoint(single), tmp_path / "nowhere")
-    refused(writer.__enter__, "nowhere", kind=OutputError)
+    refused(CheckpointWriter(Checkpoint(single), tmp_path / "nowhere").__enter__, "nowhere", kind=OutputError)
 
 
 # Carrying over
@@ -682,8 +679,7 @@ def written(directory: Path, out: Path, tensor: Tensor) -> None:
 
 @pytest.fixture
 def sparse() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    tensor = torch.randn(32, 32, generator=generator)
+    tensor = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
     tensor[:, ::2] = 0.0
     return tensor
 

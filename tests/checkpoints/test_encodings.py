@@ -91,8 +91,7 @@ def test_scales_in_a_file_of_their_own(tmp_path: Path) -> None:
 def test_other_blocks_are_another_model(tmp_path: Path) -> None:
     in_fp8(tmp_path)
     before = Checkpoint(tmp_path).fingerprint()
-    settings = {"quant_method": "fp8", "weight_block_size": [17, 20]}  # for which the scales are as many
-    edit_json(tmp_path / "config.json", quantization_config=settings)
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [17, 20]})
     assert Checkpoint(tmp_path).fingerprint() != before
 
 

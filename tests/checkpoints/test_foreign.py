@@ -97,8 +97,7 @@ def test_a_whole_model_beside_an_adapter(model: Path) -> None:
 
 def test_files(model: Path, tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json"):
-        text = said(model / name, UsageError)
-        assert text.endswith(f"give its directory, {model}")
+        assert said(model / name, UsageError).endswith(f"give its directory, {model}")
     (tmp_path / "alone.safetensors").touch()
     assert "a model is a directory" in said(tmp_path / "alone.safetensors", UsageError)
 

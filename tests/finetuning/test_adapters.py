@@ -269,16 +269,14 @@ def test_copied_and_pickled() -> None:
             if "lora_B" in name:
                 value.zero_()
     assert torch.equal(logits(copied), before)
-    buffer = io.BytesIO()
-    torch.save(copied.get_submodule("base_model.model.model.layers.0.self_attn.q_proj"), buffer)
+    torch.save(copied.get_submodule("base_model.model.model.layers.0.self_attn.q_proj"), io.BytesIO())
 
 
 def test_adapters_that_come_later() -> None:
     """Are noticed at the first step."""
     model = pruned()
     niwaki.keep_zeros(model)
-    adapted = with_lora(model)
-    assert "after what changes them" in message(lambda: train(adapted), UsageError)
+    assert "after what changes them" in message(lambda: train(with_lora(model)), UsageError)
 
 
 def test_refused() -> None:

@@ -101,27 +101,11 @@ def test_in_a_trainer(tmp_path: Path) -> None:
         made["attention_mask"] = (made["labels"] != -100).long()
         return made
 
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "out"),
-        max_steps=20,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        save_strategy="no",
-    )
-    callback = niwaki.KeepZeros()
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=rows,
-        data_collator=collated,
-        compute_loss_func=loss,
-        callbacks=[callback],
-    )
-    trainer.train()
+    steps: dict[str, Any] = {"max_steps": 20, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    quiet: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    arguments = TrainingArguments(output_dir=str(tmp_path / "out"), learning_rate=1e-2, **steps, **quiet)
+    given: dict[str, Any] = {"data_collator": collated, "compute_loss_func": loss, "callbacks": [niwaki.KeepZeros()]}
+    Trainer(model=model, args=arguments, train_dataset=rows, **given).train()
     with torch.no_grad():
         after = float(loss(model(input_ids=tokens, attention_mask=mask), None))
     assert after < 0.7 * before

@@ -102,14 +102,8 @@ def test_trainers_of_trl(pruned: Path, tmp_path: Path, how: str) -> None:
     rows = Dataset.from_list([row] * 16)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
-    trainer = kind(
-        model,
-        args=config,
-        train_dataset=rows,
-        processing_class=tokenizer,
-        callbacks=[niwaki.KeepZeros()],
-        peft_config=lora,
-    )
+    given = {"processing_class": tokenizer, "callbacks": [niwaki.KeepZeros()], "peft_config": lora}
+    trainer = kind(model, args=config, train_dataset=rows, **given)
     trainer.train()
     trained: Any = niwaki.merge_lora(trainer.model) if lora else trainer.model
     trained.save_pretrained(tmp_path / "trained")

@@ -152,8 +152,7 @@ def test_what_is_not_finite_there() -> None:
     model = pruned_layers()
     niwaki.keep_zeros(model)
     weight = model[0].get_parameter("weight")
-    gradient = torch.where(weight == 0, torch.nan, 1.0).detach()
-    (weight * gradient).sum().backward()
+    (weight * torch.where(weight == 0, torch.nan, 1.0).detach()).sum().backward()
     assert weight.grad is not None
     assert bool(weight.grad.isfinite().all())
 
@@ -212,8 +211,7 @@ def test_frozen_and_trained_later() -> None:
     gc.collect()
     assert not any(value.requires_grad for value in model.parameters())
     model.requires_grad_(True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model, optimizer)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for name, there in before.items():
         gradient = model.get_parameter(name).grad
         assert gradient is not None
