@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import niwaki
+from niwaki.choices import BLOCK_TYPE_BITS
 from niwaki.errors import CheckpointError, NiwakiError
 from support.gguf_formulas import File
 from support.llama_cpp import LLAMA_CPP, ask, distance
@@ -42,8 +43,10 @@ def prepare(place: Path) -> None:
 
 def case(chance: random.Random, place: Path) -> str:
     source, file = place / "source", place / "model.gguf"
-    kind = chance.choice(("F16", "F16", "Q8_0", "Q4_0"))
+    kind = chance.choice(("F16", "F16", "Q8_0", "Q4_0", "types", "types"))
     changes = _configuration(chance)
+    if kind == "types" and chance.random() < 0.7:  # which have blocks of 256
+        changes |= {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 32}
     try:
         model = random_model(
             changes.pop("case"), vocab_size=EMBEDDED_VOCABULARY, seed=chance.randrange(2**31), **changes
@@ -57,7 +60,7 @@ def case(chance: random.Random, place: Path) -> str:
     _tokenizer(chance, source)
     if chance.random() < 0.1:
         _file(chance, source)
-    on_grid = kind != "F16" and chance.random() < 0.5 and _put_on_grid(chance, source, kind)
+    on_grid = kind != "F16" and chance.random() < (1 if kind == "types" else 0.5) and _put_on_grid(chance, source, kind)
     said = _export(source, file, kind)
     if isinstance(said, NiwakiError):
         assert "\n" not in str(said)
@@ -73,11 +76,14 @@ def case(chance: random.Random, place: Path) -> str:
 
 def _put_on_grid(chance: random.Random, source: Path, kind: str) -> bool:
     """Replaces the model by what quantize makes of it, where it can be on the grid."""
-    grid = {"Q8_0": "int8", "Q4_0": "int4"}[kind] + chance.choice(("", "", ":32", ":64"))
+    if kind == "types":
+        grid, ends = chance.choice([*BLOCK_TYPE_BITS]), chance.choice([*BLOCK_TYPE_BITS])
+    else:
+        grid, ends = {"Q8_0": "int8", "Q4_0": "int4"}[kind] + chance.choice(("", "", ":32", ":64")), "int8"
     out = source.with_name("on-grid")
     options: Any = {"effort": "none", "measurement": None, "compute": "cpu"}
     try:
-        niwaki.quantize(source, out, grid, embeddings="int8", **options)
+        niwaki.quantize(source, out, grid, embeddings=ends, **options)
     except NiwakiError:
         return False
     shutil.rmtree(source)
@@ -87,7 +93,7 @@ def _put_on_grid(chance: random.Random, source: Path, kind: str) -> bool:
 
 def _export(source: Path, file: Path, kind: Any) -> NiwakiError | list[str]:
     try:
-        return niwaki.export(source, file, format_of(kind))
+        return niwaki.export(source, file, "gguf" if kind == "types" else format_of(kind))
     except NiwakiError as error:
         return error
 
