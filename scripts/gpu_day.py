@@ -212,6 +212,7 @@ def run(part: Part, device: str, limit: float, entry: dict[str, Any]) -> None:
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": out}
         printed, began = Path(out, "printed.txt"), time.monotonic()
+        entry["status"] = "stopped"  # also by a signal that comes while it starts
         with printed.open("wb") as file:
             process = subprocess.Popen(  # noqa: S603 - from the table above
                 ["/bin/sh", "-ec", command],
@@ -222,7 +223,6 @@ def run(part: Part, device: str, limit: float, entry: dict[str, Any]) -> None:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        entry["status"] = "stopped"
         try:
             entry["exit"] = process.wait(limit)
             entry["status"] = "failed" if entry["exit"] else "passed"
