@@ -7,30 +7,25 @@ r"""What files for llama.cpp lose, as llama.cpp computes them.
         --record benchmarks/results/llama_quantize.json
 
 "formats" are niwaki's own, rounded to the nearest and on calibration text; "beside" are the files that llama-quantize
-makes with an importance matrix of the same text, and niwaki's of the same bytes. llama-quantize is llama.cpp's function
-`llama_model_quantize`, called in the library that node-llama-cpp has.
+makes with an importance matrix of the same text, and niwaki's of the same bytes.
 
 Each format is written as `niwaki export` rounds the model, and after `niwaki quantize` onto the grid that has the
 format's numbers. Predictions are those of llama.cpp itself, on the same windows; those of F16 are what the others are
 measured against. A command that asks for more adds to its record.
 """
 
-import ctypes
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import common
-import gguf
 import numpy as np
 import torch
 from common import Held, Length, Model, Samples, TextSamples
+from llama_library import LlamaCpp
 from rich.console import Console
 from torch import Tensor
 from typer import Argument, Option
@@ -49,26 +44,6 @@ from niwaki.texts.texts import read_windows
 
 #: By format, the grid that has its numbers.
 GRIDS: dict[ExportFormat, str] = {"gguf-q8_0": "int8:32", "gguf-q4_0": "int4:32"}
-
-
-#: One prediction of so many is compared where there are many files: JavaScript takes each number of them by itself.
-_STEP = 8
-
-
-class Predictions:
-    """Those of one file after each ``step``-th token of ``windows`` (windows, tokens), a window in memory at a time."""
-
-    def __init__(self, peer: Path, file: Path, windows: Tensor, logits: Path, step: int = 1) -> None:
-        asked = logits.with_suffix(".json")
-        asked.write_text(json.dumps(windows.tolist()))
-        command = [*common.node_script(peer, "llama_cpp_logits.mjs"), *map(str, (file, asked, logits, step))]
-        subprocess.run(command, stdout=sys.stderr, stderr=sys.stderr, check=True)
-        self._values = np.memmap(logits, np.float32, "r").reshape(len(windows), windows.shape[1] // step, -1)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """(tokens, words) of each window: logarithms of probabilities."""
-        for window in self._values:
-            yield torch.from_numpy(np.array(window)).double().log_softmax(dim=-1)
 
 
 def formats(
@@ -106,7 +81,7 @@ def formats(
     with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
         place = Path(scratch)
         niwaki.export(model, place / "dense.gguf", "gguf-f16")
-        dense = Predictions(peer, place / "dense.gguf", windows, place / "dense")
+        llama, dense = LlamaCpp(peer), place / "dense.gguf"
         for form, effort in asked:
             if sheet.has(format=form, effort=effort):
                 continue
@@ -118,7 +93,7 @@ def formats(
                     model, source, GRIDS[form], effort=effort, calibration=books, measurement=None, restart=True
                 )
             niwaki.export(source, file, form)
-            divergences, losses = compared(dense, Predictions(peer, file, windows, place / "other"), windows)
+            divergences, losses = compared(llama, dense, file, windows)
             file.unlink()
             if effort != "none":
                 shutil.rmtree(source)
@@ -157,14 +132,12 @@ def beside(
     with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
         place = Path(scratch)
         began = time.perf_counter()
-        niwaki.export(model, place / "dense.gguf", "gguf-f16")
+        llama, dense = LlamaCpp(peer), place / "dense.gguf"
+        niwaki.export(model, dense, "gguf-f16")
         exported = time.perf_counter() - began
-        dense = Predictions(peer, place / "dense.gguf", windows, place / "dense", _STEP)
 
         def add(file: Path, seconds: float, **cell: str) -> None:
-            divergences, losses = compared(
-                dense, Predictions(peer, file, windows, place / "other", _STEP), windows, _STEP
-            )
+            divergences, losses = compared(llama, dense, file, windows)
             found = {
                 name: {"divergence": divergences[of], "loss": losses[of]}
                 for number, name in enumerate(texts)
@@ -179,7 +152,7 @@ def beside(
             if not sheet.has(model=model.name, mixture=mixture, by="niwaki"):
                 began = time.perf_counter()
                 importance = _importance(source, read_windows(calibration, tokenizer, length, samples).tokens)
-                _quantize(peer, place / "dense.gguf", file, mixture, importance)
+                llama.quantize(dense, file, mixture, importance)
                 if not sheet.has(model=model.name, mixture=mixture, by="llama-quantize"):
                     add(file, exported + time.perf_counter() - began, mixture=mixture, by="llama-quantize")
                 began, out = time.perf_counter(), place / "out"
@@ -205,47 +178,14 @@ def _importance(source: Checkpoint, tokens: Tensor) -> dict[str, Tensor]:
     return found
 
 
-class _Data(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), ("data", ctypes.POINTER(ctypes.c_float)), ("size", ctypes.c_size_t))
-
-
-class _Parameters(ctypes.Structure):
-    """`llama_model_quantize_params` of llama.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("nthread", "ftype", "output_tensor_type", "token_embedding_type")),
-        *((name, ctypes.c_bool) for name in ("allow_requantize", "quantize_output_tensor", "only_copy", "pure")),
-        *((name, ctypes.c_bool) for name in ("keep_split", "dry_run")),
-        ("imatrix", ctypes.POINTER(_Data)),
-        *((name, ctypes.c_void_p) for name in ("kv_overrides", "tt_overrides", "prune_layers")),
-        ("max_buf_size", ctypes.c_size_t),
-    )
-
-
-def _quantize(peer: Path, dense: Path, out: Path, mixture: str, importance: dict[str, Tensor]) -> None:
-    """What `llama-quantize --imatrix` does."""
-    (library,) = peer.glob("node_modules/@node-llama-cpp/*/bins/*/libllama.v*.so")
-    llama = ctypes.CDLL(str(library))
-    llama.llama_model_quantize_default_params.restype = _Parameters
-    given = llama.llama_model_quantize_default_params()
-    assert (given.ftype, given.nthread, given.quantize_output_tensor) == (gguf.LlamaFileType.MOSTLY_Q8_0, 0, True)
-    of = [
-        _Data(name.encode(), ctypes.cast(power.data_ptr(), ctypes.POINTER(ctypes.c_float)), power.numel())
-        for name, power in importance.items()
-    ]
-    given.imatrix, given.nthread = (_Data * (len(of) + 1))(*of), torch.get_num_threads()
-    given.ftype = getattr(gguf.LlamaFileType, f"MOSTLY_{mixture}")
-    assert not llama.llama_model_quantize(str(dense).encode(), str(out).encode(), ctypes.byref(given))
-
-
-def compared(dense: Predictions, other: Predictions, windows: Tensor, step: int = 1) -> tuple[list[float], list[float]]:
+def compared(llama: LlamaCpp, dense: Path, other: Path, windows: Tensor) -> tuple[list[float], list[float]]:
     """Of each window, in nats a token: the KL divergence from ``dense``, and the loss that is added to that of it."""
     divergences, losses = list[float](), list[float]()
-    for p, q, tokens in zip(dense, other, windows, strict=True):
-        divergences.append(float((p.exp() * (p - q)).sum(dim=-1).mean()))
-        following = tokens[step::step].unsqueeze(1)
-        p, q = p[: len(following)], q[: len(following)]
-        losses.append(float((p.gather(1, following) - q.gather(1, following)).mean()))
+    for before, after, tokens in zip(llama.logits(dense, windows), llama.logits(other, windows), windows, strict=True):
+        p, q = before.log_softmax(dim=-1), after.log_softmax(dim=-1)
+        following = tokens[1:].unsqueeze(1)
+        losses.append(float((p[:-1].gather(1, following) - q[:-1].gather(1, following)).double().mean()))
+        divergences.append(float((p.exp() * p.sub_(q)).sum(dim=-1).double().mean()))
     return divergences, losses
 
 
