@@ -56,18 +56,13 @@ class Promises:
 #: All but that of two factors, whose masks are not those of a matrix: test_double_sparse.py.
 OF_ONE_MATRIX = {name: solver for name, solver in SOLVERS.items() if name != "double-sparse"}
 CONTRACT: list[tuple[Solver, Promises]] = [
-    (Magnitude(), Promises(moves=False)),
-    (Wanda(), Promises(moves=False)),
-    (RIA(), Promises(moves=False)),
-    (OBSSaliency(), Promises(moves=False)),
+    *((solver, Promises(moves=False)) for solver in (Magnitude(), Wanda(), RIA(), OBSSaliency())),
     (DSnoT(), Promises(moves=False, steps=51, refines=True)),
     (Swaps(), Promises(moves=False, steps=100, refines=True)),
     (SparseGPT(), Promises()),
     (SparseGPT(block_size=8), Promises(runs=4)),
-    (ADMM(), Promises(steps=20)),
+    *((ADMM(schedule=each), Promises(steps=20)) for each in ("constant", "cubic", "printed")),
     (ADMM(sparsification_steps=1), Promises(steps=20)),
-    (ADMM(schedule="cubic"), Promises(steps=20)),
-    (ADMM(schedule="printed"), Promises(steps=20)),
     (Continuation(), Promises(steps=15)),
     (OBC(), Promises(steps=20)),
     (ALPS(), Promises(steps=310)),
@@ -85,13 +80,8 @@ CONTRACT: list[tuple[Solver, Promises]] = [
 ROWS, COLUMNS = 23, 32
 
 
-PATTERNS: list[Pattern] = [
-    Unstructured(0.5),
-    Unstructured(0.8),
-    PerRow(0.6),
-    NM(2, 4),
-    Fixed(normal(ROWS, COLUMNS, seed=77) > 0.3),
-]
+PATTERNS: list[Pattern] = [Unstructured(0.5), Unstructured(0.8), PerRow(0.6), NM(2, 4)]
+PATTERNS.append(Fixed(normal(ROWS, COLUMNS, seed=77) > 0.3))
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -58,11 +58,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/api/whoami-v2":
             self._answer({"name": "me", "type": "user", "orgs": []})
         elif "/tree/" in self.path:
-            name = self.path.removeprefix("/api/models/").partition("/tree/")[0]
-            files = self.hub.models.get(name, {})
-            self._answer(
-                [{"type": "file", "path": path, "size": len(each), "oid": "0"} for path, each in files.items()]
-            )
+            files = self.hub.models.get(self._model("/tree/"), {}).items()
+            self._answer([{"type": "file", "path": path, "size": len(each), "oid": "0"} for path, each in files])
         else:
             self._answer({"error": "Not found"}, 404)
 
@@ -76,21 +73,14 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/api/repos/create":
             self._create(json.loads(body))
         elif "/preupload/" in self.path:
-            files = [
-                {
-                    "path": each["path"],
-                    "uploadMode": "lfs" if each["path"].endswith((".safetensors", ".gguf")) else "regular",
-                    "shouldIgnore": False,
-                    "oid": None,
-                }
-                for each in json.loads(body)["files"]
-            ]
-            self._answer({"files": files})
+            paths = [each["path"] for each in json.loads(body)["files"]]
+            modes = {path: "lfs" if path.endswith((".safetensors", ".gguf")) else "regular" for path in paths}
+            flags = {"shouldIgnore": False, "oid": None}
+            self._answer({"files": [{"path": path, "uploadMode": modes[path], **flags} for path in paths]})
         elif self.path.endswith("/info/lfs/objects/batch"):
-            objects = [
-                {**each, "actions": {"upload": {"href": f"{self.hub.address}/store/{each['oid']}"}}}
-                for each in json.loads(body)["objects"]
-            ]
+            objects = json.loads(body)["objects"]
+            for each in objects:
+                each["actions"] = {"upload": {"href": f"{self.hub.address}/store/{each['oid']}"}}
             self._answer({"transfer": "basic", "objects": objects})
         elif "/commit/" in self.path:
             self._commit([json.loads(line) for line in body.splitlines()])
@@ -112,6 +102,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _begin(self) -> None:
         self.hub.asked.append(f"{self.command} {self.path}")
+
+    def _model(self, behind: str) -> str:
+        """The name of a model in the path, which is before that."""
+        return self.path.removeprefix("/api/models/").partition(behind)[0]
 
     def _fails(self) -> bool:
         if self.headers["Authorization"] != f"Bearer {TOKEN}" and self.path != "/api/validate-yaml":
@@ -140,16 +134,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"url": f"{self.hub.address}/{name}"})
 
     def _commit(self, lines: list[dict[str, Any]]) -> None:
-        name = self.path.removeprefix("/api/models/").partition("/commit/")[0]
+        name = self._model("/commit/")
         for line in lines:
             value = line["value"]
             if line["key"] == "file":
                 self.hub.models[name][value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 self.hub.models[name][value["path"]] = self.hub.stored[value["oid"]]
-        self._answer(
-            {"success": True, "commitOid": "0" * 40, "commitUrl": f"{self.hub.address}/{name}/commit/{'0' * 40}"}
-        )
+        number = "0" * 40
+        url = f"{self.hub.address}/{name}/commit/{number}"
+        self._answer({"success": True, "commitOid": number, "commitUrl": url})
 
     def _answer(self, value: Any, status: int = 200) -> None:
         text = json.dumps(value).encode()

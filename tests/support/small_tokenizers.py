@@ -68,13 +68,9 @@ def _content(kind: str) -> str:
     ]
     parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     special = {"<s>": {"id": "<s>", "ids": [count], "tokens": ["<s>"]}}
-    content["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": parts,
-        "pair": [*parts, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": special,
-    }
-    return json.dumps(content)
+    pair = [*parts, {"Sequence": {"id": "B", "type_id": 1}}]
+    post = {"type": "TemplateProcessing", "single": parts, "pair": pair, "special_tokens": special}
+    return json.dumps({**content, "post_processor": post})
 
 
 def size(kind: str) -> int:
@@ -88,13 +84,8 @@ def write_tokenizer(path: Path, kind: str) -> Path:
     first = size(kind) - len(SPECIAL)
     (path / "tokenizer.json").write_text(_content(kind))
     added = {str(first + i): {"content": token, "special": True} for i, token in enumerate(SPECIAL)}
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "added_tokens_decoder": added,
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "added_tokens_decoder": added}))
     return path
 
 
@@ -117,25 +108,16 @@ def save_with_tokenizer(path: Path, kind: str, case: str = "llama", rows: int = 
     return write_tokenizer(path, kind)
 
 
+_REPLACED = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+_METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 #: What a tokenizer of SentencePiece's kind does to spaces, as files of tokenizers have it: Gemma, Phi-3, and LLaMA 2 in
 #: transformers 4 and 5.
 SPACES: dict[str, tuple[Any, Any]] = {
-    "replaced": (
-        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
-    ),
-    "before each": (
-        {
-            "type": "Sequence",
-            "normalizers": [
-                {"type": "Prepend", "prepend": "▁"},
-                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-            ],
-        },
-        None,
-    ),
-    "before the first": (None, {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}),
-    "never before": (None, {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}),
+    "replaced": (_REPLACED, _SPLIT),
+    "before each": ({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, _REPLACED]}, None),
+    "before the first": (None, {**_METASPACE, "prepend_scheme": "first"}),
+    "never before": (None, {**_METASPACE, "prepend_scheme": "never"}),
 }
 
 
