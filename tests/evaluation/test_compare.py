@@ -135,7 +135,7 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
             assert (cell.sparsity, cell.error) == (made.sparsity, made.mean_error)
             kept = Record.from_json((tmp_path / "out" / str(cell.record)).read_text())
             _same_but_times(kept, made)
-            assert same_tensors(tmp_path / "out" / "models" / Path(str(cell.record)).stem, out)
+            assert same_tensors(out, tmp_path / "out" / "models" / Path(str(cell.record)).stem)
             assert cell.seconds == kept.seconds["total"] == pytest.approx(sum(cell.stages.values()), rel=0.2)
     assert len(list((tmp_path / "out" / "records").iterdir())) == 2 * len(methods)
 
