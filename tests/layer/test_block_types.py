@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from niwaki.choices import BLOCK_TYPE_BITS
-from niwaki.errors import UsageError
+from niwaki.errors import NumericalError, UsageError
 from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid, BlockType, in_half, stored_type
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
@@ -181,9 +181,14 @@ def test_scales_are_told_from_other_numbers() -> None:
 def test_large_and_tiny_numbers_stay_in_float16() -> None:
     given = torch.tensor([1e9, -1e9, 1e-12, 0.5], dtype=F64)
     assert in_half(given).tolist() == [65504.0, -65504.0, 0.0, 0.5]
-    for name in BLOCK_TYPES:
-        scales = grid_of(name).scales(normal(4, 256, seed=1) * 1e7, torch.ones(256, dtype=F64), F64)
-        assert scales.isfinite().all()
+
+
+@each_type
+@pytest.mark.parametrize("size", [1e9, 1e-9])
+def test_weights_that_float16_cannot_scale(name: str, size: float) -> None:
+    weights = normal(4, 256, seed=1) * size
+    said = f"its weights are too small or too large for {name}, whose scales are in float16"
+    assert message(lambda: grid_of(name).scales(weights, torch.ones(256, dtype=F64), F64), NumericalError) == said
 
 
 # Names

@@ -339,6 +339,7 @@ class Gguf(Conversion):
             if on.grid.has(W.to(self.checkpoint.dtype(key)), scales):
                 codes, scales = on.grid.codes(W, scales.float())[source.rows], scales[source.rows]
                 if isinstance(on.grid, BlockGrid):
+                    _check_values(key, W[source.rows].numpy(), tensor.kind, np.ones(1, np.float32))
                     stored = bytes_of(codes, scales)
                 else:
                     _check_values(key, W[source.rows].numpy(), tensor.kind, scales.float().numpy())
