@@ -23,7 +23,7 @@ from niwaki.models import streamed
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
 from support.covering import FULL
-from support.models import is_pruned, linear_inputs, message, random_model, random_tokens, reference, save_model
+from support.models import is_pruned, linear_inputs, message, random_tokens, reference, save_model
 from support.runs import Diary, StopAt, files, raw, run, stopped, tensors, zeros
 
 CASES = ("zamba", "zamba2")
@@ -284,15 +284,3 @@ def test_what_sharing_does_not_allow(tmp_path: Path, call: Callable[[Path, Path]
     model = save_model(tmp_path / "model", "zamba2")
     assert expected in message(lambda: call(model, tmp_path / "out"), UnsupportedModelError)
     assert not (tmp_path / "out").exists()
-
-
-def test_models_say_what_they_share(case: str) -> None:
-    """What the tests above take for granted."""
-    layers: Any = random_model(case).model.layers
-    names = ("shared_transf", "shared_transformer")
-    weights: dict[int, list[int]] = {}
-    for index, layer in enumerate(layers):
-        for name in names:
-            if hasattr(layer, name):
-                weights.setdefault(id(getattr(layer, name).self_attn.q_proj.weight), []).append(index)
-    assert [tuple(blocks) for blocks in weights.values()] == BLOCKS[case]
