@@ -34,10 +34,11 @@ TEXT = random_tokens(16, 24)
 GIVEN: dict[str, Any] = {"calibration": TEXT[:12], "measurement": Measurement(TEXT[12:]), "compute": CPU}
 
 
-def save(path: Path, case: str = "llama") -> Path:
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
     """A model with rows of 64, which packed groups are multiples of."""
-    random_model(case, hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(path)
-    return path
+    random_model("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
 
 
 def codes(directory: Path, group: int) -> dict[str, Tensor]:
@@ -63,14 +64,8 @@ def test_names() -> None:
     assert grid.choices() == (2, 3, 4, 5, 6, 8)
     assert parse_grid("int5.5:32").choices() == (4, 5, 8)  # of GGUF
     assert Grid(6).choices() == (6,)
-    assert [grid.fewest(torch.tensor(values)) for values in ([-2, 1], [-3, 0], [-8, 7], [-9, 0], [8], [-128, 127])] == [
-        2,
-        3,
-        4,
-        5,
-        5,
-        8,
-    ]
+    for values, bits in (([-2, 1], 2), ([-3, 0], 3), ([-8, 7], 4), ([-9, 0], 5), ([8], 5), ([-128, 127], 8)):
+        assert grid.fewest(torch.tensor(values)) == bits
     for text in ("int1.5:64", "int3.5:32", "int8.5", "int4.", "int.5", "int1e1"):
         with pytest.raises(UsageError):
             parse_grid(text)
@@ -118,12 +113,10 @@ def test_bits_go_where_they_gain_most(average: float, seed: int) -> None:
     assert foreseen(costs, chosen) == pytest.approx(min(foreseen(costs, each) for each in every))
 
 
-def test_costs_are_those_of_errors_by_sensitivity_and_inputs(tmp_path: Path) -> None:
-    directory = save(tmp_path / "model")
-    text = TEXT[:12]
-    model, halves = stream_of(directory), (text[::2], text[1::2])
-    found = costs_of_bits(model, Grid(8, 64, 5.0), text, "auto", World(), Progress())
-    whole, sensitive = reference(directory), sensitivities(model, text[::2])
+def test_costs_are_those_of_errors_by_sensitivity_and_inputs(model: Path) -> None:
+    stream, text = stream_of(model), TEXT[:12]
+    found = costs_of_bits(stream, Grid(8, 64, 5.0), text, "auto", World(), Progress())
+    whole, sensitive, halves = reference(model), sensitivities(stream, text[::2]), (text[::2], text[1::2])
     for block, name in found:
         fitted, other = (linear_inputs(whole, block, half)[name].double() for half in halves)
         W = weight(whole, f"model.layers.{block}.{name}").float()
@@ -136,8 +129,7 @@ def test_costs_are_those_of_errors_by_sensitivity_and_inputs(tmp_path: Path) -> 
     assert len(found) == 14
 
 
-def test_what_is_written(tmp_path: Path) -> None:
-    model = save(tmp_path / "model")
+def test_what_is_written(tmp_path: Path, model: Path) -> None:
     record = niwaki.quantize(model, tmp_path / "out", "int5.5:64", effort="fast", **GIVEN)
     found = codes(tmp_path / "out", 64)
     bits = {key: bits_of(value) for key, value in found.items()}
@@ -151,6 +143,8 @@ def test_what_is_written(tmp_path: Path) -> None:
     said = ", ".join(f"{[*bits.values()].count(each)} of {each} bits" for each in sorted({*bits.values()}))
     assert any(said in note for note in record.notes)
     assert not any("export" in note for note in record.notes)
+    with pytest.raises(UsageError, match="of mixed bits"):
+        niwaki.export(tmp_path / "out", tmp_path / "exported")
     # What reads it finds the same bits.
     checkpoint = Checkpoint(tmp_path / "out")
     form = format_of(checkpoint)
@@ -163,8 +157,7 @@ def test_what_is_written(tmp_path: Path) -> None:
         assert highest <= 2 ** (bits[matrix.key] - 1) - 1
 
 
-def test_a_stopped_run_comes_to_the_same_bytes(tmp_path: Path) -> None:
-    model = save(tmp_path / "model")
+def test_a_stopped_run_comes_to_the_same_bytes(tmp_path: Path, model: Path) -> None:
     niwaki.quantize(model, tmp_path / "whole", "int5.5:64", effort="fast", **GIVEN)
     with pytest.raises(KeyboardInterrupt):
         niwaki.quantize(model, tmp_path / "out", "int5.5:64", effort="fast", **GIVEN, progress=StopAt(9))
@@ -172,8 +165,7 @@ def test_a_stopped_run_comes_to_the_same_bytes(tmp_path: Path) -> None:
     assert files(tmp_path / "out", "recipe.toml") == files(tmp_path / "whole", "recipe.toml")
 
 
-def test_packed_matrices_have_their_own_bits(tmp_path: Path) -> None:
-    model = save(tmp_path / "model")
+def test_packed_matrices_have_their_own_bits(tmp_path: Path, model: Path) -> None:
     sizes = {}
     for grid in ("int4:64", "int5.5:64", "int8:64"):
         niwaki.quantize(model, tmp_path / grid, grid, effort="fast", **GIVEN)
@@ -189,8 +181,7 @@ def test_packed_matrices_have_their_own_bits(tmp_path: Path) -> None:
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_healing_keeps_the_bits(tmp_path: Path) -> None:
-    model = save(tmp_path / "model")
+def test_healing_keeps_the_bits(tmp_path: Path, model: Path) -> None:
     niwaki.prune(model, tmp_path / "out", 0.6, quantize="int5.5:64", effort="fast", **GIVEN)
     niwaki.heal(tmp_path / "out", tmp_path / "healed", teacher=model, tokens=6000, rate=3e-3, **GIVEN)
     before, after = codes(tmp_path / "out", 64), codes(tmp_path / "healed", 64)
@@ -209,15 +200,8 @@ def test_healing_keeps_the_bits(tmp_path: Path) -> None:
         ({"grid": "int3.5:32"}, "mean of 4 to 8"),
     ],
 )
-def test_refusals(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_refusals(arguments: dict[str, Any], said: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=said):
-        niwaki.quantize(save(tmp_path / "model"), tmp_path / "out", **arguments, **GIVEN)
+        niwaki.quantize(model, tmp_path / "out", **arguments, **GIVEN)
     with pytest.raises(UsageError, match="two factors"):
-        niwaki.prune(tmp_path / "model", tmp_path / "out", "two-factors:0.5", quantize="int5.5:16", **GIVEN)
-
-
-def test_formats_of_one_number_of_bits_refuse_them(tmp_path: Path) -> None:
-    model = save(tmp_path / "model")
-    niwaki.quantize(model, tmp_path / "out", "int5.5:64", effort="fast", **GIVEN)
-    with pytest.raises(UsageError, match="of mixed bits"):
-        niwaki.export(tmp_path / "out", tmp_path / "exported")
+        niwaki.prune(model, tmp_path / "out", "two-factors:0.5", quantize="int5.5:16", **GIVEN)

@@ -22,10 +22,9 @@ from niwaki.models.outside import head_gram
 from niwaki.models.scales import EMBEDDINGS
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.linear import SparseEmbedding, SparseLinear
-from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from support.models import random_model, random_tokens
-from support.runs import files, raw, tensors
+from support.runs import Diary, files, raw, tensors
 
 TEXT = random_tokens(2, 24, seed=1)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -36,6 +35,11 @@ def wide(path: Path, tied: bool = False, case: str = "llama", **changes: int) ->
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "tie_word_embeddings": tied, **changes}
     random_model(case, dtype=torch.bfloat16, **sizes).save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return wide(tmp_path / "model")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -85,9 +89,8 @@ def test_with_few_bits_the_head_is_fitted_to_what_it_receives(tmp_path: Path, ti
     assert Record.load(tmp_path / "nearest" / "niwaki.json").calibration == {}
 
 
-def test_the_gram_matrix_of_the_head(tmp_path: Path) -> None:
+def test_the_gram_matrix_of_the_head(tmp_path: Path, model: Path) -> None:
     """Against all states in float64."""
-    model = wide(tmp_path / "model")
     streamed = StreamedModel(Checkpoint(model), "cpu", "float32")
     states = streamed.embed(TEXT)
     for block in streamed.stream():
@@ -100,15 +103,10 @@ def test_the_gram_matrix_of_the_head(tmp_path: Path) -> None:
     assert gram.tokens == TEXT.numel()
 
 
-def test_fewer_bits_need_a_text_unless_told_otherwise(tmp_path: Path) -> None:
-    model = wide(tmp_path / "model")
-    with pytest.raises(UsageError, match="no effort is called 'quick'"):
-        niwaki.run(model, tmp_path / "out", ["embeddings int4:64 effort=quick"], calibration=TEXT)
-    record = niwaki.quantize(model, tmp_path / "none", "int4:64", embeddings="int4:64", effort="none", measurement=None)
-    assert record.calibration == {}
-    record = niwaki.quantize(
-        model, tmp_path / "fast", "int4:64", embeddings="int4:64", effort="fast", calibration=TEXT, measurement=None
-    )
+def test_fewer_bits_need_a_text_unless_told_otherwise(tmp_path: Path, model: Path) -> None:
+    options: dict[str, Any] = {"embeddings": "int4:64", "measurement": None}
+    assert niwaki.quantize(model, tmp_path / "none", "int4:64", effort="none", **options).calibration == {}
+    record = niwaki.quantize(model, tmp_path / "fast", "int4:64", effort="fast", calibration=TEXT, **options)
     assert record.calibration_tokens == TEXT.numel()
 
 
@@ -155,36 +153,22 @@ def test_a_table_that_is_scaled_is_unpacked(tmp_path: Path) -> None:
     assert (packed(tokens).logits - wanted).norm() <= 0.02 * wanted.norm()
 
 
-class Counted(Progress):
-    """How many steps each part had, of how many it was said to have."""
-
-    def __init__(self) -> None:
-        self.parts: list[list[Any]] = []
-
-    def stage(self, block: int, name: str, steps: int) -> None:
-        self.parts.append([name, 0, steps])
-
-    def step(self) -> None:
-        self.parts[-1][1] += 1
-
-
 def test_all_that_takes_long_has_steps(tmp_path: Path) -> None:
     """Also what comes after the last block: the head of a large vocabulary, and its rounding."""
-    model, counted = wide(tmp_path / "model", vocab_size=5000), Counted()
-    options = {"calibration": TEXT, "measurement": TEXT, "progress": counted}
-    niwaki.run(model, tmp_path / "out", [QuantizeEmbeddings("int4:32")], **options)  # type: ignore[arg-type]
-    (rounding,) = (part for part in counted.parts if part[0] == "rounding")
-    assert rounding[1] == rounding[2] > 2
-    for name, done, steps in counted.parts:
-        assert done == steps, name
-    measured = [steps for name, _, steps in counted.parts if name == "perplexity"]
-    blocks = [steps for name, _, steps in counted.parts if name == "advance"]
+    model, diary = wide(tmp_path / "model", vocab_size=5000), Diary()
+    options: dict[str, Any] = {"calibration": TEXT, "measurement": TEXT, "progress": diary}
+    niwaki.run(model, tmp_path / "out", [QuantizeEmbeddings("int4:32")], **options)
+    parts = [(name, steps) for _, name, steps, done in diary.stages() if done == steps]
+    assert len(parts) == len(diary.stages())
+    (rounding,) = (steps for name, steps in parts if name == "rounding")
+    assert rounding > 2
+    measured = [steps for name, steps in parts if name == "perplexity"]
+    blocks = [steps for name, steps in parts if name == "advance"]
     assert len(measured) == 2
     assert min(measured) > sum(blocks) + 2
 
 
-def test_alone_and_at_the_end_of_a_list(tmp_path: Path) -> None:
-    model = wide(tmp_path / "model")
+def test_alone_and_at_the_end_of_a_list(tmp_path: Path, model: Path) -> None:
     record = niwaki.run(model, tmp_path / "alone", ["embeddings int8:64"], measurement=TEXT)
     assert (record.outcome, record.quantization) == ("embeddings in int8:64", None)
     assert record.perplexity["before"].value != record.perplexity["after"].value
@@ -201,45 +185,45 @@ def test_alone_and_at_the_end_of_a_list(tmp_path: Path) -> None:
         (["embeddings int8", "heal"], "stage 2, heal: only formats follow embeddings"),
         (["embeddings int8", "embeddings int8"], "stage 2, embeddings: only formats follow embeddings"),
         (["embeddings int9"], "a grid has 2 to 8 bits; got 9"),
+        (["embeddings int4:64 effort=quick"], "no effort is called 'quick'"),
         (["embeddings int8:48"], "64 inputs cannot be divided into groups of 48 that share a scale; try int8:32"),
     ],
 )
-def test_bad_lists(tmp_path: Path, stages: list[str], message: str) -> None:
-    model = wide(tmp_path / "model")
+def test_bad_lists(tmp_path: Path, model: Path, stages: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         niwaki.run(model, tmp_path / "out", stages)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
-    model = wide(tmp_path / "model")
+def test_a_model_of_an_earlier_run_is_refused(tmp_path: Path, model: Path) -> None:
     niwaki.quantize(model, tmp_path / "out", "int8")
     with pytest.raises(UsageError, match="was made by niwaki, and its record would be lost"):
         niwaki.run(tmp_path / "out", tmp_path / "two", ["embeddings"])
 
 
-@pytest.mark.parametrize("damage", ["scale", "shape", "weight", "none"])
-def test_damaged_scales(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("scale", "0 or not finite"),
+        ("shape", "should be BF16"),
+        ("weight", "is not on its grid int8:64 any more"),
+        ("none", f"on a grid, and {EMBEDDINGS} is not there"),
+    ],
+)
+def test_damaged_scales(tmp_path: Path, damage: str, said: str) -> None:
     niwaki.quantize(wide(tmp_path / "model", True), tmp_path / "out", "int8", embeddings="int8:64")
-    file = tmp_path / "out" / EMBEDDINGS
-    scales = load_file(file)
-    key = f"{EMBEDDING}_scale"
+    file, key = tmp_path / "out" / EMBEDDINGS, f"{EMBEDDING}_scale"
+    scales = load_file(file)[key]
     if damage == "scale":
-        scales[key][0] = 0
+        scales[0] = 0
     elif damage == "shape":
-        scales[key] = scales[key][:-1]
+        scales = scales[:-1]
     elif damage == "weight":
-        scales[key] *= 1.5
-    save_file(scales, file)
+        scales *= 1.5
+    save_file({key: scales}, file)
     if damage == "none":
         file.unlink()
-    message = {
-        "scale": "0 or not finite",
-        "shape": "should be BF16",
-        "weight": "is not on its grid int8:64 any more",
-        "none": f"on a grid, and {EMBEDDINGS} is not there",
-    }[damage]
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=said):
         niwaki.pack(tmp_path / "out", tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from niwaki.models.scales import FILE
 from niwaki.records.record import Record
 from support.models import (
     a_third_of_the_families,
+    edit_json,
     is_pruned,
     random_tokens,
     reference,
@@ -57,15 +57,14 @@ def test_it_is_the_nearest(bits: int, group: int | None) -> None:
     ("grid", "effort", "embeddings"),
     [("int8:8", None, "int8:8"), ("int2:8", "none", None), ("int4:8", "fast", "int4:8"), ("int3:8", None, None)],
 )
-def test_what_is_quantized_again_stays(tmp_path: Path, grid: str, effort: str | None, embeddings: str | None) -> None:
+def test_what_is_quantized_again_stays(
+    tmp_path: Path, model: Path, grid: str, effort: str | None, embeddings: str | None
+) -> None:
     """The same bytes, of weights and of scales."""
-    model = save_model(tmp_path / "model")
     options: dict[str, Any] = {"calibration": random_tokens(8, 24, seed=1), "effort": effort}
     niwaki.quantize(model, tmp_path / "once", grid, **options, embeddings=embeddings)
     shutil.copytree(tmp_path / "once", tmp_path / "other", ignore=shutil.ignore_patterns("niwaki*", "*.md", "quant*"))
-    config = json.loads((tmp_path / "other" / "config.json").read_text())
-    del config["pruning_config"]
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "other" / "config.json", pruning_config=...)
     niwaki.quantize(tmp_path / "other", tmp_path / "twice", grid, **options, embeddings=embeddings)
     found, before = files(tmp_path / "twice"), files(tmp_path / "once")
     weights = [name for name in before if str(name).endswith(".safetensors")]
@@ -91,30 +90,23 @@ def test_every_family(tmp_path: Path, case: str) -> None:
     reference(tmp_path / "out")
 
 
-def test_no_text_is_read(tmp_path: Path) -> None:
+def test_no_text_is_read(tmp_path: Path, model: Path) -> None:
     """Neither the usual one, which is on the hub, nor one to measure on."""
-    model = save_model(tmp_path / "model")
     record = niwaki.quantize(model, tmp_path / "out", "int8:8")
     assert record.calibration == {}
     assert record.perplexity == {}
     assert "no text was given to measure perplexity on; --text names one" in record.notes
     assert Record.load(tmp_path / "out" / "niwaki.json") == record
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "# model, int8:8\n" in card
-    assert "- quantized" in card
-    assert "sparse" not in card
-    assert "pruned_" not in card
-    assert "| calibration |" not in card
-    assert "rounding to the nearest" in card
+    assert all(part in card for part in ("# model, int8:8\n", "- quantized", "rounding to the nearest"))
+    assert not any(part in card for part in ("sparse", "pruned_", "| calibration |"))
     assert summary(record).row_count
     niwaki.report(tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "model, int8:8" in page
-    assert "rounding to the nearest" in page
+    assert all(part in page for part in ("model, int8:8", "rounding to the nearest"))
 
 
-def test_perplexity_is_that_of_what_is_written(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
+def test_perplexity_is_that_of_what_is_written(tmp_path: Path, model: Path) -> None:
     record = niwaki.quantize(model, tmp_path / "out", "int4:8", effort="none", measurement=TEXT)
     assert record.notes == [note for note in record.notes if "perplexity" not in note]
     for when, place in (("before", model), ("after", tmp_path / "out")):
@@ -133,15 +125,13 @@ def test_a_calibration_text_is_measured_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("effort", [None, "none"])
-def test_prune_without_zeros_is_the_same(tmp_path: Path, effort: str | None) -> None:
-    model = save_model(tmp_path / "model")
+def test_prune_without_zeros_is_the_same(tmp_path: Path, model: Path, effort: str | None) -> None:
     niwaki.quantize(model, tmp_path / "one", "int8", effort=effort)
     niwaki.prune(model, tmp_path / "two", 0, quantize="int8", effort=effort)
     assert files(tmp_path / "one", "recipe.toml") == files(tmp_path / "two", "recipe.toml")
 
 
-def test_fewer_bits_are_fitted(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
+def test_fewer_bits_are_fitted(tmp_path: Path, model: Path) -> None:
     record = niwaki.quantize(model, tmp_path / "out", "int4", calibration=random_tokens(8, 24), measurement=TEXT)
     assert record.effort["epochs"] > 0
     assert (record.method, record.pattern) == ("least squares", "no zeros")
@@ -150,20 +140,17 @@ def test_fewer_bits_are_fitted(tmp_path: Path) -> None:
     assert record.calibration["samples"] == 8
 
 
-def test_the_effort_none_is_for_quantizing_alone(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
-    tokens = random_tokens(8, 24)
+def test_the_effort_none_is_for_quantizing_alone(tmp_path: Path, model: Path) -> None:
     for options in ({"quantize": "int8", "solver": "wanda"}, {"quantize": "int8", "pattern": 0.5}, {"pattern": 0.5}):
         given: dict[str, Any] = {"pattern": 0, **options}
         with pytest.raises(UsageError, match="the effort none only rounds weights to a grid"):
-            niwaki.prune(model, tmp_path / "out", effort="none", calibration=tokens, **given)
+            niwaki.prune(model, tmp_path / "out", effort="none", calibration=random_tokens(8, 24), **given)
     assert not (tmp_path / "out").exists()
 
 
-def test_zeros_stay(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
-    tokens = random_tokens(8, 24)
-    niwaki.prune(model, tmp_path / "half", 0.5, solver="wanda", calibration=tokens, measurement=TEXT)
+def test_zeros_stay(tmp_path: Path, model: Path) -> None:
+    calibration = random_tokens(8, 24)
+    niwaki.prune(model, tmp_path / "half", 0.5, solver="wanda", calibration=calibration, measurement=TEXT)
     record = niwaki.quantize(tmp_path / "half", tmp_path / "out", "int8")
     before, after = tensors(tmp_path / "half"), tensors(tmp_path / "out")
     assert all(bool((after[key][before[key] == 0] == 0).all()) for key in before)
@@ -186,11 +173,9 @@ def test_behind_other_stages_and_before_them(tmp_path: Path) -> None:
     assert (tmp_path / "first" / "packed.json").exists()
 
 
-def test_a_stopped_run_resumes(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
+def test_a_stopped_run_resumes(tmp_path: Path, model: Path) -> None:
     niwaki.quantize(model, tmp_path / "whole", "int8", measurement=TEXT)
     with pytest.raises(KeyboardInterrupt):
         niwaki.quantize(model, tmp_path / "out", "int8", measurement=TEXT, progress=StopAt(10))
-    record = niwaki.quantize(model, tmp_path / "out", "int8", measurement=TEXT)
-    assert record.resumed == [1]
+    assert niwaki.quantize(model, tmp_path / "out", "int8", measurement=TEXT).resumed == [1]
     assert files(tmp_path / "out") == files(tmp_path / "whole")
