@@ -78,42 +78,29 @@ def _functions(place: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
     common: dict[str, Any] = {"restart": False, "progress": None}
     training: dict[str, Any] = {"tokens": 200, "max_time": None, "rate": 0.01, "batch": 32}
     lesson = niwaki.Calibration("demo", length=32)
-    comparing = {"effort": "fast", "keep": False, "max_time": None, "progress": None}
     held = {"measurement": niwaki.Measurement("demo-held", samples=1, length=32)}
+    comparing = {**texts, **held, "effort": "fast", "keep": False, "max_time": None, "progress": None}
     options = {"compute": "cpu", "progress": None}
     writing = {"tokens": 2, "temperature": 0.0, "seed": 0, "compute": "cpu", "say": None}
-    made: dict[str, Any] = {
-        name: (getattr(niwaki, name), {})
-        for name in ("Calibration", "Measurement", "Compute", "Effort", "Prune", "Quantize", "Heal")
-    }
-    for function, usual in made.values():
-        usual |= vars(function())
+    both: dict[str, Any] = {"model": model, "out": out}
+    smaller = {**both, "blocks": 1, "neurons": 0.25, "heads": 0.0}
+    healed = {"pruned": pruned, "out": out, "teacher": model, **training, **texts, "calibration": lesson}
+    page = {"directory": pruned, "out": place / "out.html", "prompts": [], "reference": None, "progress": None}
+    made = (niwaki.Calibration, niwaki.Measurement, niwaki.Compute, niwaki.Effort, niwaki.Prune, niwaki.Quantize)
     return {
-        **made,
+        **{function.__name__: (function, dict(vars(function()))) for function in (*made, niwaki.Heal)},
         "Shrink": (niwaki.Shrink, vars(niwaki.Shrink(blocks=1))),
         "Grid": (Grid, vars(Grid(4))),
-        "prune": (niwaki.prune, {"model": model, "out": out, "pattern": 0.5, **pruning, **texts, **common}),
-        "quantize": (niwaki.quantize, {"model": model, "out": out, "grid": "int8", "effort": None, **texts, **common}),
-        "shrink": (
-            niwaki.shrink,
-            {"model": model, "out": out, "blocks": 1, "neurons": 0.25, "heads": 0.0, **texts, **common},
-        ),
-        "heal": (
-            niwaki.heal,
-            {"pruned": pruned, "out": out, "teacher": model, **training, **texts, "calibration": lesson, **common},
-        ),
-        "compare": (
-            niwaki.compare,
-            {"model": model, "out": out, "solvers": "wanda", "patterns": 0.5, **texts, **held, **comparing},
-        ),
+        "prune": (niwaki.prune, {**both, "pattern": 0.5, **pruning, **texts, **common}),
+        "quantize": (niwaki.quantize, {**both, "grid": "int8", "effort": None, **texts, **common}),
+        "shrink": (niwaki.shrink, {**smaller, **texts, **common}),
+        "heal": (niwaki.heal, {**healed, **common}),
+        "compare": (niwaki.compare, {**both, "solvers": "wanda", "patterns": 0.5, **comparing}),
         "evaluate": (niwaki.evaluate, {"model": model, **held, **options}),
         "evaluate_tasks": (niwaki.evaluate_tasks, {"model": model, "tasks": "nope", "limit": 1, **options}),
         "inspect": (lambda model: list(niwaki.inspect(model)), {"model": model}),
         "bench": (niwaki.bench, {"model": "nope/nope", "prompt": 2, "tokens": 2, "repeats": 1, **options}),
-        "report": (
-            niwaki.report,
-            {"directory": pruned, "out": place / "out.html", "prompts": [], "reference": None, "progress": None},
-        ),
+        "report": (niwaki.report, page),
         "pack": (niwaki.pack, {"model": pruned, "out": out, "progress": None}),
         "unpack": (niwaki.unpack, {"model": packed, "out": out, "progress": None}),
         "export": (niwaki.export, {"model": pruned, "out": out, "format": "gguf-f16", "progress": None}),

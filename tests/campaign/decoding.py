@@ -20,11 +20,9 @@ _ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 4.0},
     {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
-    {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-)  # fmt: skip
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 64},
+)
 #: How far two results in float32 may be apart, relative to the largest number.
 _NOISE = 2e-5
 #: In bfloat16, how much larger one's error may be than the other's over this many tokens: in the mean over tokens, and
@@ -90,8 +88,8 @@ def _options(chance: random.Random, kind: str) -> dict[str, Any]:
     if kind == "mistral":
         options["sliding_window"] = chance.choice((None, 4, 64))
     if kind == "granite":
-        options["residual_multiplier"] = chance.choice((1.0, 0.98, 0.5))
-        options["attention_multiplier"] = chance.choice((1.0, 0.25))
+        multipliers = {"residual_multiplier": (1.0, 0.98, 0.5), "attention_multiplier": (1.0, 0.25)}
+        options |= {name: chance.choice(values) for name, values in multipliers.items()}
     if kind == "smollm3":
         options["no_rope_layers"] = [chance.randrange(2) for _ in range(3)]
     return options

@@ -113,11 +113,8 @@ def _compare(source: Path, file: Path, kind: str, texts: list[str], tokens: list
         # Inputs are rounded there, so that a token may go to another expert.
         worst = far.quantile(0.75 if written.family == "qwen3moe" else 1.0)
     else:
-        split, worst, most = (
-            [written.split(text) for text in texts],
-            distance(written.logits(tokens), expected).max(),
-            most,
-        )
+        split = [written.split(text) for text in texts]
+        worst = distance(written.logits(tokens), expected).max()
     for text, ours in zip(texts, split, strict=True):
         assert ours == tokenizer(text).input_ids, text
     assert worst < most, f"logits are off by {float(worst):.4f}"
@@ -131,42 +128,29 @@ def _configuration(chance: random.Random) -> dict[str, Any]:
 
     case_ = chance.choice(_FAMILIES)
     odd = 1.0 if chance.random() < 0.3 else 0.0
-    rope: Any = some(
-        0.15 + 0.2 * odd,
-        *(
-            _ropes(chance)
-            if odd
-            else _ropes(chance)[: 2 * (case_[0] in "lm")] or [{"rope_type": "default", "rope_theta": 300.0}]
-        ),
-    )
+    ropes = _ropes(chance)
+    if not odd:
+        ropes = ropes[: 2 * (case_[0] in "lm")] or [{"rope_type": "default", "rope_theta": 300.0}]
+    rope: Any = some(0.15 + 0.2 * odd, *ropes)
     if rope is ...:
         rope = {"rope_type": "default", "rope_theta": chance.choice((100.0, 10_000.0, 5e5))}
-    values = {
-        "case": case_,
+    values = {"case": case_, "rope_parameters": rope, "use_sliding_window": some(0.1, True)}
+    for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
+        values[key] = some(0.2, True, False)
+    values |= {
         "hidden_act": some(odd * 0.2, "gelu", "relu", "swish", "gelu_pytorch_tanh", "sigmoid"),
-        "attention_bias": some(0.2, True, False),
-        "mlp_bias": some(0.2, True, False),
         "sliding_window": some(0.2, 1, 5, 8, 64, None),
-        "use_sliding_window": some(0.1, True),
-        "norm_topk_prob": some(odd * 0.2, True, False),
-        "decoder_sparse_step": some(odd * 0.1, 1, 2),
-        "mlp_only_layers": some(odd * 0.1, [], [0]),
-        "num_experts_per_tok": some(0.3, 1, 2, 3),
         "head_dim": some(0.3 if odd or case_ != "qwen2" else 0, 4, 8, 16, 32),
-        "num_hidden_layers": some(0.3, 1, 2, 3),
-        "hidden_size": some(0.3, 16, 32, 64),
-        "intermediate_size": some(0.3, 20, 32, 64, 179),
         "num_key_value_heads": some(0.2, 1, 2, *([3] if odd else [])),
-        "rms_norm_eps": some(0.3, 1e-5, 1e-2, 0.5),
-        "max_position_embeddings": some(0.2, 6, 12, 4096),
-        "rope_parameters": rope,
-        "tie_word_embeddings": some(0.2, True, False),
-        "is_causal": some(odd * 0.06, False),
-        "attention_chunk_size": some(odd * 0.06, 4),
-        "attention_dropout": some(0.1, 0.3),
-        "initializer_range": some(0.1, 0.5),
         "eos_token_id": some(0.3, 1, [1, 5, 7], 4095, None),
     }
+    values |= {"norm_topk_prob": some(odd * 0.2, True, False), "decoder_sparse_step": some(odd * 0.1, 1, 2)}
+    values |= {"mlp_only_layers": some(odd * 0.1, [], [0]), "num_experts_per_tok": some(0.3, 1, 2, 3)}
+    values |= {"num_hidden_layers": some(0.3, 1, 2, 3), "hidden_size": some(0.3, 16, 32, 64)}
+    values |= {"intermediate_size": some(0.3, 20, 32, 64, 179), "rms_norm_eps": some(0.3, 1e-5, 1e-2, 0.5)}
+    values |= {"max_position_embeddings": some(0.2, 6, 12, 4096), "is_causal": some(odd * 0.06, False)}
+    values |= {"attention_chunk_size": some(odd * 0.06, 4), "attention_dropout": some(0.1, 0.3)}
+    values |= {"initializer_range": some(0.1, 0.5)}
     return {key: value for key, value in values.items() if value is not ...}
 
 
@@ -228,14 +212,8 @@ def _tokenizer(chance: random.Random, source: Path) -> None:
     model = content["model"]
     three = split["pattern"]["Regex"] == _SPLIT and steps[0] is split
     model["ignore_merges"] = chance.random() < (0.3 if odd else 0.7 * three)
-    for key, value in {
-        "byte_fallback": True,
-        "dropout": 0.5,
-        "continuing_subword_prefix": "##",
-        "end_of_word_suffix": "</w>",
-        "unk_token": "<s>",
-        "fuse_unk": True,
-    }.items():
+    flags: dict[str, Any] = {"byte_fallback": True, "dropout": 0.5, "fuse_unk": True, "unk_token": "<s>"}
+    for key, value in {**flags, "continuing_subword_prefix": "##", "end_of_word_suffix": "</w>"}.items():
         if chance.random() < 0.06 * odd:
             model[key] = value
     if chance.random() < 0.05:
@@ -248,16 +226,8 @@ def _tokenizer(chance: random.Random, source: Path) -> None:
         whole: list[Any] = [{"Sequence": {"id": "A", "type_id": 0}}]
         whole.insert(chance.randrange(2) if odd else int(piece["SpecialToken"]["id"] == "</s>"), piece)
         ids = {name: {"id": name, "ids": [number], "tokens": [name]} for number, name in enumerate(("<s>", "</s>"))}
-        content["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": whole,
-            "pair": whole,
-            "special_tokens": ids,
-        }
-        content["post_processor"]["pair"] = [
-            {"Sequence": {"id": "A", "type_id": 0}},
-            {"Sequence": {"id": "B", "type_id": 1}},
-        ]
+        pair = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}]
+        content["post_processor"] = {"type": "TemplateProcessing", "single": whole, "pair": pair, "special_tokens": ids}
     texts = chance.sample(("<tool>", "<x", "don", " old", "  ", "<|im_end|>", "l>x"), chance.choice((0, 0, 0, 1, 2)))
     words = {number: word for word, number in model["vocab"].items()}
     for number, text in enumerate(texts, EMBEDDED_VOCABULARY - len(texts)):

@@ -32,21 +32,13 @@ _numbers: list[list[tuple[int, int]]] = []
 _lengths: list[int] = []  # of arrays, behind the types of their elements
 #: Bytes that a command may take beyond what this process has, and its seconds.
 _MEMORY, _PATIENCE = 1 << 31, 60.0
-_ODD = (
-    *(0, 1, 3, 7, 31, 32, 33, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 32, 2**64 - 1),
-)
-_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_PARTS = {
-    **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
-    **{f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
-    "attn_output": "self_attn.o_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
+_SMALL = (0, 1, 3, 7, 31, 32, 33, 255, 256, 2**16)
+_ODD = (*_SMALL, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 32, 2**64 - 1)
+_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+_NAMES |= {"output.weight": "lm_head.weight"}
+_PARTS = {f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"}
+_PARTS |= {f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")}
+_PARTS |= {"attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 #: What configurations say of the fields that are about the architecture, where it has no other value.
 _SAID = {
     "attention.head_count": "num_attention_heads",

@@ -8,10 +8,9 @@ from pathlib import Path
 from support.forks import command
 from support.models import save_model_with_tokenizer
 
-#: Little text, so that a run takes a fraction of a second.
-#: As small a healing: of which a step has one window.
-HEALING = ("--calibration", "demo", "--tokens", "300", "--batch", "32", "--length", "32", "--text-samples", "2")
-SMALL = ("--calibration", "demo", "--samples", "4", "--length", "32", "--text-samples", "2")
+#: Little text, so that a run takes a fraction of a second; and as small a healing, of which a step has one window.
+_FEW = ("--calibration", "demo", "--length", "32", "--text-samples", "2")
+SMALL, HEALING = (*_FEW, "--samples", "4"), (*_FEW, "--tokens", "300", "--batch", "32")
 
 
 def furnish(place: Path) -> None:

@@ -7,38 +7,12 @@ case(chance, place)    does one case in an empty directory, with what ``chance``
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
-from campaign import (
-    arguments,
-    calls,
-    comparisons,
-    decoding,
-    disk,
-    exports,
-    ggufs,
-    kills,
-    models,
-    packed,
-    records,
-    solvers,
-    stages,
-    texts,
-)
 from support import faults
 
-KINDS: dict[str, ModuleType] = {
-    "arguments": arguments,
-    "calls": calls,
-    "comparisons": comparisons,
-    "decoding": decoding,
-    "exports": exports,
-    "ggufs": ggufs,
-    "models": models,
-    "packed": packed,
-    "records": records,
-    "solvers": solvers,
-    "texts": texts,
-}
-if faults.POSSIBLE:
-    KINDS |= {"disk": disk, "kills": kills, "stages": stages}
+_NAMES = ("arguments", "calls", "comparisons", "decoding", "exports", "ggufs", "models", "packed", "records", "solvers")
+_WITH_FAULTS = ("disk", "kills", "stages") if faults.POSSIBLE else ()
+
+KINDS: dict[str, ModuleType] = {name: import_module(f"campaign.{name}") for name in (*_NAMES, "texts", *_WITH_FAULTS)}

@@ -157,15 +157,8 @@ def _check_pruned(case: str, model: Path, out: Path, whole: bool) -> None:
 
 def _check_files(model: Path, out: Path) -> None:
     """All that is not weights is in the output."""
-    other = {
-        "config.json",
-        "niwaki.json",
-        "README.md",
-        "README.base.md",
-        "report.html",
-        "niwaki-bench.json",
-        "packed.json",
-    }
+    other = {"config.json", "niwaki.json", "README.md", "README.base.md", "report.html"}
+    other |= {"niwaki-bench.json", "packed.json"}
     for path in model.rglob("*"):
         name = path.relative_to(model)
         if not os.path.isfile(path) or name.parts[0] in {".git", ".cache", *other} or "index.json" in path.name:
@@ -216,9 +209,8 @@ def _some_file(chance: random.Random, model: Path, pattern: str = "*") -> Path:
 def _truncated(chance: random.Random, model: Path) -> None:
     path = _some_file(chance, model)
     size = path.stat().st_size
-    os.truncate(
-        path, chance.choice((0, 1, 8, size // 2, max(0, size - 1), size + 1, size + 8, chance.randint(0, size)))
-    )
+    sizes = (0, 1, 8, size // 2, max(0, size - 1), size + 1, size + 8, chance.randint(0, size))
+    os.truncate(path, chance.choice(sizes))
 
 
 def _bytes(chance: random.Random, model: Path) -> None:
@@ -323,10 +315,8 @@ def _json_value(chance: random.Random, model: Path) -> None:
 
 def _config_value(chance: random.Random, model: Path) -> None:
     path = model / "config.json"
-    if not os.path.isfile(path):  # a pipe, which is never read to its end
-        return
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text()) if os.path.isfile(path) else None  # a pipe is never read to its end
     except (OSError, ValueError, RecursionError):
         return
     if not isinstance(values, dict):
@@ -370,54 +360,44 @@ def _header(chance: random.Random, model: Path) -> None:
     except (ValueError, LookupError, TypeError, AttributeError):
         return
     end, text = len(data), None
-    match chance.choice(
-        ("field", "offset", "shape", "same", "more", "zero", "dtype", "name", "twice", "metadata", "text")
-    ):
+    hows = ("field", "offset", "shape", "same", "more", "zero", "dtype", "name", "twice", "metadata", "text")
+    match chance.choice(hows):
         case "field":
             entry[chance.choice([*entry])] = chance.choice(_ODD[:-1])
         case "offset":
             entry["data_offsets"][chance.randrange(2)] += chance.choice((-4, 4, 1, 1 << 40, -(1 << 40)))
         case "shape":
-            entry["shape"] = chance.choice(
-                ([], [-1], [2**32, 2**32], [2**64], [0], entry["shape"][::-1], [*entry["shape"], 1])
-            )
+            shapes: Any = ([], [-1], [2**32, 2**32], [2**64], [0], entry["shape"][::-1], [*entry["shape"], 1])
+            entry["shape"] = chance.choice(shapes)
         case "same":
             entry["data_offsets"] = header[other]["data_offsets"]
         case "more":  # a tensor that nothing asks for
-            dtype, width = chance.choice(
-                (("F32", 4), ("U16", 2), ("F8_E8M0", 1), ("F4", 1), ("C64", 8), ("BOOL", 1), ("I64", 8))
-            )
-            header["more"] = {
-                "dtype": dtype,
-                "shape": [width * 2 if dtype == "F4" else 2],
-                "data_offsets": [end, end + 2 * width],
-            }
-            if dtype == "F4":
-                header["more"]["shape"] = [4]
+            widths = {"F32": 4, "U16": 2, "F8_E8M0": 1, "F4": 1, "C64": 8, "BOOL": 1, "I64": 8}
+            dtype, width = chance.choice([*widths.items()])
+            shape, places = [4 if dtype == "F4" else 2], [end, end + 2 * width]
+            header["more"] = {"dtype": dtype, "shape": shape, "data_offsets": places}
             data += bytes(2 * width)
         case "zero":
             header["zero"] = {"dtype": "F32", "shape": [0, 3], "data_offsets": [end, end]}
         case "dtype":
             entry["dtype"] = chance.choice(("I32", "U32", "F16", "F64", "I8", "Q7", "f32", ""))
         case "name":
-            header[
-                chance.choice((other, f"{key}x", key.replace("model.", ""), "", "é", "a" * 5000, "\x1b[2J", "\ud800"))
-            ] = header.pop(key)
+            names = (other, f"{key}x", key.replace("model.", ""), "", "é", "a" * 5000, "\x1b[2J", "\ud800")
+            header[chance.choice(names)] = header.pop(key)
         case "twice":
             text = json.dumps(header)[:-1] + f", {json.dumps(key)}: {json.dumps(header[chance.choice((key, other))])}}}"
         case "metadata":
             header["__metadata__"] = chance.choice(_ODD)
         case _:
             text = json.dumps(header)
-            text = chance.choice(
-                (text + " " * 77, " " + text, text + "x", text[:-1], "{}", "", "null", text.replace('"', "'"))
-            )
+            odd = (text + " " * 77, " " + text, text + "x", text[:-1], "{}", "", "null", text.replace('"', "'"))
+            text = chance.choice(odd)
     new = (json.dumps(header) if text is None else text).encode("utf-8", "surrogatepass")
     if chance.random() < 0.03:
         new = new.decode("utf-8", "replace").encode("utf-16")
-    length = (
-        len(new) if chance.random() < 0.97 else chance.choice((0, 1, 2**63, 10**8, len(new) + 1, max(0, len(new) - 1)))
-    )
+    length = len(new)
+    if chance.random() >= 0.97:
+        length = chance.choice((0, 1, 2**63, 10**8, length + 1, max(0, length - 1)))
     path.write_bytes(struct.pack("<Q", length) + new + data)
 
 
@@ -442,17 +422,15 @@ def _shards(chance: random.Random, model: Path) -> None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return
     new = chance.choice(("plan.safetensors", "scales.safetensors", "a b é.safetensors", "x" * 240 + ".safetensors"))
-    new = chance.choice(
-        (new, "config.json", "README.md", "quantization", "x.bin", "\udcff.safetensors", "a\nb.safetensors")
-    )
+    odd = ("config.json", "README.md", "quantization", "x.bin", "\udcff.safetensors", "a\nb.safetensors")
+    new = chance.choice((new, *odd))
     match chance.choice(("rename", "rename", "wrong", "copy", "drop", "add", "odd", "case")):
         case "rename":
             (model / shard).rename(model / new)
             index["weight_map"] = {each: new if of == shard else of for each, of in places.items()}
         case "wrong":
-            places[key] = chance.choice(
-                [*places.values(), "", ".", "..", "x", "../model/x.safetensors", "/x", "\0", "\ud800", None, 5]
-            )
+            wrong = ("", ".", "..", "x", "../model/x.safetensors", "/x", "\0", "\ud800", None, 5)
+            places[key] = chance.choice([*places.values(), *wrong])
         case "copy":  # every tensor twice
             shutil.copyfile(model / shard, model / "copy.safetensors")
             places["copied"] = "copy.safetensors"

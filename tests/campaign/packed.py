@@ -13,23 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import niwaki
 from campaign.home import contents
 from niwaki.errors import NiwakiError
-from niwaki.models.scales import FILE as SCALES
 from support.forks import command, forked, refused
-from support.models import (
-    EMBEDDED_VOCABULARY,
-    add_tokenizer,
-    edit_json,
-    is_pruned,
-    random_model,
-    random_tokens,
-    reference,
-)
-from support.packed import SIZES, component_names, decode, digest_of, read_file, seal, write_file
+from support.models import EMBEDDED_VOCABULARY, add_tokenizer, random_model, random_tokens, reference, with_zeros
+from support.packed import SIZES, component_names, decode, read_file, seal, write_file, write_index
+from support.sparse import model_on_a_grid
 
 _home = Path()
 
@@ -52,28 +44,16 @@ def prepare(place: Path) -> None:
     global _home
     _home = place
     for name, (family, dtype, groups) in _MODELS.items():
-        sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32} if groups > 1 else {}
-        model = random_model(family, dtype=dtype, vocab_size=EMBEDDED_VOCABULARY, **sizes)
-        generator = torch.Generator().manual_seed(1)
-        scales = {}
-        for key, value in model.named_parameters():
-            pruned = is_pruned(family, key) or key.endswith(("gate_up_proj", "down_proj"))  # of experts
-            if not pruned or value.ndim < 2:
-                continue
-            if groups:
-                W = value.data.view(len(value), groups, -1)
-                own = torch.rand(len(value), groups, 1, generator=generator).to(dtype) / 100 + 0.001
-                W.copy_((torch.randint(-128, 128, W.shape, generator=generator).float() * own.float()).to(dtype))
-                scales[f"{key}_scale"] = own[:, :, 0].contiguous()
-            value.data[torch.rand(value.shape, generator=generator) < 0.6] = 0
         dense = place / name / "dense"
-        model.save_pretrained(dense)
+        sizes: dict[str, Any] = {"dtype": dtype, "vocab_size": EMBEDDED_VOCABULARY}
+        if groups > 1:
+            model_on_a_grid(dense, family, size=64, hidden_size=128, intermediate_size=128, head_dim=32, **sizes)
+        elif groups:
+            model_on_a_grid(dense, family, **sizes)
+        else:
+            random_model(family, **sizes).save_pretrained(dense)
+            with_zeros(dense, family, 0.6)
         add_tokenizer(dense)
-        if groups:
-            grid = "int8" if groups == 1 else "int8:64"
-            (dense / SCALES).parent.mkdir()
-            save_file(scales, dense / SCALES)
-            edit_json(dense / "config.json", pruning_config={"library": "niwaki", "quantization": grid})
         niwaki.pack(dense, place / name / "packed")
         stored = json.loads((place / name / "packed" / "packed.json").read_text())["tensors"]
         assert {each["groups"] for each in stored.values() if each["packed"]} == {groups}
@@ -92,8 +72,7 @@ class Forgery:
         return values
 
     def write(self, index: dict[str, Any]) -> None:
-        index.pop("sha256", None)
-        self.path.write_text(json.dumps({**index, "sha256": digest_of(index)}))
+        write_index(self.directory, index)
 
     def some(self, packed: bool = True) -> tuple[dict[str, Any], str, dict[str, Any]]:
         """The index, a key, and what the index has of it."""
@@ -237,11 +216,8 @@ class Forgery:
                 key: (stored["dtype"], tuple(stored["shape"]), parts[-1][2]),
             }
             if stored["groups"] and self.chance.random() < 0.8:
-                made[f"{key}.scales"] = (
-                    "F32",
-                    (rows, stored["groups"]),
-                    struct.pack("<f", 0.01) * rows * stored["groups"],
-                )
+                scales = struct.pack("<f", 0.01) * rows * stored["groups"]
+                made[f"{key}.scales"] = ("F32", (rows, stored["groups"]), scales)
             write_file(file, {**tensors, **{each: made[each] for each in names}})
         self.write(index)
         return False
@@ -265,17 +241,16 @@ class Forgery:
     def text(self) -> bool:
         """What a JSON library reads in one way, and another in another way or not at all."""
         text = self.path.read_text()
+        number = '"version": 7'
         changes = (
-            lambda: text.replace('"shards"', '"config": "{}", "shards"', 1),
-            lambda: text.replace('"dtype"', '"groups": 0, "dtype"', 1),
-            lambda: text[: self.chance.randrange(len(text))],
-            lambda: "[" * 100_000,
-            lambda: text.replace('"version": 7', '"version": ' + "9" * 5000),
-            lambda: text.replace('"version": 7', '"version": 7' + self.chance.choice((".0", "e0", "0", "e999"))),
-            lambda: "\ufeff" + text,
-            lambda: text.replace('"index"', '"more": ' + "[" * 900 + "]" * 900 + ', "index"', 1),
+            *(text[: self.chance.randrange(len(text))], "[" * 100_000, "\ufeff" + text),
+            text.replace('"shards"', '"config": "{}", "shards"', 1),
+            text.replace('"dtype"', '"groups": 0, "dtype"', 1),
+            text.replace('"index"', '"more": ' + "[" * 900 + "]" * 900 + ', "index"', 1),
+            text.replace(number, '"version": ' + "9" * 5000),
+            text.replace(number, number + self.chance.choice((".0", "e0", "0", "e999"))),
         )
-        self.path.write_text(self.chance.choice(changes)())
+        self.path.write_text(self.chance.choice(changes))
         return False
 
     def shard(self) -> bool:
@@ -307,9 +282,8 @@ class Forgery:
         """The configuration, the same in both places."""
         index = self.index
         config = json.loads(index["config"])
-        key = self.chance.choice(
-            ("num_hidden_layers", "hidden_size", "vocab_size", "dtype", "model_type", "rope_theta")
-        )
+        names = ("num_hidden_layers", "hidden_size", "vocab_size", "dtype", "model_type", "rope_theta")
+        key = self.chance.choice(names)
         config[key] = self.chance.choice((1, 3, 64, "float16", "bfloat16", "float32", "gpt2", 500.0))
         index["config"] = json.dumps(config)
         mark = json.loads((self.directory / "config.json").read_text())["quantization_config"]

@@ -31,14 +31,8 @@ _ODD: tuple[Any, ...] = (
     *(_EVIL, "a" * 20_000, "a" * 4_999, "\0", "\x1b[2J", "\ud800", "\udfff\ud800", "\u202e", "\ufffe", "\r\n", "|"),
     "`*_",
     *("/etc/passwd", "../../x", "records/../../x", "~nosuch/x", "0.1", "...", "*", "٣", [], {}, [[]], [None]),
-    [1, 2, 3],
-    *(
-        {"": {}},
-        {"name": 1},
-        {"name": "x", "mask": {}, "update": 5},
-        {"mask": {"name": "a"}, "update": {}},
-        "Wanda(a='\\d')",
-    ),
+    *([1, 2, 3], {"": {}}, {"name": 1}, {"name": "x", "mask": {}, "update": 5}, {"mask": {"name": "a"}, "update": {}}),
+    "Wanda(a='\\d')",
 )
 _WHAT: dict[str, tuple[str, ...]] = {
     "pruned": ("report", "report", "report", "report", "inspect", "pack", "mask"),
@@ -62,26 +56,10 @@ def prepare(place: Path) -> None:
     ):
         ended = command(arguments, place)
         assert ended.code == 0, ended.err
-    speed = {
-        "weights": "dense",
-        "dtype": "float32",
-        "disk": 1,
-        "resident": 2,
-        "peak": 3,
-        "load": 0.5,
-        "first_token": 0.1,
-    }
-    speed |= {"tokens_per_second": 3.0, "slowest": 2.0, "fastest": 4.0}
-    bench = {
-        "model": "m",
-        "prompt": 8,
-        "tokens": 4,
-        "repeats": 2,
-        "device": "cpu",
-        "threads": 1,
-        "kernels": "",
-        "command": "",
-    }
+    speed: dict[str, Any] = {"weights": "dense", "dtype": "float32", "disk": 1, "resident": 2, "peak": 3, "load": 0.5}
+    speed |= {"first_token": 0.1, "tokens_per_second": 3.0, "slowest": 2.0, "fastest": 4.0}
+    bench: dict[str, Any] = {"model": "m", "prompt": 8, "tokens": 4, "repeats": 2, "device": "cpu", "threads": 1}
+    bench |= {"kernels": "", "command": ""}
     (place / "pruned" / "niwaki-bench.json").write_text(json.dumps({**bench, "speeds": [speed, speed], "versions": {}}))
 
 
@@ -200,17 +178,13 @@ def _check_report(place: Path, name: str) -> None:
     directory = place / name
     page = check_page((directory / "report.html").read_text(encoding="utf-8"))
     file = directory / ("compare.json" if name == "compared" else "niwaki.json")
-    text, values = (
-        "".join(said for tag, said in page.said if tag not in ("script", "style")),
-        json.loads(file.read_text()),
-    )
+    text = "".join(said for tag, said in page.said if tag not in ("script", "style"))
+    values = json.loads(file.read_text())
     assert printable(file.read_text()) in text, "the record is not in the page"
     for cell in values["cells"] if name == "compared" else [values]:
         perplexities = cell.get("perplexity", {})
         texts = {measured["text"] for measured in perplexities.values()}
-        if (
-            name != "compared" and len(texts) > 1
-        ):  # of another text than that of the result, which is not shown beside it
+        if name != "compared" and len(texts) > 1:  # that of another text than the result's is not shown beside it
             perplexities.pop("before", None)
         for measured in perplexities.values():
             value = measured["value"]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from campaign.home import HEALING, SMALL, furnish
 from support import faults
 from support.forks import Ended, command
+from support.runs import contents_of
 
 _PRUNE = ("prune", "model", "out", "--solver", "wanda", *SMALL)
 _COMMANDS: dict[str, tuple[str, ...]] = {
@@ -40,8 +39,6 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "report": ("report", "pruned", "-o", "report.html"),
     "eval": ("eval", "model", "--text", "demo-held", "--length", "32", "--text-samples", "2", "--record", "eval.json"),
 }
-#: What differs from run to run, by its key.
-_TIMES = ("seconds", "stages", "measuring", "peak_memory", "resumed")
 
 
 @dataclass
@@ -79,28 +76,6 @@ class Result(NamedTuple):
 
     contents: dict[str, str]
     calls: int
-
-
-def contents_of(place: Path, compares: bool = False) -> dict[str, str]:
-    """All below ``place``: digests of files, without what times are in; of a command that ``compares`` no models."""
-    found = {}
-    for path in sorted(place.rglob("*")):
-        name = str(path.relative_to(place))
-        if compares and name.startswith("out/models"):
-            continue  # a model stays where a comparison is killed after its cell is done and before it is removed
-        if path.is_dir():
-            found[name] = "a folder"
-        elif path.suffix in (".csv", ".md", ".tex") and compares:
-            found[name] = "a table"
-        elif ".partial" in name:  # half of a file, perhaps
-            found[name] = "unfinished"
-        elif path.suffix == ".json" and (
-            path.stem in ("niwaki", "compare", "eval") or path.parent.name in ("records", "runs")
-        ):
-            found[name] = json.dumps(_without_times(json.loads(path.read_text())), sort_keys=True)
-        else:
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
 
 
 @dataclass(frozen=True)
@@ -168,9 +143,3 @@ class Run:
         assert ended.code == 0, f"{self.name} {self.there}: {ended.code} {ended.err[-3000:]} {[*self.contents()]}"
         self.check()
         return "resumed" if "resuming after" in ended.out + ended.err else "done"
-
-
-def _without_times(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_times(each) for key, each in value.items() if key not in _TIMES}
-    return [_without_times(each) for each in value] if isinstance(value, list) else value

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 from campaign.home import SMALL, furnish
-from campaign.runs import contents_of
 from support import faults
 from support.forks import command
+from support.runs import contents_of
 
 _home: Path
 _calls: faults.Calls

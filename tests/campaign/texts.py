@@ -47,12 +47,8 @@ def _of_zstd(path: Path, _: str) -> Any:
     return pyarrow.input_stream(str(path), compression="zstd")
 
 
-_PACKED: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.compress,
-    ".xz": lzma.compress,
-    ".bz2": bz2.compress,
-    ".zst": _in_zstd,
-}
+_PACKED: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+_PACKED[".zst"] = _in_zstd
 _OPENED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _of_zstd}
 _JSON, _CSV = {".jsonl", ".ndjson", ".json"}, {".csv", ".tsv"}
 _ODD_VALUES: tuple[Any, ...] = (
@@ -88,43 +84,28 @@ def _encoded(chance: random.Random, value: Any) -> str:
 def _line(chance: random.Random) -> str:
     """A line of JSONL that is not as it should be, mostly."""
     text = _prose(chance, 5)
-    makers: tuple[Callable[[], str], ...] = (
-        lambda: _encoded(chance, {"text": chance.choice(_ODD_VALUES)}),
-        lambda: _encoded(chance, {"texts": text}),
-        lambda: _encoded(chance, [text]),
-        lambda: _encoded(chance, text),
-        lambda: '{"text": "x", "n": ' + "9" * 5000 + "}",
-        lambda: '{"text": "x", "n": ' + "[" * 100_000 + "]" * 100_000 + "}",
-        lambda: '{"text": "\\ud83d\\ude42 \\u0000", "text": "the last one counts"}',
-        lambda: '{"text": "\\ud83d"}',
-        lambda: '{"text": "x", "other": "\\udc00"}',
-        lambda: '{"text": NaN}',
-        lambda: _encoded(chance, {"text": text})[: chance.randrange(12)],
-        lambda: "   ",
-        lambda: "\ufeff" + _encoded(chance, {"text": text}),
-        lambda: _encoded(chance, {"text": text}) * 2,
+    right = _encoded(chance, {"text": text})
+    odd = ({"text": chance.choice(_ODD_VALUES)}, {"texts": text}, [text], text)
+    lines = (
+        *(_encoded(chance, value) for value in odd),
+        *(right[: chance.randrange(12)], "\ufeff" + right, right * 2, "   "),
+        *('{"text": "x", "n": ' + "9" * 5000 + "}", '{"text": "x", "n": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+        *('{"text": "\\ud83d\\ude42 \\u0000", "text": "the last one counts"}', '{"text": "\\ud83d"}'),
+        *('{"text": "x", "other": "\\udc00"}', '{"text": NaN}'),
     )
-    return chance.choice(makers)()
+    return chance.choice(lines)
 
 
 def _mutated(chance: random.Random, raw: bytes) -> bytes:
     at, stop = sorted(chance.randrange(len(raw) + 1) for _ in range(2))
-    return chance.choice(
-        (
-            lambda: raw[:at] + chance.randbytes(chance.randrange(1, 9)) + raw[at:],
-            lambda: raw[:at] + b"\0" + raw[at:],
-            lambda: raw[:at] + raw[stop:],
-            lambda: raw[:at] + raw[at:stop] * 3 + raw[stop:],
-            lambda: raw[: chance.randrange(20)],
-            lambda: b"\xef\xbb\xbf" + raw,
-            lambda: raw.decode(errors="replace").encode(chance.choice(("utf-16", "utf-16-le", "utf-32"))),
-            lambda: raw.decode(errors="replace").encode("latin-1", "replace"),
-            lambda: raw.replace(b"\n", b"\r\n"),
-            lambda: chance.randbytes(len(raw)),
-            lambda: bytes(len(raw)),
-            lambda: b"",
-        )
-    )()
+    before, between, behind, text = raw[:at], raw[at:stop], raw[stop:], raw.decode(errors="replace")
+    mutated = (
+        *(before + each + raw[at:] for each in (chance.randbytes(chance.randrange(1, 9)), b"\0")),
+        *(before + behind, before + between * 3 + behind, raw[: chance.randrange(20)], b"\xef\xbb\xbf" + raw),
+        *(text.encode(chance.choice(("utf-16", "utf-16-le", "utf-32"))), text.encode("latin-1", "replace")),
+        *(raw.replace(b"\n", b"\r\n"), chance.randbytes(len(raw)), bytes(len(raw)), b""),
+    )
+    return chance.choice(mutated)
 
 
 def _file(chance: random.Random, place: Path, raw: bytes, kinds: tuple[str, ...]) -> Path:
@@ -278,9 +259,8 @@ def _measured(chance: random.Random, place: Path) -> str:
     path, ids, sound = _text(chance, place)
     length, samples = chance.choice((2, 7, 32, 128)), chance.choice((None, 1, 3))
     options = ["--text-samples", samples] if samples else []
-    ended = command(
-        ["eval", _home / "model", "--text", path, "--length", length, "--record", "r.json", *options], place
-    )
+    asked = ["eval", _home / "model", "--text", path, "--length", length, "--record", "r.json", *options]
+    ended = command(asked, place)
     # What comes after the windows that are asked for need not be read.
     if len(ids) < length * (samples or 1) or (not sound and (samples is None or ended.code)):
         return f"eval {_refused(ended, place, path)}"
@@ -297,9 +277,8 @@ def _measured(chance: random.Random, place: Path) -> str:
 def _pruned(chance: random.Random, place: Path) -> str:
     path, ids, sound = _text(chance, place)
     samples, length = chance.choice((1, 2, 5)), chance.choice((2, 16, 32))
-    arguments = [
-        *("prune", _home / "model", "out", "--sparsity", "0.5", "--solver", chance.choice(("wanda", "magnitude"))),
-    ]
+    arguments: list[Any] = ["prune", _home / "model", "out", "--sparsity", "0.5"]
+    arguments += ["--solver", chance.choice(("wanda", "magnitude"))]
     if heldout := chance.random() < 0.3:
         arguments += [*SMALL, "--text", path]
         length, samples = 32, 1  # those of SMALL; fewer windows than asked for will do
@@ -321,10 +300,7 @@ def _pruned(chance: random.Random, place: Path) -> str:
 
 @torch.no_grad()
 def _prompted(chance: random.Random, place: Path) -> str:
-    odd = (
-        *("", " ", "\0", "\udcff", "\n", "--", "-1", "é" * 3000, "word " * 30_000, "\x1b]0;x\x07", "[red]x[/red]"),
-        "<s>",
-    )
+    odd = ("", " ", "\0", "\udcff", "\n", "--", "-1", "é" * 3000, "word " * 30_000, "\x1b]0;x\x07", "[red]x", "<s>")
     prompt = chance.choice(odd) if chance.random() < 0.5 else _prose(chance, chance.randrange(1, 80))
     tokens = chance.choice((1, 3, 5))
     ended = command(["generate", _home / chance.choice(("model", "packed")), "--tokens", tokens, "--", prompt], place)
@@ -381,11 +357,10 @@ def _question(chance: random.Random) -> Any:
         "answer": chance.randrange(len(choices)),
     }
     if chance.random() < 0.2:
-        question[chance.choice([*question, "question"])] = chance.choice(
-            (*_ODD_VALUES, ["x", "y"], 10**5, 1.0, ["x", 3])
-        )
+        odd = (*_ODD_VALUES, ["x", "y"], 10**5, 1.0, ["x", 3])
+        question[chance.choice([*question, "question"])] = chance.choice(odd)
     if chance.random() < 0.05:
-        return chance.choice((*_ODD_VALUES,))
+        return chance.choice(_ODD_VALUES)
     if chance.random() < 0.05:
         question.pop(chance.choice([*question]))
     return question
@@ -406,9 +381,9 @@ def _is_question(entry: Any) -> bool:
 
 def _likelihoods(question: dict[str, Any]) -> list[float] | None:
     """Of each choice, its logarithm; None where there are too few tokens, or too many."""
-    context = (
-        question["context"] if type(question.get("context")) is str else f"Question: {question['question']}\nAnswer:"
-    )
+    context = question.get("context")
+    if type(context) is not str:
+        context = f"Question: {question['question']}\nAnswer:"
     values = []
     for choice in question["choices"]:
         whole, given = (_tokenizer(text)["input_ids"] for text in (f"{context} {choice}", context.rstrip()))

@@ -7,7 +7,6 @@ A process of its own, with one thread, because a process with OpenMP threads can
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import signal
@@ -24,6 +23,7 @@ import torch
 
 from niwaki import prune
 from support.forks import forked
+from support.runs import contents_of
 
 TOKENS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(0))
 #: Of the calls in the end, from the last block on: for an output that is an empty directory only these.
@@ -34,22 +34,6 @@ def run(model: Path, out: Path) -> None:
     prune(
         model, out, 0.5, solver="wanda", quantize="int4:16", calibration=TOKENS, measurement=TOKENS[:2], compute="cpu"
     )
-
-
-def contents(out: Path) -> dict[str, str]:
-    """Digests of all files; of the record without times."""
-    found = {}
-    for path in sorted(out.rglob("*")):
-        if path.name == "niwaki.json":
-            record = json.loads(path.read_text())
-            for name in ("seconds", "peak_memory", "resumed"):
-                del record[name]
-            for matrix in record["matrices"]:
-                del matrix["seconds"]
-            found["niwaki.json"] = json.dumps(record)
-        elif path.is_file():
-            found[str(path.relative_to(out))] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
 
 
 def main() -> None:
@@ -65,7 +49,7 @@ def main() -> None:
         return forked(work).code
 
     assert ended(0, faults.COUNT) == 0
-    count, expected = calls.count, contents(out)
+    count, expected = calls.count, contents_of(out)
     shutil.rmtree(out)
     kills, resumed = 0, set()
     for there, first in ((False, 1), (True, count - LAST)):
@@ -74,9 +58,9 @@ def main() -> None:
                 out.mkdir()
             assert ended(at, faults.KILL) == -signal.SIGKILL, at
             kills += 1
-            complete = contents(out) == expected and not list(root.glob("*/.partial.json"))
+            complete = contents_of(out) == expected and not list(root.glob("*/.partial.json"))
             assert (complete and not list(root.glob(".*.json"))) or ended(0, faults.COUNT) == 0, (there, at)
-            assert contents(out) == expected, (there, at)
+            assert contents_of(out) == expected, (there, at)
             assert [path.name for path in root.iterdir()] == ["out"], (there, at)
             resumed.update(json.loads((out / "niwaki.json").read_text())["resumed"])
             shutil.rmtree(out)

@@ -42,17 +42,9 @@ def pruned_model(tmp_path: Path, case: str, dtype: torch.dtype = torch.float32) 
 
 
 def heal(pruned: Path, out: Path, teacher: Path, **changes: Any) -> Record:
-    options: dict[str, Any] = {
-        "tokens": 1000,
-        "rate": 0.01,
-        "batch": 64,
-        "calibration": TOKENS,
-        "measurement": None,
-        "own_text": 0.0,
-        "compute": Compute("cpu", "float32"),
-        **changes,
-    }
-    return niwaki.heal(pruned, out, teacher, **options)
+    options: dict[str, Any] = {"tokens": 1000, "rate": 0.01, "batch": 64, "own_text": 0.0, "calibration": TOKENS}
+    options |= {"measurement": None, "compute": Compute("cpu", "float32")}
+    return niwaki.heal(pruned, out, teacher, **{**options, **changes})
 
 
 def healing_of(record: Record) -> HealingRecord:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +85,38 @@ def listing(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in found)
 
 
+#: What differs from run to run, by its key.
+_TIMES = ("seconds", "stages", "measuring", "peak_memory", "resumed")
+
+
+def contents_of(place: Path, compares: bool = False) -> dict[str, str]:
+    """All below ``place``: digests of files, without what times are in; of a command that ``compares`` no models."""
+    found = {}
+    for path in sorted(place.rglob("*")):
+        name = str(path.relative_to(place))
+        if compares and name.startswith("out/models"):
+            continue  # a model stays where a comparison is killed after its cell is done and before it is removed
+        if path.is_dir():
+            found[name] = "a folder"
+        elif path.suffix in (".csv", ".md", ".tex") and compares:
+            found[name] = "a table"
+        elif ".partial" in name:  # half of a file, perhaps
+            found[name] = "unfinished"
+        elif path.suffix == ".json" and (
+            path.stem in ("niwaki", "compare", "eval") or path.parent.name in ("records", "runs")
+        ):
+            found[name] = json.dumps(_without_times(json.loads(path.read_text())), sort_keys=True)
+        else:
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def _without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_times(each) for key, each in value.items() if key not in _TIMES}
+    return [_without_times(each) for each in value] if isinstance(value, list) else value
+
+
 class Diary(Progress):
     """Writes down what it is told, and raises where it is asked to."""
 
@@ -130,12 +164,8 @@ class Diary(Progress):
 
 def run_magnitude(model: Path, out: Path, **changes: Any) -> Record:
     """``prune`` by magnitude, with small inputs and without a tokenizer."""
-    options: dict[str, Any] = {
-        "solver": "magnitude",
-        "calibration": random_tokens(8, 24),
-        "device": "cpu",
-        "dtype": "float32",
-    }
+    options: dict[str, Any] = {"solver": "magnitude", "calibration": random_tokens(8, 24)}
+    options |= {"device": "cpu", "dtype": "float32"}
     if "pattern" not in changes and "sparsity" not in changes and "mask_from" not in changes:
         options["sparsity"] = 0.5
     return prune(model, out, **arguments(**{**options, **changes}))
@@ -146,13 +176,8 @@ SMALL = ("--calibration", "demo", "--samples", "4", "--length", "32", "--text-sa
 
 
 def run(model: Path, out: Path, **changes: Any) -> Record:
-    options: dict[str, Any] = {
-        "solver": "wanda",
-        "sparsity": 0.5,
-        "calibration": random_tokens(4, 24),
-        "text": random_tokens(2, 24, seed=1),
-        "device": "cpu",
-    }
+    options: dict[str, Any] = {"solver": "wanda", "sparsity": 0.5, "device": "cpu"}
+    options |= {"calibration": random_tokens(4, 24), "text": random_tokens(2, 24, seed=1)}
     return prune(model, out, **arguments(**{**options, **changes}))
 
 
