@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def compare_vectors(model: Path, pool: Any) -> None:
 
 
 @torch.no_grad()
-def compare_scores(model: Path, auto: Any, texts: list[dict[str, Tensor]]) -> None:
+def compare_scores(model: Path, auto: Any, texts: Sequence[Mapping[str, Tensor]]) -> None:
     whole = auto.from_pretrained(model, dtype=torch.float32).eval()
     expected = [whole(**{name: value[None] for name, value in each.items()}).logits for each in texts]
     torch.testing.assert_close(scores_of(stream_of(model), texts), expected, rtol=1e-4, atol=1e-5)

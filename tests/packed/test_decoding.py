@@ -133,7 +133,8 @@ def test_a_cache_that_does_not_grow(packed: Any, counted: Counted) -> None:
     tokens = random_tokens(1, LENGTH)
     usual = token_by_token(packed, tokens)
     before = counted.blocks
-    found = token_by_token(packed, tokens, **{CACHE: StaticCache(config=packed.config, max_cache_len=32)})
+    given: dict[str, Any] = {CACHE: StaticCache(config=packed.config, max_cache_len=32)}
+    found = token_by_token(packed, tokens, **given)
     assert counted.blocks > before
     assert torch.allclose(found, usual, atol=1e-5)
 

@@ -23,12 +23,11 @@ from support.sparse import dense_of
 ROOT = Path(__file__).parents[2]
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
-HAS_TRITON, TRITON = importlib.util.find_spec("triton") is not None, (0, 0)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no package for this platform")
+TRITON = tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) if HAS_TRITON else (0, 0)
 if HAS_TRITON:
     from niwaki.packed import gpu
-
-    TRITON = tuple(map(int, importlib.metadata.version("triton").split(".")[:2]))
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = ((1, 1), (17, 33), (33, 64), (5, 511), (2, 512), (3, 513), (2, 2048), (3, 4200))
@@ -192,8 +191,9 @@ def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
     """What the interpreter lets pass, the compiler may not; and it can make much more of them than is in the source."""
     record = tmp_path / "record.json"
     vectors = (1, 8) if FULL else (8,)
-    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "instructions", "--kinds", "float16,int8"]
-    command += ["--vectors", ",".join(map(str, vectors)), "--rows", "8192", "--architectures", "80", "--record", record]
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "instructions", "--kinds", "float16,int8"]
+    command += ["--vectors", ",".join(map(str, vectors)), "--rows", "8192", "--architectures", "80"]
+    command += ["--record", str(record)]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
