@@ -81,6 +81,7 @@ _MODELS = {
     "qwen-0.5b-o": "Qwen2.5-Coder-0.5B",
     "qwen-1.5b-o": "Qwen2.5-Coder-1.5B",
     "gemma-270m-o": "Gemma 3 270M",
+    "smollm2-o": "SmolLM2-135M",
 }
 #: The commands of benchmarks/commands.py that README shows, in words.
 _COMMANDS = {
@@ -495,6 +496,28 @@ def llama_cpp_loss(*records: Any) -> Lines:
         "",
         f"In llama.cpp (node-llama-cpp {made['node_llama_cpp']}), on {made['text_samples']} windows of each text; "
         f"fitted on {made['samples']} windows of {made['calibration']}.",
+    ]
+
+
+def llama_quantize(made: Any) -> Lines:
+    """How far predictions are from those of F16, in files of llama-quantize and in niwaki's of the same bytes."""
+    found = {(cell["model"], cell["mixture"], cell["by"]): cell for cell in made["cells"]}
+    texts, rows = made["texts"], []
+    for model, mixture in dict.fromkeys((cell["model"], cell["mixture"]) for cell in made["cells"]):
+        theirs, ours = (found[model, mixture, by] for by in ("llama-quantize", "niwaki"))
+        row = [_MODELS.get(model, model), f"`{mixture}`", *(f"{cell['bytes'] / 2**20:.1f}" for cell in (theirs, ours))]
+        means = []
+        for text in texts:
+            mine, other = (fmean(cell["texts"][text]["divergence"]) for cell in (ours, theirs))
+            row.append(f"{other:.4f}, {mine:.4f}")
+            means.append(mine / other)
+        rows.append([*row, f"{fmean(means):.2f}"])
+    return [
+        *markdown(["model", "of llama-quantize", "MiB", "niwaki's, MiB", *texts, "niwaki's / llama-quantize's"], rows),
+        "",
+        "KL divergence from the predictions of the `F16` file in llama.cpp, in nats a token: that of llama-quantize's "
+        f"file, and that of niwaki's. Both from {made['samples']} x {made['length']} tokens of {made['calibration']}, on "
+        f"{made['text_samples']} x {made['length']} of each text.",
     ]
 
 
