@@ -516,8 +516,8 @@ def llama_quantize(made: Any) -> Lines:
         *markdown(["model", "of llama-quantize", "MiB", "niwaki's, MiB", *texts, "niwaki's / llama-quantize's"], rows),
         "",
         "KL divergence from the predictions of the `F16` file in llama.cpp, in nats a token: that of llama-quantize's "
-        f"file, and that of niwaki's. Both from {made['samples']} x {made['length']} tokens of {made['calibration']}, on "
-        f"{made['text_samples']} x {made['length']} of each text.",
+        f"file, and that of niwaki's. Both from {made['samples']} x {made['length']} tokens of {made['calibration']}, "
+        f"on {made['text_samples']} x {made['length']} of each text.",
     ]
 
 
