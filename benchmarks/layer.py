@@ -22,12 +22,13 @@ from torch import Tensor
 from typer import Option
 
 from niwaki.errors import NumericalError
-from niwaki.layer.grid import Grid, parse_grid
+from niwaki.layer.grid import Grid
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, TwoFactors, Unstructured, parse_pattern
 from niwaki.layer.problem import Gram, LayerProblem, Solution
 from niwaki.layer.rounding import factors_onto_grid, onto_grid
 from niwaki.layer.solvers import Solver, make_solver
+from niwaki.quantities import parse_bits
 
 Texts = Annotated[tuple[str, str], Option(help="The calibration and the held-out text.")]
 TwoSamples = Annotated[tuple[int, int], Option("--samples", help="Windows of each of the two texts.")]
@@ -77,7 +78,7 @@ def error(
     Two factors have the bytes of one matrix with the pattern's zeros, where that has a fraction of zeros, and on a grid
     with as many bits for a value.
     """
-    on = parse_grid(grid) if grid else None
+    on = Grid(*parse_bits(grid)) if grid else None
     matrices = list(Layers(model, texts, samples, length, integers(blocks), names(synthetic))())
     base: dict[str, tuple[float, float, float]] = {}
     results = []

@@ -167,7 +167,7 @@ def beside(
 def _importance(source: Checkpoint, tokens: Tensor) -> dict[str, Tensor]:
     """By tensor of the GGUF file, the mean of the squares of each of its inputs, as llama-imatrix writes it."""
     names = {one.key: each.name for each in Gguf(source, "F16", {}, Progress())._tensors for one in each.sources}
-    model, found = StreamedModel(source, dtype="float32"), {}
+    model, found = StreamedModel(source, dtype="float32"), dict[str, Tensor]()
     states = model.embed(tokens)
     for block in model.stream():
         keys = {matrix.name: matrix.key for matrix in block.matrices}

@@ -43,7 +43,7 @@ from niwaki.cli.tables import perplexity_tables
 from niwaki.effort import EFFORTS, SHRINK_EFFORT
 from niwaki.evaluation.compare import compare as compared
 from niwaki.layer import unit_removal
-from niwaki.layer.grid import parse_grid
+from niwaki.layer.grid import Grid, parse_grid
 from niwaki.models.generation import continued
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import find_bos, load_tokenizer
@@ -323,7 +323,7 @@ def _bits_of(out: Path, sparsity: float, grid: str, scratch: Path) -> float:
     """What a weight of the matrices takes, with its part of the mask and of the scales."""
     if not sparsity:
         parsed = parse_grid(grid)
-        return parsed.bits + 16 / (parsed.group or math.inf)
+        return parsed.bits + (16 / (parsed.group or math.inf) if isinstance(parsed, Grid) else 0)
     packed = niwaki.pack(out, scratch / "packed")
     return 16 * packed.packed / packed.matrices
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import niwaki
 from niwaki import Measurement
+from niwaki.choices import ExportFormat
 from niwaki.errors import CheckpointError
 from niwaki.exports.gguf_blocks import bytes_of, bytes_of_whole_numbers
 from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid
@@ -267,7 +269,8 @@ def test_the_package_reads_the_numbers_of_each_type(name: str) -> None:
 
 
 def test_each_matrix_is_written_in_its_type(tmp_path: Path) -> None:
-    source, options = tmp_path / "out", {"calibration": TOKENS, "measurement": None, "compute": "cpu"}
+    source = tmp_path / "out"
+    options: Any = {"calibration": TOKENS, "measurement": None, "compute": "cpu"}
     record = niwaki.quantize(wide(tmp_path / "dense"), source, "q4.9", embeddings="q5_0", effort="fast", **options)
     assert any("bits a weight, by what rounding each matrix is foreseen to cost" in note for note in record.notes)
     notes = niwaki.export(source, tmp_path / "model.gguf", "gguf")
@@ -340,8 +343,9 @@ def test_what_has_a_type_is_for_llama_cpp_alone(tmp_path: Path) -> None:
     out, dense = tmp_path / "out", wide(tmp_path / "dense")
     options: Any = {"calibration": TOKENS, "effort": "fast", "measurement": None, "compute": "cpu"}
     niwaki.quantize(dense, out, "iq4_nl", **options)
-    for form in ("packed", "compressed-tensors"):
-        said = message(lambda form=form: niwaki.export(out, tmp_path / "other", form))
+    forms: tuple[ExportFormat, ...] = ("packed", "compressed-tensors")
+    for form in forms:
+        said = message(partial(niwaki.export, out, tmp_path / "other", form))
         assert said.endswith(
             "has weights in iq4_nl, a type of llama.cpp's; 'niwaki export --format gguf' writes the file for it"
         )

@@ -6,7 +6,7 @@ import json
 import math
 import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ OWN_LAYER = {"per_layer_config": {"0": {"num_key_value_heads": 1}}}
         # By the name that transformers has for the number of experts, and does not look at.
         *(
             ("qwen3_moe", {"num_local_experts": value}, [f"num_local_experts is {value!r}"])
-            for value in (None, "x", 1.5, [], {}, math.nan, True)
+            for value in cast("tuple[Any, ...]", (None, "x", 1.5, [], {}, math.nan, True))
         ),
         ("qwen3_moe", {"num_experts_per_tok": 9}, ["num_experts_per_tok is 9", "num_experts is 4"]),
         *(

@@ -62,7 +62,7 @@ def test_names() -> None:
     assert str(grid) == "int5.5:64"
     assert str(parse_grid("int5.0")) == "int5.0"
     assert grid.choices() == (2, 3, 4, 5, 6, 8)
-    assert parse_grid("int5.5:32").choices() == (4, 5, 8)  # of GGUF
+    assert Grid(8, 32, 5.5).choices() == (4, 5, 8)  # of GGUF
     assert Grid(6).choices() == (6,)
     for values, bits in (([-2, 1], 2), ([-3, 0], 3), ([-8, 7], 4), ([-9, 0], 5), ([8], 5), ([-128, 127], 8)):
         assert grid.fewest(torch.tensor(values)) == bits
@@ -79,14 +79,14 @@ def test_several_numbers_of_bits(average: float, seed: int) -> None:
     costs = {}
     for i in range(5):
         here, fall = (torch.rand(2, generator=drawing) + 0.1).tolist()
-        nats = {bits: here * 4 ** (-(bits - 4) * fall) for bits in (4, 5, 6, 8)}
+        nats = {bits: here * 4 ** (-(bits - 4) * fall) for bits in (4.0, 5.0, 6.0, 8.0)}
         nats[5] *= 1.0 if i % 2 else 1.3  # and may lie above the line between its neighbours
         costs[i, "a"] = BitCosts(100, nats)
     chosen = choose_bits(costs, average)
     assert sum(chosen.values()) <= average * 5 + 1e-9
 
     def best(bits: float) -> float:
-        every = (dict(zip(costs, each, strict=True)) for each in itertools.product((4, 5, 6, 8), repeat=5))
+        every = (dict(zip(costs, each, strict=True)) for each in itertools.product((4.0, 5.0, 6.0, 8.0), repeat=5))
         return min(foreseen(costs, each) for each in every if sum(each.values()) <= bits)
 
     found = foreseen(costs, chosen)
@@ -107,7 +107,7 @@ def test_bits_go_where_they_gain_most(average: float, seed: int) -> None:
     # All as large: then the best choice is the one that takes the dearest first.
     most = int((average - 4) / 4 * 8 + 1e-9)
     every = (
-        dict(zip(costs, (8 if i in more else 4 for i in range(8)), strict=True))
+        dict(zip(costs, (8.0 if i in more else 4.0 for i in range(8)), strict=True))
         for more in itertools.combinations(range(8), most)
     )
     assert foreseen(costs, chosen) == pytest.approx(min(foreseen(costs, each) for each in every))
@@ -123,7 +123,7 @@ def test_costs_are_those_of_errors_by_sensitivity_and_inputs(model: Path) -> Non
         problem = LayerProblem(W, Gram((fitted.T @ fitted / len(fitted)).float(), tokens=len(fitted)))
         dense = problem.solution(W, torch.ones_like(W, dtype=torch.bool))
         for bits, nats in found[block, name].nats.items():
-            E = (onto_grid(problem, dense, Grid(bits, 64), torch.float32)[0].W - W).double()
+            E = (onto_grid(problem, dense, Grid(8, 64).of(bits), torch.float32)[0].W - W).double()
             errors = (other @ E.T).square().mean(0)
             assert nats == pytest.approx(float((errors * sensitive[block][name].double()).sum()) / 2, rel=0.02)
     assert len(found) == 14

@@ -366,8 +366,8 @@ def test_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pattern_module, "_LEAST", 64)
     model, out, packed = tmp_path / "model", tmp_path / "out", tmp_path / "packed"
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "vocab_size": 64}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).save_pretrained(model)
     run(model, out, "int8", quantize="int8:64")
     niwaki.pack(out, packed)

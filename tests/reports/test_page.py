@@ -120,7 +120,7 @@ def comparison(path: Path) -> Path:
     for method, row in TABLE.items():
         for pattern, value in row.items():
             share = 0.5 if pattern == "2:4" else float(pattern.rstrip(" %")) / 100
-            cell = {"method": method, "pattern": pattern, "sparsity": share}
+            cell: dict[str, Any] = {"method": method, "pattern": pattern, "sparsity": share}
             done = record(**cell, notes=["damping was raised"] if pattern == "2:4" else [])
             name = f"records/{len(cells)}.json"
             (path / name).write_text(done.to_json())

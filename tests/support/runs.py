@@ -21,7 +21,7 @@ from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
 from niwaki.models import formats, scales
 from niwaki.models.outside import embedding_keys
-from niwaki.models.scales import grid_of
+from niwaki.models.scales import grid_of, whole_numbers_of
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
@@ -196,7 +196,7 @@ def check_claims(directory: Path) -> dict[str, Any]:
         W = matrix.read(checkpoint)
         if claims.has_factors:
             names.add(formats.FACTORS_FILE)
-            parts = formats.Factored(grid).read_parts(checkpoint, matrix)
+            parts = formats.Factored(whole_numbers_of(checkpoint)).read_parts(checkpoint, matrix)
             assert formats.is_product(W, parts)
             assert not grid or all(map(grid.has, parts[:2], parts[2:]))
             total += W.numel() - sum(int(part.count_nonzero()) for part in parts[:2])
