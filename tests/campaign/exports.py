@@ -85,6 +85,8 @@ def _put_on_grid(chance: random.Random, source: Path, kind: str) -> bool:
     try:
         niwaki.quantize(source, out, grid, embeddings=ends, **options)
     except NiwakiError:
+        for left in source.parent.glob(".on-grid*"):  # what was done stays, for a run that goes on
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         return False
     shutil.rmtree(source)
     out.rename(source)
