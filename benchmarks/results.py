@@ -31,6 +31,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/compress.md", "overview", summaries.overview, ("compress", "compress_speed")),
     ("docs/fine-tuning.md", "finetune", model_tables.finetune, ("finetune",)),
     ("docs/healing.md", "healed", summaries.healed, ("heal", "heal_neurons")),
+    ("docs/llama-cpp.md", "llama_quantize", model_tables.llama_quantize, ("llama_quantize",)),
     ("docs/methods.md", "results", tables.methods, ("protocol", "table3")),
     ("docs/models.md", "families", model_tables.families, ("families",)),
     ("docs/models.md", "model_types", model_tables.model_types, ("model_types",)),
