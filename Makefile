@@ -71,7 +71,7 @@ quick: setup
 # models decode natively, that models are walked, that they heal, and GGUF files.
 NEWEST = .newest
 NEWEST_TESTS = tests/packed/test_native_families.py tests/packed/test_decoding.py tests/models/test_hidden_states.py \
-    tests/exports/test_gguf.py tests/healing/test_healing.py::test_never_worse
+    tests/exports/test_gguf.py tests/healing/test_healing.py::test_a_rate_that_is_too_high
 newest: setup
 	rm -rf $(NEWEST)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(NEWEST) 'transformers<6'
