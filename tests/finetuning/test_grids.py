@@ -77,6 +77,27 @@ def test_what_is_trained_is_on_it(
     assert packed.packed < packed.matrices
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_types_of_llama_cpp_stay_what_they_are(tmp_path: Path, stored: torch.dtype) -> None:
+    """Their scales are in float16, whatever the weights are stored in."""
+    source, out = tmp_path / "source", tmp_path / "trained"
+    niwaki.quantize("demo", source, "q5_0", effort="none", measurement=NONE)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    kept = niwaki.keep_zeros(model)
+    train(model, 1e-2)
+    model.to(stored).save_pretrained(out)
+    kept.check_saved(out)
+    AutoTokenizer.from_pretrained(source).save_pretrained(out)
+    checkpoint, before = Checkpoint(out), Checkpoint(source)
+    changed = 0
+    for matrix in StreamedModel(checkpoint, "cpu").matrices():
+        (scales,), (old,) = (format_of(each).read_parts(each, matrix) for each in (checkpoint, before))
+        assert torch.equal(scales, old)
+        assert parse_grid("q5_0").has(matrix.read(checkpoint), scales)
+        changed += int((matrix.read(checkpoint).float() != matrix.read(before).float()).sum())
+    assert changed > 1000
+
+
 def test_small_steps_add_up(pruned: Path) -> None:
     """Those that are too small to reach the next number of the grid, one at a time; as by hand."""
     model: Any = AutoModelForCausalLM.from_pretrained(pruned, dtype=torch.float32)

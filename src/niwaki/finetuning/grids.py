@@ -15,10 +15,10 @@ from torch.optim.optimizer import Optimizer
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.files import output_errors
-from niwaki.layer.grid import scale_dtype
 from niwaki.models.formats import format_of
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
+from niwaki.models.scales import grid_of
 from niwaki.models.streamed import StreamedModel
 
 #: What DDP, torch.compile and PEFT put into the names of parameters.
@@ -82,17 +82,18 @@ class KeptGrid:
             exact.copy_(value)
             for matrix, parts in self._matrices[id(value)]:
                 # In the dtype that they will be stored in beside these weights.
-                scales = [part.to(value.device, scale_dtype(value.dtype)) for part in parts]
+                stored = self._format.parts_like(matrix, value.dtype)
+                scales = [part.to(value.device, dtype) for part, (_, dtype) in zip(parts, stored, strict=True)]
                 matrix.within(value).copy_(self._format.project(matrix, matrix.within(exact), scales))
 
     def complete(self, directory: Path) -> None:
         """Puts the scales into a directory that the model was saved in, if it says that it is on the grid."""
         saved = Checkpoint(directory)
-        if not saved.pruning.quantization:
+        if (grid := grid_of(saved)) is None:
             return
         for name in self._format.files:
             scales = load_file(self._checkpoint.path / name)
-            dtypes = {key: scale_dtype(saved.dtype(key.removesuffix("_scale"))) for key in scales}
+            dtypes = {key: grid.scale_dtype(saved.dtype(key.removesuffix("_scale"))) for key in scales}
             with output_errors(directory):
                 (directory / name).parent.mkdir(exist_ok=True)
                 save_file({key: value.to(dtypes[key]) for key, value in scales.items()}, directory / name)
