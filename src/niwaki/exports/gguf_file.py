@@ -33,7 +33,7 @@ from niwaki.exports.gguf_blocks import bytes_of, bytes_of_whole_numbers
 from niwaki.exports.gguf_tokenizer import Tokenizer
 from niwaki.files import check_space, given_path, new_file
 from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid, stored_type
-from niwaki.layer.grid import AnyGrid
+from niwaki.layer.grid import AnyGrid, parse_grid
 from niwaki.layer.rounding import to_nearest
 from niwaki.models.outside import embedding_keys, find_extra
 from niwaki.models.scales import bits_in, embedding_grid_of, grid_of, read_embedding_scales, read_scales
@@ -192,11 +192,13 @@ class Gguf(Conversion):
         has_grids = bool(checkpoint.pruning.quantization or checkpoint.pruning.embeddings)
         self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
 
-    def _follow_grids(self) -> None:
+    def _follow_grids(self) -> str:
         """Stores what is on a grid of its own as the smallest numbers that hold it, or in the type that it has.
 
         In a file of 4 or 8 bits that are embeddings and head, and in one of 4 bits matrices of mixed bits or of 5: a
         format of 5 bits cannot be asked for. One of 8 can, so that fewer are meant where they are asked for.
+
+        Returns what most matrices are in.
         """
         grid = grid_of(self.checkpoint)
         follows = not self._kind or (self._kind == "Q4_0" and grid is not None and (grid.is_mixed or grid.bits == 5))
@@ -208,17 +210,23 @@ class Gguf(Conversion):
             types = [BLOCK_TYPES[one.type] for one in of_it if one.type]
             if tensor.name not in _ENDS and not (follows or types):
                 continue
-            fitting = (kind for kind in BITS if all(one.fits(kind, tensor.shape[1]) for one in of_it))
-            tensor.kind = max(types, key=attrgetter("bits")).name if types else next(fitting, "Q8_0")
+            if types:
+                tensor.kind = max(types, key=attrgetter("bits")).name
+            elif tensor.name in _ENDS or not self._kind:
+                fitting = (kind for kind in BITS if all(one.fits(kind, tensor.shape[1]) for one in of_it))
+                tensor.kind = next(fitting, "Q8_0")
+            else:
+                tensor.kind = next(kind for kind, each in BITS.items() if each >= max(one.bits for one in of_it))
             if tensor.name not in _ENDS:
                 counts[tensor.kind] += 1
             elif tensor.kind != "Q8_0":
                 self._notes.append(f"{tensor.name} is in {tensor.kind}")
-        self._most = (counts or Counter([self._kind or "F16"])).most_common(1)[0][0]
+        most = self._kind or (counts or Counter(["F16"])).most_common(1)[0][0]
         del counts[self._kind]
         if counts:
             which = ", ".join(f"{count:,} in {kind}" for kind, count in counts.most_common())
             self._notes.append(f"matrices with a type of their own: {which}")
+        return most
 
     @property
     def file_name(self) -> str:
@@ -255,7 +263,7 @@ class Gguf(Conversion):
     def write_file(self, file: Path, name: str) -> list[str]:
         """Writes the file; what there is to say of it, such as where llama.cpp differs."""
         gguf, tokenizer = self._gguf, self._tokenizer
-        self._follow_grids()
+        most = self._follow_grids()
         architecture = gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, self._architecture.name)]
         with (
             contextlib.closing(gguf.GGUFWriter(file, architecture)) as writer,
@@ -266,7 +274,7 @@ class Gguf(Conversion):
             for add, number in self._numbers.items():
                 (getattr(writer, add) if "." not in add else partial(writer.add_array, f"{architecture}.{add}"))(number)
             tokenizer.write(writer)
-            writer.add_file_type(_file_type(gguf, self._kind or self._most))
+            writer.add_file_type(_file_type(gguf, most))
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             self._write_tensors(writer)
         return [note for note in (*self._notes, *self._rounding(), *tokenizer.notes) if note]
@@ -338,12 +346,8 @@ class Gguf(Conversion):
             scales = on.scales()
             if on.grid.has(W.to(self.checkpoint.dtype(key)), scales):
                 codes, scales = on.grid.codes(W, scales.float())[source.rows], scales[source.rows]
-                if isinstance(on.grid, BlockGrid):
-                    _check_values(key, W[source.rows].numpy(), tensor.kind, np.ones(1, np.float32))
-                    stored = bytes_of(codes, scales)
-                else:
-                    _check_values(key, W[source.rows].numpy(), tensor.kind, scales.float().numpy())
-                    stored = bytes_of_whole_numbers(codes, scales, tensor.kind)
+                _check_values(key, W[source.rows].numpy(), tensor.kind, scales.float().numpy())
+                stored = bytes_of(codes, scales) if on.type else bytes_of_whole_numbers(codes, scales, tensor.kind)
             else:
                 self._left.append(source)
         if stored is None:
@@ -352,7 +356,7 @@ class Gguf(Conversion):
             _check_values(key, value, tensor.kind)
             gguf = self._gguf
             if tensor.kind in BLOCK_TYPES and tensor.kind not in BITS:  # which the package does not round to
-                grid = BlockGrid(BLOCK_TYPES[tensor.kind].bits, tensor.kind)
+                grid = parse_grid(tensor.kind)
                 rounded, scales = to_nearest(W.reshape(tensor.shape), grid, torch.float32)
                 stored = bytes_of(grid.codes(rounded, scales), scales)
             else:
