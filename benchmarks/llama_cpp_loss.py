@@ -18,6 +18,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -93,17 +94,14 @@ def formats(
                     model, source, GRIDS[form], effort=effort, calibration=books, measurement=None, restart=True
                 )
             niwaki.export(source, file, form)
-            divergences, losses = compared(llama, dense, file, windows)
+            cell = compared(llama, dense, file, windows, texts)
             file.unlink()
             if effort != "none":
                 shutil.rmtree(source)
-            cell = {}
-            for number, name in enumerate(texts):
-                of = slice(number * text_samples, (number + 1) * text_samples)
-                cell[name] = {"divergence": divergences[of], "loss": losses[of]}
+            for name, found in cell.items():
                 Console().print(
-                    f"{form:10s} {effort:10s} {name:20s} KL {np.mean(divergences[of]):.5f}  "
-                    f"loss {np.mean(losses[of]):+.5f} nats",
+                    f"{form:10s} {effort:10s} {name:20s} KL {np.mean(found['divergence']):.5f}  "
+                    f"loss {np.mean(found['loss']):+.5f} nats",
                     highlight=False,
                     soft_wrap=True,
                 )
@@ -137,12 +135,7 @@ def beside(
         exported = time.perf_counter() - began
 
         def add(file: Path, seconds: float, **cell: str) -> None:
-            divergences, losses = compared(llama, dense, file, windows)
-            found = {
-                name: {"divergence": divergences[of], "loss": losses[of]}
-                for number, name in enumerate(texts)
-                for of in [slice(number * text_samples, (number + 1) * text_samples)]
-            }
+            found = compared(llama, dense, file, windows, texts)
             shown = ", ".join(f"{name} {np.mean(each['divergence']):.5f}" for name, each in found.items())
             print(f"{cell} {file.stat().st_size:,} bytes, {seconds:.0f} s: KL {shown}", flush=True)
             sheet.add(model=model.name, **cell, bytes=file.stat().st_size, seconds=seconds, texts=found)
@@ -178,15 +171,22 @@ def _importance(source: Checkpoint, tokens: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def compared(llama: LlamaCpp, dense: Path, other: Path, windows: Tensor) -> tuple[list[float], list[float]]:
-    """Of each window, in nats a token: the KL divergence from ``dense``, and the loss that is added to that of it."""
+def compared(
+    llama: LlamaCpp, dense: Path, other: Path, windows: Tensor, texts: Collection[str]
+) -> dict[str, dict[str, list[float]]]:
+    """By text, of which each has as many of the ``windows``, for each of them in nats a token.
+
+    That is the KL divergence of the file ``other`` from ``dense``, and the loss that is added to that of it.
+    """
     divergences, losses = list[float](), list[float]()
     for before, after, tokens in zip(llama.logits(dense, windows), llama.logits(other, windows), windows, strict=True):
         p, q = before.log_softmax(dim=-1), after.log_softmax(dim=-1)
         following = tokens[1:].unsqueeze(1)
         losses.append(float((p[:-1].gather(1, following) - q[:-1].gather(1, following)).double().mean()))
-        divergences.append(float((p.exp() * p.sub_(q)).sum(dim=-1).double().mean()))
-    return divergences, losses
+        divergences.append(float((p.exp() * (p - q)).sum(dim=-1).double().mean()))
+    each = len(windows) // len(texts)
+    slices = [slice(i, i + each) for i in range(0, len(windows), each)]
+    return {name: {"divergence": divergences[of], "loss": losses[of]} for name, of in zip(texts, slices, strict=True)}
 
 
 if __name__ == "__main__":

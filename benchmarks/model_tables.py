@@ -306,37 +306,6 @@ def grids(made: Any) -> Lines:
     ]
 
 
-def smaller(made: Any) -> Lines:
-    """A large model at the bytes of a small one, by each way, above that small one on each text."""
-    cells = made["cells"]
-    small, large = (cell for cell in cells if not cell["target"])
-    (eight,) = (cell for cell in cells if cell["target"] and cell["way"] == "dense")
-    texts, rows = list(small["losses"]), []
-    for bits, beside in (("16 bits", small), ("8 bits", eight)):
-        its_own = [f"{fmean(beside['losses'][text]):.3f} nats" for text in texts]
-        rows.append([bits, f"**{_MODELS[small['model']]} itself**", "", _mib(beside), *its_own, ""])
-        made_so = [cell for cell in cells if cell["target"] == bits and cell is not beside]
-        for cell in sorted(made_so, key=lambda cell: _mean_above(cell, beside)):
-            found = [paired(cell["losses"][text], beside["losses"][text]) for text in texts]
-            shown = [f"{difference:+.3f} ±{error:.3f}" for difference, error in found]
-            stages = ", ".join(f"`{stage}`" for stage in cell["stages"])
-            mean = f"{_mean_above(cell, beside):+.3f}"
-            rows.append([bits, cell["way"], stages, _mib(cell), *shown, mean])
-    whole = ", ".join(f"{text} {fmean(large['losses'][text]):.3f}" for text in texts)
-    return [
-        *markdown(["bytes of it in", "way", "stages", "MiB", *texts, "mean"], rows),
-        "",
-        f"{_MODELS[large['model']]} ({_mib(large)} MiB; {whole} nats) at the bytes of {_MODELS[small['model']]}: "
-        "nats a token above that model, or below it (-), with the standard error of the difference. Calibrated on "
-        f"{made['samples']} x {made['length']} tokens of books, measured on {made['text_samples']} x {made['length']} "
-        "of each text.",
-    ]
-
-
-def _mib(cell: Cell) -> str:
-    return f"{cell['size'] / 2**20:.0f}"
-
-
 def recipes(made: Any) -> Lines:
     """Nats a token above the dense model for each size: the recipe of compress, and the best of the others."""
     whole, rows = _dense(made), []
