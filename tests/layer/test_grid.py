@@ -390,7 +390,7 @@ def test_it_is_better_than_one_pass_over_the_columns(sparsity: float, better: fl
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-3])
 def test_fitted_scales_are_least_squares(monkeypatch: pytest.MonkeyPatch, ridge: float) -> None:
-    monkeypatch.setattr("niwaki.layer.grid._RIDGE", ridge)
+    monkeypatch.setattr("niwaki.layer.linalg._SCALE_RIDGE", ridge)
     W, X = normal(5, 12, seed=0), inputs("correlated", 12, 0)
     codes = Grid(3).codes(W, torch.full((5, 1), 0.5, dtype=F64))
     codes[2, 4:8] = 0  # a group that is not seen

@@ -10,19 +10,15 @@ from torch import Tensor
 
 from niwaki.choices import BLOCK_TYPE_BITS
 from niwaki.errors import NumericalError, UsageError
-from niwaki.layer.linalg import products
+from niwaki.layer.linalg import AT_ONCE, fitted_scales
 from niwaki.quantities import parse_block_types
 
 #: The largest number in float16.
 _LARGEST = 65504.0
-#: How many weights are looked at together, which a processor's cache is to hold.
-_AT_ONCE = 1 << 18
 #: How many scales are tried for a group, or steps between its smallest and its largest weight.
 _CANDIDATES = 32
 #: How many scales of a block are tried for each end of its whole numbers.
 _TRIED = 8
-#: The ridge of the least squares for scales, relative to the squared output of each group.
-_RIDGE = 1e-3
 #: Entries of the systems for scales that are in memory at once.
 _ENTRIES = 1 << 26
 #: Rounds of whole scales one after the other, and then of what they are multiples of.
@@ -82,7 +78,7 @@ class BlockType:
 
         Cost: W rounded some 40 times.
         """
-        some = W.split(max(1, _AT_ONCE // W.shape[1]))
+        some = W.split(max(1, AT_ONCE // W.shape[1]))
         return torch.cat([self._found(rows, importance) for rows in some])
 
     def _found(self, W: Tensor, importance: Tensor) -> Tensor:
@@ -268,14 +264,7 @@ class BlockType:
         small = (small * k.unsqueeze(2)).unflatten(1, (blocks, per)).sum(2)
         right = (b * k).unflatten(1, (blocks, per)).sum(2)
         old = d.unflatten(1, (blocks, per))[:, :, 0]
-        diagonal = small.diagonal(dim1=1, dim2=2)
-        seen = diagonal > 0
-        ridge = diagonal * _RIDGE
-        right.addcmul_(ridge, old)
-        diagonal.add_(ridge).masked_fill_(~seen, 1.0)
-        with products(tf32=False):
-            found, _ = torch.linalg.solve_ex(small, right)
-        found = torch.where(seen & (found.sign() == old.sign()) & found.isfinite(), in_half(found), old)
+        found = in_half(fitted_scales(small, right, old))
         return found.unsqueeze(2).expand(-1, -1, per).flatten(1)
 
 
@@ -340,7 +329,7 @@ class BlockGrid:
     name: str = ""
     average: float | None = None
 
-    keeps_zeros = False
+    keeps_zeros = False  # 0 is no number of most types
 
     def __str__(self) -> str:
         return self.name.lower() if self.average is None else f"q{self.average:g}"

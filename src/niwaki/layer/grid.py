@@ -10,15 +10,11 @@ from torch import Tensor
 from niwaki.arguments import check_fields
 from niwaki.errors import UsageError
 from niwaki.layer.block_types import BlockGrid, parse_block_grid
-from niwaki.layer.linalg import products
+from niwaki.layer.linalg import AT_ONCE, fitted_scales
 from niwaki.quantities import check_grid, parse_bits
 
 #: How many scales are tried for a group. Grids of at most 4 bits have half of them for each sign.
 _CANDIDATES = 32
-#: How many weights are looked at together, which a processor's cache is to hold.
-_AT_ONCE = 1 << 18
-#: The ridge of the least squares for scales, relative to the squared output of each group.
-_RIDGE = 1e-3
 #: The integers that are as wide as a number of so many bytes.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -45,6 +41,8 @@ class Grid:
     group: int | None = None
     average: float | None = None
 
+    keeps_zeros = True  # 0 is a number of every grid
+
     def __post_init__(self) -> None:
         check_fields(self)
         check_grid(self.bits, self.group, self.average)
@@ -52,8 +50,6 @@ class Grid:
     def __str__(self) -> str:
         bits = self.bits if self.average is None else self.average
         return f"int{bits}" + ("" if self.group is None else f":{self.group}")
-
-    keeps_zeros = True
 
     @property
     def is_mixed(self) -> bool:
@@ -118,7 +114,7 @@ class Grid:
         Cost: W rounded 34 times, and some times more with 8 bits; memory of some copies of 2^18 weights.
         """
         shape = self.groups(W.shape[1]), -1
-        some = W.split(max(1, _AT_ONCE // W.shape[1]))
+        some = W.split(max(1, AT_ONCE // W.shape[1]))
         return torch.cat([self._scales(rows.unflatten(1, shape), importance.view(shape), dtype) for rows in some])
 
     def _scales(self, W: Tensor, importance: Tensor, dtype: torch.dtype) -> Tensor:
@@ -173,15 +169,7 @@ class Grid:
             outputs = codes[:, columns] @ H[columns]
             A[:, group] = (outputs * codes).view(rows, groups, width).sum(dim=2)
             b[:, group] = outputs.mul_(W).sum(dim=1)
-        diagonal = A.diagonal(dim1=1, dim2=2)
-        seen = diagonal > 0
-        ridge = diagonal * _RIDGE
-        b.addcmul_(ridge, scales)
-        diagonal.add_(ridge).masked_fill_(~seen, 1.0)
-        with products(tf32=False):
-            fitted, _ = torch.linalg.solve_ex(A, b)
-        fitted = torch.where(seen & (fitted.sign() == scales.sign()) & fitted.isfinite(), fitted, scales)
-        return usable(fitted, dtype)
+        return usable(fitted_scales(A, b, scales), dtype)
 
     def _largest_codes(self, width: int) -> list[float]:
         """The numbers, not whole ones, at which scales put the largest of ``width`` weights: candidates.

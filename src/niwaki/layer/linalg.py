@@ -90,6 +90,10 @@ _PART = 192
 _SMALL = 1024
 #: Rows that are worked on at a time, to save memory: enough for the full rate of products.
 STRIP = 1024
+#: How many weights are looked at together, which a processor's cache is to hold.
+AT_ONCE = 1 << 18
+#: The ridge of the least squares for scales, relative to the squared output of each.
+_SCALE_RIDGE = 1e-3
 #: Of sums above this no term that matters is below what float32 can hold.
 _SMALLEST = 1e-30
 _TINY = torch.finfo(torch.float32).tiny
@@ -287,6 +291,21 @@ def with_unit_diagonal(M: Tensor) -> tuple[Tensor, Tensor]:
     diagonal = M.diagonal().clamp(min=0)
     units = torch.where(diagonal > _TINY, diagonal, 1.0).sqrt_()
     return M.div_(units).div_(units.unsqueeze(1)), units
+
+
+def fitted_scales(A: Tensor, b: Tensor, old: Tensor) -> Tensor:
+    """(rows, n): for each row the x with the least x A x^T - 2 b x^T, with a ridge towards the ``old`` one.
+
+    A (rows, n, n) and b (rows, n) are changed. An old number stays where it has no effect, or the new one another sign.
+    """
+    diagonal = A.diagonal(dim1=1, dim2=2)
+    seen = diagonal > 0
+    ridge = diagonal * _SCALE_RIDGE
+    b.addcmul_(ridge, old)
+    diagonal.add_(ridge).masked_fill_(~seen, 1.0)
+    with products(tf32=False):
+        fitted, _ = torch.linalg.solve_ex(A, b)
+    return torch.where(seen & (fitted.sign() == old.sign()) & fitted.isfinite(), fitted, old)
 
 
 def quadratic_form(A: Tensor, H: Tensor, B: Tensor | None = None) -> float:

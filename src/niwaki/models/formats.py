@@ -264,7 +264,8 @@ class Factored(WeightFormat):
         why = f", as factors on {self.grid} have it" if self.grid else ""
         parts = tuple(read_beside(file, places, f"factors of {matrix.key!r}", why))
         for key, scales in zip([*places][2:], parts[2:], strict=True):
-            check_scales(scales, file, key, self.grid or Grid(8))
+            assert self.grid  # without one there are no scales
+            check_scales(scales, file, key, self.grid)
         return parts
 
     def notes(self, matrices: Iterable[Matrix]) -> list[str]:

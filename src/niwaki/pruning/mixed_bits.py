@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -256,16 +255,11 @@ def _inputs(
 def choose_alike(costs: dict[Place, BitCosts], average: float, matrices: Iterable[Matrix]) -> dict[Place, float]:
     """:func:`choose_bits`, with the same for all experts of a block, which are one tensor in files for llama.cpp."""
     tensors = {m.place: m.place if m.expert is None else (m.block, re.sub(r"\d+", "*", m.name)) for m in matrices}
-    parts = defaultdict[Place, list[BitCosts]](list)
+    sums = dict[Place, BitCosts]()
     for place, each in costs.items():
-        parts[tensors[place]].append(each)
-    sums = {
-        tensor: BitCosts(
-            sum(one.weights for one in some), {bits: math.fsum(one.nats[bits] for one in some) for bits in known}
-        )
-        for tensor, some in parts.items()
-        for known in [some[0].nats]
-    }
+        before = sums.get(tensors[place], BitCosts(0, dict.fromkeys(each.nats, 0.0)))
+        nats = {bits: before.nats[bits] + more for bits, more in each.nats.items()}
+        sums[tensors[place]] = BitCosts(before.weights + each.weights, nats)
     chosen = choose_bits(sums, average)
     return {place: chosen[tensors[place]] for place in costs}
 
