@@ -143,6 +143,12 @@ def test_embeddings_and_head_have_the_bits_of_their_grid(tmp_path: Path, grid: s
         assert grid == "int4:16" or torch.equal(read[name], weights[key])
 
 
+def test_five_bits_in_other_groups_are_rounded_to_five(tmp_path: Path) -> None:
+    notes = niwaki.export(on_grid(tmp_path, "int5:16"), tmp_path / "model.gguf", format_of("Q4_0"))
+    assert kinds(tmp_path / "model.gguf")["blk.0.ffn_down.weight"] == "Q5_0"
+    assert any("weights on the grid int5:16 are rounded to the nearest of Q5_0" in note for note in notes)
+
+
 def test_matrices_of_mixed_bits_have_theirs(tmp_path: Path) -> None:
     options: dict[str, Any] = {"calibration": TOKENS, "effort": "fast", "measurement": None, "compute": "cpu"}
     source = tmp_path / "on-grid"
