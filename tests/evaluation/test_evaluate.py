@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,13 @@ from niwaki.records.progress import Progress
 from niwaki.windows import Windows
 from support.models import (
     EMBEDDED,
+    edit_json,
     message,
     random_model,
     random_tokens,
     reference,
     save_model,
+    save_model_with_few_tokens,
     save_model_with_tokenizer,
     weight,
 )
@@ -92,6 +95,38 @@ def test_perplexity_of_tokens(tmp_path: Path, case: str) -> None:
     tokens = random_tokens(7, 30)
     found = StreamedModel(Checkpoint(path), "cpu").perplexity(Windows(tokens, "given"))
     assert found.value == pytest.approx(reference(path)(tokens, labels=tokens).loss.exp().item(), rel=1e-4)
+
+
+def test_how_far_a_model_is_from_another(tmp_path: Path) -> None:
+    """By transformers in float64: the mean, its error by windows, the 99th of 100 tokens, and equal first choices."""
+    paths = [save_model(tmp_path / str(seed), "llama tied", seed=seed) for seed in (0, 1)]
+    tokens = random_tokens(5, 21)
+    found = evaluate(paths[0], Windows(tokens, "given"), against=paths[1])
+    q, p = (reference(path)(tokens).logits[:, :-1].double().log_softmax(-1) for path in paths)
+    each = (p.exp() * (p - q)).sum(-1)
+    means = each.mean(dim=1)
+    measured = found.divergence
+    assert measured
+    assert measured.tokens == each.numel() == 100
+    assert measured.mean == pytest.approx(each.mean().item(), rel=1e-4)
+    assert measured.standard_error == pytest.approx(means.std().item() / math.sqrt(5), rel=1e-3)
+    assert [measured.high, measured.largest] == pytest.approx(each.flatten().sort().values[-2:].tolist(), rel=1e-4)
+    assert measured.same_first == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
+    assert found.value == pytest.approx(evaluate(paths[0], Windows(tokens, "given")).value, rel=1e-6)
+    same = evaluate(paths[0], Windows(tokens, "given"), against=paths[0]).divergence
+    assert same
+    assert (same.mean, same.same_first) == (pytest.approx(0, abs=1e-6), 1.0)
+
+
+def test_models_with_other_tokens_are_not_compared(tmp_path: Path) -> None:
+    one, other = save_model_with_tokenizer(tmp_path / "one"), save_model_with_few_tokens(tmp_path / "other")
+    text = Measurement("demo-held", length=16, samples=4)
+    assert "have different tokens (4,096 and 512)" in message(lambda: evaluate(one, text, against=other))
+    shutil.copytree(one, tmp_path / "third")
+    edit_json(tmp_path / "third" / "tokenizer.json", normalizer={"type": "Lowercase"})
+    assert "different tokens for this text; their bits a byte compare" in message(
+        lambda: evaluate(one, text, against=tmp_path / "third")
+    )
 
 
 def test_what_goes_wrong(tmp_path: Path) -> None:

@@ -116,6 +116,33 @@ def test_the_same_as_by_hand(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
+def test_each_stage_is_compared_with_the_dense_model(tmp_path: Path) -> None:
+    """Whatever stages come before it, and where a run resumes after the dense model was measured."""
+    model, stages = save_model_with_tokenizer(tmp_path / "model"), ("prune 0.5 effort=fast", "embeddings int4:8")
+    options: dict[str, Any] = {"measurement": Measurement("demo-held", length=16, samples=4), "calibration": TOKENS}
+    counted = StopAfter()
+    record = work(model, tmp_path / "out", *stages, progress=counted, **options)
+    text = Measurement("demo-held", length=16, samples=4)
+    wanted = niwaki.evaluate(tmp_path / "out", text, against=model, compute=CPU).divergence
+    after, pruned = record.perplexity["after"].divergence, record.stages[0].perplexity
+    assert wanted
+    assert after
+    assert pruned
+    assert pruned.divergence
+    assert 0 < pruned.divergence.mean < after.mean == pytest.approx(wanted.mean, rel=1e-5)
+    assert f"| divergence after | KL from the dense model {after} |" in (tmp_path / "out" / "README.md").read_text()
+    with pytest.raises(KeyboardInterrupt):
+        work(model, tmp_path / "again", *stages, progress=StopAfter(counted.count - 1), **options)
+    resumed = work(model, tmp_path / "again", *stages, **options)
+    assert resumed.resumed or resumed.stages
+    assert resumed.perplexity["after"].divergence == after
+    # Of other tokens nothing is said, nor where the dense model is not measured.
+    fewer = niwaki.shrink(model, tmp_path / "fewer", vocabulary=512, calibration="demo", measurement=text, compute=CPU)
+    assert fewer.perplexity["after"].divergence is None
+    options["measurement"] = Measurement("demo-held", length=16, samples=4, before=False)
+    assert work(model, tmp_path / "alone", stages[0], **options).perplexity["after"].divergence is None
+
+
 LISTS: dict[str, tuple[Any, ...]] = {
     "shrink, prune": (NEURONS, Prune("2:4", effort="best:synthetic=0:healing=0:epochs=0.5")),
     "shrink and fit, heal": (Shrink(neurons=0.25, effort="fast:epochs=0.5"), HEAL),

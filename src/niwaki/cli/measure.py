@@ -26,6 +26,7 @@ from niwaki.records.wording import printable
 def evaluate(
     model: Model,
     text: Annotated[str | None, "TEXT"] = None,
+    against: Annotated[str | None, "MODEL"] = None,
     length: Length = None,
     samples: Annotated[int | None, "N", "--samples", "--text-samples"] = None,
     field: Field = None,
@@ -41,6 +42,7 @@ def evaluate(
 
     Options:
         text: Text to measure perplexity on. {text} [default: {usual_text}; none with --tasks]
+        against: Another model, such as the dense one: measure also how far the predictions are from its (KL).
         samples: Use the first N windows of the text. [default: all]
         tasks: Tasks, separated by commas: those of lm-evaluation-harness, such as boolq,arc_easy; files of questions
             (.jsonl); which-follows.
@@ -50,8 +52,8 @@ def evaluate(
         text = USUAL_TEXT if text is None else text
         if limit is not None:
             raise UsageError("--limit is for --tasks; --samples is for --text")
-    elif text is None and (length is not None or samples is not None or field is not None or not bos):
-        raise UsageError("--length, --samples, --field and --no-bos are for --text; --limit is for --tasks")
+    elif text is None and (not bos or any(given is not None for given in (against, length, samples, field))):
+        raise UsageError("--against, --length, --samples, --field and --no-bos are for --text; --limit is for --tasks")
     measurement = Measurement(text, samples=samples, length=length, bos=bos, field=field)
     measurement.some()
     with Screen(f"evaluating {model}") as screen, in_session():
@@ -68,8 +70,11 @@ def evaluate(
         if text is not None:
             from niwaki.evaluation.evaluate import evaluate as run
 
-            perplexity = run(model, measurement, compute=compute, progress=screen)
+            perplexity = run(model, measurement, against=against, compute=compute, progress=screen)
             screen.line(f"perplexity {perplexity}")
+            if perplexity.divergence:
+                screen.line(f"KL from {against}: {perplexity.divergence}")
+                values["against"] = against
             screen.line(perplexity.protocol, style="dim")
             values["perplexity"] = {**dataclasses.asdict(perplexity), "protocol": perplexity.protocol}
         if tasks is not None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from niwaki.effort import Fitting
-from niwaki.healing.objective import divergence
 from niwaki.healing.run import HealingRun, block_memory
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import resident
@@ -21,6 +20,7 @@ from niwaki.models.generation import device_memory
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget
 from niwaki.models.layout import NOT_FITTED, Matrix
 from niwaki.models.pairs import count_tokens
+from niwaki.models.streamed import Reference
 from niwaki.models.training import Fit, Projection, trained_matrices
 from niwaki.records.record import HealingPoint
 from niwaki.runs.store import WeightStore
@@ -209,10 +209,15 @@ class BlockRun(HealingRun):
         tokens = round(steps / max(1, len(self.record.fits)) * self._step)
         spent = self.run.clock.total()
         points = [
-            HealingPoint(0, 0, 0.0, divergence(self.dense, self.model, held.dense, held.pruned), None),
-            HealingPoint(tokens, steps, spent, divergence(self.dense, self.model, held.dense, held.healed), None),
+            HealingPoint(0, 0, 0.0, self._distance(held.dense, held.pruned), None),
+            HealingPoint(tokens, steps, spent, self._distance(held.dense, held.healed), None),
         ]
         for last in (1, 2):
             self.run.progress.healing(replace(self.healing, points=points[:last]), 1.0, spent)
         self.run.clock.lap("heal")
         return points
+
+    def _distance(self, dense: HiddenStates, states: HiddenStates) -> float:
+        """The mean KL divergence from the dense model's predictions, in nats a token."""
+        divergences, _ = self.model.divergences(states, Reference(self.dense, dense))
+        return max(0.0, divergences.sum(dtype=torch.float64).item() / sum(each.numel() for each in states.tokens))

@@ -10,7 +10,6 @@ are computed again. Where a tanh caps the logits that does not hold, and what is
 sample of all others.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from niwaki.errors import NumericalError, UnsupportedModelError
-from niwaki.models.hidden_states import HiddenStates, pieces
+from niwaki.errors import UnsupportedModelError
 from niwaki.models.streamed import StreamedModel
 
 #: Squares of a state that count for 1 at least: it may be 0.
@@ -240,26 +238,3 @@ def find_logits(model: StreamedModel) -> Logits | States:
         f"{model.checkpoint.path}: logits are neither products of the head nor such products capped by a tanh; models "
         "like this one cannot be healed"
     )
-
-
-# How far a model's predictions are from those of the dense model, with neither in memory.
-
-
-@torch.no_grad()
-def divergence(dense: StreamedModel, model: StreamedModel, dense_states: HiddenStates, states: HiddenStates) -> float:
-    """The mean KL divergence of the dense model's predictions from the other's, in nats a token.
-
-    Both states are those of the same tokens, in the same batches, after the last block of each model. What is outside
-    the blocks of both is in memory meanwhile. NumericalError where it is not finite.
-    """
-    total, count, rows = 0.0, 0, max(1, LOGITS // model.config.vocab_size)
-    with dense.head() as dense_head, model.head() as head:
-        for i, batch in enumerate(states.tokens):
-            for p_hidden, q_hidden, tokens in pieces(rows, dense_states.hidden[i], states.hidden[i], batch):
-                log_p = dense_head(p_hidden, tokens).float().log_softmax(-1)
-                log_q = head(q_hidden, tokens).float().log_softmax(-1)
-                total += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
-                count += tokens.numel()
-    if not math.isfinite(total):
-        raise NumericalError("the models' outputs are NaN or infinite on this text; try dtype float32")
-    return max(0.0, total / count)

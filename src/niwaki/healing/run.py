@@ -351,7 +351,7 @@ class HealingRun(ABC):
         """The perplexity of the pruned model as it came, and of the dense one on the same text as its tokens."""
         perplexity = self.record.perplexity
         if dense_text:
-            perplexity["before"] = self._perplexity(self.dense, dense_text)
+            perplexity["before"] = self.run.dense_perplexity(self.dense, dense_text)
         perplexity["pruned"] = self._perplexity(self._opened(self.model.checkpoint.path), heldout)
         if dense_text and perplexity["before"].above(perplexity["pruned"]).nats > 0:
             self.run.note(

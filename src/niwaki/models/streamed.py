@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
@@ -60,7 +61,7 @@ from niwaki.models.structure import (
     structure,
 )
 from niwaki.models.tokens import check_tokens, load_tokenizer
-from niwaki.records.perplexity import Perplexity
+from niwaki.records.perplexity import Divergence, Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import LeftDense
 from niwaki.records.wording import kind
@@ -485,32 +486,62 @@ class StreamedModel:
                     self._found = find_interface(self.decoder, self.blocks, self.device, self.config.vocab_size)
         return self._found
 
-    @torch.no_grad()
-    def losses(
-        self, states: HiddenStates, only: Tensor | None = None, done: Callable[[], None] = lambda: None
-    ) -> Tensor:
+    def losses(self, states: HiddenStates, only: Tensor | None = None) -> Tensor:
         """(samples, length - 1) float32 cross-entropies in nats, by ``states`` after the last block.
 
         Of pairs they are those of the targets, and 0 after shorter ones. With ``only`` the model has no other tokens.
-        ``done`` is called after each batch of states.
         """
-        losses: list[Tensor] = []
-        rows = self.tokens_at_a_time()
-        with self.head() as head:
+        return self._judged(states, only)[0]
+
+    def divergences(self, states: HiddenStates, to: "Reference") -> tuple[Tensor, Tensor]:
+        """KL in nats from the predictions of another model, and 1 where the first choice is the same.
+
+        Both are (samples, length) float32, 0 after pairs that are shorter. NumericalError where either model's outputs
+        are not finite.
+        """
+        _, divergences, same = self._judged(states, to=to)
+        return divergences, same
+
+    @torch.no_grad()
+    def _judged(
+        self,
+        states: HiddenStates,
+        only: Tensor | None = None,
+        done: Callable[[], None] = lambda: None,
+        to: "Reference | None" = None,
+    ) -> list[Tensor]:
+        """The :meth:`losses`, and the :meth:`divergences` from another model; ``done`` is called after each batch."""
+        found: list[list[Tensor]] = [[] for _ in range(1 if to is None else 3)]
+        rows = self.tokens_at_a_time(len(found))
+        with self.head() as head, contextlib.ExitStack() as held:
+            others = None
+            if to is not None:
+                others = head if to.model is self else held.enter_context(to.model.head())
             for i, batch in enumerate(states.tokens):
                 labels = states.labels(i)
-                found = torch.empty(batch.shape)
+                values = [torch.empty(batch.shape) for _ in found]
                 padded = nn.functional.pad(labels, (0, batch.shape[1] - labels.shape[1]))
-                for hidden, tokens, targets, out in pieces(rows, states.hidden[i], batch, padded, found):
+                theirs = [] if to is None else [to.states.hidden[i]]
+                given = pieces(rows, states.hidden[i], batch, padded, *theirs, *values)
+                for hidden, tokens, targets, *rest in given:
                     logits = head(hidden, tokens).flatten(0, 1).float()
                     if only is not None:
                         logits += torch.full_like(logits[0], -torch.inf).index_fill(0, only.to(self.device), 0.0)
-                    loss = nn.functional.cross_entropy(logits, targets.to(self.device).flatten(), reduction="none")
-                    out.copy_(loss.view(out.shape))
-                losses += found[:, : labels.shape[1]]
+                    targets = targets.to(self.device).flatten()
+                    judged = [nn.functional.cross_entropy(logits, targets, reduction="none")]
+                    if others is not None:
+                        log_p = others(rest.pop(0), tokens).flatten(0, 1).float().log_softmax(-1)
+                        same = log_p.argmax(-1) == logits.argmax(-1)
+                        log_q = logits.log_softmax(-1)
+                        judged += [(log_p.exp() * log_q.neg_().add_(log_p)).sum(-1), same]
+                    for value, out in zip(judged, rest, strict=True):
+                        out.copy_(value.view(out.shape))
+                found[0] += values.pop(0)[:, : labels.shape[1]]
+                for each, value in zip(found[1:], values, strict=True):
+                    each += value
                 done()
-        joined = torch.nn.utils.rnn.pad_sequence(losses, batch_first=True)
-        if not torch.isfinite(joined).all():
+        joined = [torch.nn.utils.rnn.pad_sequence(each, batch_first=True) for each in found]
+        if not all(torch.isfinite(each).all() for each in joined):
             raise NumericalError("the model's outputs are NaN or infinite on this text; try dtype float32")
         return joined
 
@@ -521,26 +552,52 @@ class StreamedModel:
         world: World = _ALONE,
         only: Tensor | None = None,
         done: Callable[[], None] = lambda: None,
+        to: "Reference | None" = None,
     ) -> Perplexity:
         """The perplexity, by ``states`` after the last block, of each process's share of ``windows``.
 
-        With ``only`` these tokens can be predicted, and no others. ``done`` is called after each batch of states.
+        With ``only`` these tokens can be predicted, and no others. ``done`` is called after each batch of states. With
+        another model to compare ``to`` it has the divergence from that one.
         """
-        losses, counts = self.losses(states, only, done), tuple[int, ...]()
+        losses, *compared = self._judged(states, only, done, to)
+        judged = [losses, *(each[:, : losses.shape[1]] for each in compared)]
+        counts = tuple[int, ...]()
+        places = torch.arange(1, losses.shape[1] + 1)
+        predicted = torch.ones(losses.shape)
         if self.pairs is not None:
             counts = tuple(tokens.shape[1] for tokens in states.tokens)
+            predicted = (places <= torch.tensor(counts).unsqueeze(1)).float()
         if windows.spans is not None:
-            places = torch.arange(1, losses.shape[1] + 1)
-            predicted = (places >= windows.spans[:, :1]) & (places < windows.spans[:, 1:])
-            losses, counts = losses * predicted, tuple(predicted.sum(dim=1).tolist())
-        shares = world.collected((losses, counts, windows.bytes))
+            predicted = ((places >= windows.spans[:, :1]) & (places < windows.spans[:, 1:])).float()
+            judged[0], counts = judged[0] * predicted, tuple(int(count) for count in predicted.sum(dim=1).tolist())
+        shares = world.collected(([*judged, predicted], counts, windows.bytes))
         every, counted, lengths = zip(*shares, strict=True)
-        longest = max(each.shape[1] for each in every)
-        joined = torch.cat([nn.functional.pad(each, (0, longest - each.shape[1])) for each in every])
-        return Perplexity.of(joined, windows.source, windows.origin, sum(counted, ()), sum(lengths, ()))
+        longest = max(each.shape[1] for each, *_ in every)
+        losses, *compared = (
+            torch.cat([nn.functional.pad(each, (0, longest - each.shape[1])) for each in parts])
+            for parts in zip(*every, strict=True)
+        )
+        divergence = None if to is None else Divergence.of(*compared)
+        return Perplexity.of(losses, windows.source, windows.origin, sum(counted, ()), sum(lengths, ()), divergence)
 
-    def perplexity(self, windows: Windows, progress: Progress | None = None, world: World = _ALONE) -> Perplexity:
-        """The perplexity on ``windows``, each process's share."""
+    def perplexity(
+        self,
+        windows: Windows,
+        progress: Progress | None = None,
+        world: World = _ALONE,
+        to: "Reference | None" = None,
+    ) -> Perplexity:
+        """The perplexity on ``windows``, each process's share; with the divergence from a model to compare ``to``."""
+        return self.perplexity_and_states(windows, progress, world, to)[0]
+
+    def perplexity_and_states(
+        self,
+        windows: Windows,
+        progress: Progress | None = None,
+        world: World = _ALONE,
+        to: "Reference | None" = None,
+    ) -> tuple[Perplexity, HiddenStates]:
+        """The :meth:`perplexity`, and the hidden states after the last block that it comes from."""
         self.check_head()
         states, progress = self.embed(windows.tokens), progress or Progress()
         # Of a small model with many tokens the head takes longer than all blocks.
@@ -554,7 +611,7 @@ class StreamedModel:
             for _ in range(head):
                 progress.step()
 
-        return self.measured(states, windows, world, done=done)
+        return self.measured(states, windows, world, done=done, to=to), states
 
     def check_head(self) -> None:
         """Raises UnsupportedModelError where the model makes no predictions."""
@@ -645,3 +702,25 @@ class StreamedModel:
     def unload(self) -> None:
         """Frees what :meth:`load` has read; from then on the model does not run."""
         self._weights.unload()
+
+
+@dataclass
+class Reference:
+    """A model that others are compared with, and its ``states`` of some tokens after the last block."""
+
+    model: StreamedModel
+    states: HiddenStates
+
+    @classmethod
+    def of(cls, model: StreamedModel, windows: Windows, progress: Progress) -> "Reference":
+        """That of a model which has yet to run on the ``windows``."""
+        model.check_head()
+        states = model.embed(windows.tokens)
+        progress.stage(0, "perplexity", len(model.blocks) * len(states.hidden))
+        for block in model.stream():
+            block.advance(states, progress.step)
+        return cls(model, states)
+
+    def is_of(self, windows: Windows) -> bool:
+        """Whether the states are of the tokens of ``windows``."""
+        return torch.equal(torch.cat(self.states.rows or self.states.tokens), windows.tokens)

@@ -147,7 +147,7 @@ class QuantizingEmbeddings(Task):
         heldout = self.texts.only
         with products(tf32=False):
             if heldout and run.measured.before:
-                record.perplexity["before"] = run.perplexity(self.model, heldout)
+                record.perplexity["before"] = run.dense_perplexity(self.model, heldout)
             self._write(run, record, gram)
             if heldout:
                 written = StreamedModel(Checkpoint(run.place.directory), run.compute.device, run.compute.dtype)

@@ -16,7 +16,7 @@ from niwaki.models.formats import OnGrid
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
-from niwaki.models.streamed import StreamedModel
+from niwaki.models.streamed import Reference, StreamedModel
 from niwaki.models.training import Fit, samples_to_fit, trained_matrices
 from niwaki.pruning.mixed_bits import choose_alike, choose_bits, costs_of_bits, in_words
 from niwaki.pruning.plan import LaterInputs, Plan, later_inputs, plan
@@ -214,10 +214,13 @@ class Walk:
         zeros = "" if run.earlier else _zeros_before(record, self.request.revive)  # of another stage they are no news
         run.note(record, *filter(None, (zeros, _kept_at_zero(record))))
         record.sparsity = sum(run.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())
+        if streams.heldout_dense:
+            run.reference = Reference(model, streams.heldout_dense)
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
+                to = run.reference_for(model, heldout) if when == "after" else None
                 run.progress.stage(0, "perplexity", len(states.tokens))
-                record.perplexity[when] = model.measured(states, heldout, run.world, done=run.progress.step)
+                record.perplexity[when] = model.measured(states, heldout, run.world, done=run.progress.step, to=to)
         run.clock.lap("perplexity")
 
 

@@ -68,6 +68,49 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """How far the predictions of a model are from those of another on the same text, which it is to stand in for.
+
+    That is KL(other | model) of the next token's distribution, for each token that is predicted: the nats that are lost
+    by taking the model's probabilities where the other's are true. Unlike a difference of perplexities it is never
+    below 0 and has no part that is due to the text alone, so that it tells models apart with less of it.
+
+    Attributes:
+        mean: Its mean, in nats a token.
+        standard_error: Standard error of the mean, from the spread of the windows' own means; None if there is one.
+        high: What 99 % of the tokens are below.
+        largest: That of the token where the two are furthest apart.
+        same_first: Share of tokens for which both have the same first choice.
+        tokens: Number of predicted tokens.
+    """
+
+    mean: Amount
+    standard_error: Amount | None
+    high: Amount
+    largest: Amount
+    same_first: Fraction
+    tokens: Positive
+
+    @classmethod
+    def of(cls, divergences: Tensor, same: Tensor, predicted: Tensor) -> Divergence:
+        """Computes it from what each token has, (windows, tokens) all three: 1 or True of what is ``predicted``."""
+        each = divergences.double().clamp_(min=0)  # rounding leaves less than 0 where the two are the same
+        means = (each * predicted).sum(dim=1) / predicted.sum(dim=1)
+        error = means.std().item() / math.sqrt(len(means)) if len(means) > 1 else None
+        tokens = each[predicted.bool()].sort().values
+        high, largest = tokens[math.ceil(0.99 * len(tokens)) - 1].item(), tokens[-1].item()
+        first = (same * predicted).sum().item() / len(tokens)
+        return cls(tokens.mean().item(), error, high, largest, first, len(tokens))
+
+    def __str__(self) -> str:
+        error = "" if self.standard_error is None else f" ±{self.standard_error:.4f}"
+        return (
+            f"{self.mean:.4f}{error} nats a token (99 % of tokens below {self.high:.3g}, at most {self.largest:.3g}), "
+            f"same first choice {100 * self.same_first:.1f} %"
+        )
+
+
+@dataclass(frozen=True)
 class Perplexity:
     """The perplexity of a model on a text, the exponential of the mean cross-entropy, and how it was measured.
 
@@ -89,6 +132,7 @@ class Perplexity:
         counts: Number of predicted tokens in each window, if it is not ``context`` - 1: models with other vocabularies
             have different tokens for the same text, and their perplexities are not comparable.
         bytes: UTF-8 bytes of the predicted text in each window; empty if they were not counted.
+        divergence: How far the predictions are from those of the dense model, or of another; None if not measured.
     """
 
     value: Annotated[float, msgspec.Meta(ge=0.5, le=1e305)]  # 1 or more, but for rounding
@@ -101,6 +145,7 @@ class Perplexity:
     losses: Annotated[tuple[Finite, ...], msgspec.Meta(max_length=1_000_000)] = ()
     counts: Annotated[tuple[Positive, ...], msgspec.Meta(max_length=1_000_000)] = ()
     bytes: Annotated[tuple[Positive, ...], msgspec.Meta(max_length=1_000_000)] = ()
+    divergence: Divergence | None = None
 
     @classmethod
     def of(
@@ -110,6 +155,7 @@ class Perplexity:
         origin: str = "",
         counts: tuple[int, ...] = (),
         bytes: tuple[int, ...] = (),  # noqa: A002 - it is the word for it
+        divergence: Divergence | None = None,
     ) -> Perplexity:
         """Computes it from ``losses``, (windows, context - 1) cross-entropies in nats.
 
@@ -125,7 +171,8 @@ class Perplexity:
         value = math.exp(min(mean, 700.0))  # soon beyond it there is no float
         error = min(1e304, value * means.std().item() / math.sqrt(len(means))) if len(means) > 1 else None
         kept = tuple(round(mean, 7) for mean in means.tolist())
-        return cls(value, error, tokens, losses.shape[1] + 1, len(means), text, origin, kept, counts, bytes)
+        context = losses.shape[1] + 1
+        return cls(value, error, tokens, context, len(means), text, origin, kept, counts, bytes, divergence)
 
     @property
     def nats(self) -> float:

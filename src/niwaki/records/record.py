@@ -510,7 +510,9 @@ class Record(JsonFile):
         """In words, by what it is and when, all that was measured of the model as a whole."""
         kinds: dict[str, Mapping[str, Any]]
         kinds = {"perplexity": self.perplexity, "sentence vectors": self.vectors, "scores": self.scores}
-        return {f"{kind} {when}": str(value) for kind, found in kinds.items() for when, value in found.items()}
+        found = {f"{kind} {when}": str(value) for kind, values in kinds.items() for when, value in values.items()}
+        distances = {when: value.divergence for when, value in self.perplexity.items() if value.divergence}
+        return found | {f"divergence {when}": f"KL from the dense model {value}" for when, value in distances.items()}
 
     def costs(self) -> list[tuple[StageRecord, Difference | None]]:
         """The stages, each with its cost: how many nats a token the loss after it is above the loss before it.

@@ -23,7 +23,7 @@ from niwaki.files import check_space
 from niwaki.models.device import device_name
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.processes import World
-from niwaki.models.streamed import StreamedModel
+from niwaki.models.streamed import Reference, StreamedModel
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
@@ -92,6 +92,8 @@ class Run:
     seen: CalibrationRecord | None = None
     #: What the stages that are opened will have changed in config.json, as far as later ones have to know.
     foreseen: dict[str, Any] = field(default_factory=dict)
+    #: What the dense model predicts of the text that is measured on, as far as it is known.
+    reference: Reference | None = None
     #: Whether it ends once all stages are opened and have read their texts.
     only_checks: bool = False
 
@@ -180,9 +182,33 @@ class Run:
     def perplexity(self, model: StreamedModel, windows: Windows, shared: bool = False) -> Perplexity:
         """The perplexity of ``model`` on ``windows``; ``shared`` is whether every process measures, each on its own."""
         world = self.world if shared else World()
-        measured = model.perplexity(windows, self.progress, world)
+        measured = model.perplexity(windows, self.progress, world, self.reference_for(model, windows))
         self.clock.lap("perplexity")
         return measured
+
+    def dense_perplexity(self, dense: StreamedModel, windows: Windows, shared: bool = False) -> Perplexity:
+        """That of the dense model, with which others are compared from now on."""
+        world = self.world if shared else World()
+        measured, states = dense.perplexity_and_states(windows, self.progress, world)
+        self.reference = Reference(dense, states)
+        self.clock.lap("perplexity")
+        return measured
+
+    def reference_for(self, model: StreamedModel, windows: Windows) -> Reference | None:
+        """The dense model's predictions for ``windows``; None where ``model`` has other tokens, or it is not measured.
+
+        The dense model runs again where an earlier run has measured it, or on other windows.
+        """
+        if not self.measurement.before:
+            return None
+        if self.reference is None or not self.reference.is_of(windows):
+            where = self.compute.device, self.compute.dtype, self.budget
+            dense = StreamedModel(Checkpoint(self.sentences.dense), *where)
+            if dense.config.vocab_size != model.config.vocab_size:
+                return None
+            self.reference = Reference.of(dense, windows, self.progress)
+        same = self.reference.model.config.vocab_size == model.config.vocab_size
+        return self.reference if same else None
 
 
 class Stage(ABC):

@@ -267,7 +267,8 @@ class ShrinkingVocabulary(Task):
     def _measure(self, run: Run, name: str, model: StreamedModel, windows: Windows) -> None:
         """Measures the perplexity of ``model`` on this process's share of ``windows``, for the record of all."""
         own = windows.of(run.world.share(torch.arange(len(windows.tokens))))
-        self.record.perplexity[name] = run.perplexity(model, own, shared=True)
+        measure = run.dense_perplexity if name == "before" else run.perplexity
+        self.record.perplexity[name] = measure(model, own, shared=True)
 
 
 def _numbers(checkpoint: Checkpoint) -> int:

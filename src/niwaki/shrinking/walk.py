@@ -181,7 +181,7 @@ class Removing:
         kinds = self.combinations.kinds if self.combinations else self.columns
         run.progress.begin(record, depth, (depth - count) * len(kinds) + mixed)
         if heldout and measure_before and "before" not in record.perplexity:
-            record.perplexity["before"] = run.perplexity(model, heldout, shared=True)
+            record.perplexity["before"] = run.dense_perplexity(model, heldout, shared=True)
         columns, sized = self.columns, self.combinations
         plan = kept_once(
             run, ShrinkPlan, lambda: planned(model, self.effort, windows, columns, count, sized, record, run)
