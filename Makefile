@@ -59,6 +59,22 @@ llama-cpp: .llama-cpp/.done
 	npm install --prefix .llama-cpp --ignore-scripts --omit=optional --no-audit --no-fund --silent $(LLAMA_CPP) @node-llama-cpp/linux-x64@3.22.1
 	touch $@
 
+# llama.cpp's own tools, which llama_cpp_loss.py and the tests of importance matrices run: built from the sources in a
+# package, which takes some 15 minutes on two cores. Compilers that know AMX may need -DGGML_NATIVE=OFF on a virtual
+# machine that does not have it: make llama-cpp-tools LLAMA_CPP_FLAGS='-DGGML_NATIVE=OFF -DGGML_AVX512=ON'
+LLAMA_CPP_TOOLS = llama-quantize llama-imatrix llama-perplexity llama-bench
+LLAMA_CPP_FLAGS =
+llama-cpp-tools: .llama-cpp/tools/.done
+.llama-cpp/tools/.done: setup
+	mkdir -p .llama-cpp/tools
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest .llama-cpp/tools llama-cpp-python==0.3.36
+	tar xzf .llama-cpp/tools/llama_cpp_python-*.tar.gz -C .llama-cpp/tools --strip-components 1
+	cmake -S .llama-cpp/tools/vendor/llama.cpp -B .llama-cpp/tools/build -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	    -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+	    $(LLAMA_CPP_FLAGS)
+	cmake --build .llama-cpp/tools/build --target $(LLAMA_CPP_TOOLS)
+	touch $@
+
 # A few minutes of what tests/campaign does for as long as one likes: docs/large-models.md.
 campaign: setup
 	$(BIN)/python tests/campaign --cases 4
@@ -91,4 +107,4 @@ dist:
 clean:
 	rm -rf $(VENV) $(LOWEST) $(NEWEST) .llama-cpp .mypy_cache .ruff_cache build dist site src/niwaki/_kernels.*
 
-.PHONY: setup demo results reference docs check test llama-cpp campaign quick lowest newest dist clean
+.PHONY: setup demo results reference docs check test llama-cpp llama-cpp-tools campaign quick lowest newest dist clean

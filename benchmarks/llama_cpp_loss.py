@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated
 
 import common
+import gguf
 import numpy as np
 import torch
 from common import Held, Length, Model, Samples, TextSamples
@@ -35,12 +36,8 @@ import niwaki
 from niwaki import Calibration
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
-from niwaki.exports.gguf_file import Gguf
 from niwaki.models.locate import locate_model
-from niwaki.models.processes import World
-from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
-from niwaki.records.progress import Progress
 from niwaki.texts.texts import read_windows
 
 #: By format, the grid that has its numbers.
@@ -144,8 +141,9 @@ def beside(
             file = place / "theirs.gguf"
             if not sheet.has(model=model.name, mixture=mixture, by="niwaki"):
                 began = time.perf_counter()
-                importance = _importance(source, read_windows(calibration, tokenizer, length, samples).tokens)
-                llama.quantize(dense, file, mixture, importance)
+                niwaki.importance_matrix(model, place / "imatrix.gguf", given)
+                llama.quantize(dense, file, mixture, _mean_squares(place / "imatrix.gguf"))
+                (place / "imatrix.gguf").unlink()
                 if not sheet.has(model=model.name, mixture=mixture, by="llama-quantize"):
                     add(file, exported + time.perf_counter() - began, mixture=mixture, by="llama-quantize")
                 began, out = time.perf_counter(), place / "out"
@@ -157,18 +155,11 @@ def beside(
                 shutil.rmtree(out)
 
 
-def _importance(source: Checkpoint, tokens: Tensor) -> dict[str, Tensor]:
-    """By tensor of the GGUF file, the mean of the squares of each of its inputs, as llama-imatrix writes it."""
-    names = {one.key: each.name for each in Gguf(source, "F16", {}, Progress())._tensors for one in each.sources}
-    model, found = StreamedModel(source, dtype="float32"), dict[str, Tensor]()
-    states = model.embed(tokens)
-    for block in model.stream():
-        keys = {matrix.name: matrix.key for matrix in block.matrices}
-        for inputs in block.input_grams(states, lambda: None, World(), "never"):
-            power = inputs.gram(shared=False).H.diagonal().float().contiguous().clone()
-            found |= {names[keys[name]]: power for name in inputs.names}
-        block.advance(states)
-    return found
+def _mean_squares(file: Path) -> dict[str, Tensor]:
+    """By tensor, what an importance matrix says of each input."""
+    values = {each.name: torch.from_numpy(each.data.copy()) for each in gguf.GGUFReader(file).tensors}
+    sums = {name.removesuffix(".in_sum2"): value for name, value in values.items() if name.endswith(".in_sum2")}
+    return {name: (value / values[f"{name}.counts"]).flatten() for name, value in sums.items()}
 
 
 def compared(

@@ -15,6 +15,7 @@ from niwaki.evaluation.generate import generate as generate
 from niwaki.evaluation.inspect import inspect as inspect
 from niwaki.evaluation.tasks import evaluate_tasks as evaluate_tasks
 from niwaki.exports.export import Export as Export, Pack as Pack, export as export
+from niwaki.exports.imatrix import importance_matrix as importance_matrix
 from niwaki.exports.push import Publication as Publication, push as push
 from niwaki.finetuning.adapters import merge_lora as merge_lora
 from niwaki.finetuning.callback import KeepZeros as KeepZeros

@@ -6,7 +6,7 @@ import typer
 
 import niwaki
 from niwaki.cli.common import out
-from niwaki.cli.forms import export, pack, push, report, unpack
+from niwaki.cli.forms import export, imatrix, pack, push, report, unpack
 from niwaki.cli.make import compress, heal, prune, quantize, run, shrink
 from niwaki.cli.measure import bench, compare, demo, evaluate, generate, inspect, solvers
 from niwaki.cli.options import Command
@@ -28,6 +28,7 @@ _COMMANDS = (
     run,
     evaluate,
     export,
+    imatrix,
     pack,
     unpack,
     push,

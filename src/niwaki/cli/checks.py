@@ -123,9 +123,15 @@ def _directory(text: str) -> None:
         raise UsageError(f"there is no directory {text}; give one that niwaki wrote")
 
 
+def _new_file(text: str) -> None:
+    check_file(text)
+    if (file := given_path(text)).exists():
+        raise UsageError(f"{file} exists; choose another name or remove it")
+
+
 #: By the name of an option, argument or parameter of a stage.
 _CHECKS: Mapping[str, Callable[[Any], object]] = {
-    **dict.fromkeys(("model", "pruned", "teacher"), _model),
+    **dict.fromkeys(("model", "pruned", "teacher", "against"), _model),
     **dict.fromkeys(("grid", "quantize", "embeddings"), check_grid_name),
     **dict.fromkeys(("sparsity", "pattern"), _pattern),
     **dict.fromkeys(("calibration", "text", "also"), check_text),
@@ -136,6 +142,7 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "name": _published,
     "prompt": _prompt,
     "record": check_file,
+    "file": _new_file,
     "patterns": partial(_all_of, _pattern),
     "solver": _solver,
     "solvers": partial(_all_of, _compared),

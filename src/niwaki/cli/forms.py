@@ -9,6 +9,7 @@ from niwaki.cli.common import in_session, out, quiet_libraries, written
 from niwaki.cli.options import Model, Output, options
 from niwaki.cli.screen import Screen
 from niwaki.files import given_path
+from niwaki.options import Calibration, Compute
 from niwaki.records.wording import size
 
 #: Whatever the case of its letters, which only typer's own option can say.
@@ -72,6 +73,30 @@ def export(model: Model, output: Output, form: Format = "compressed-tensors") ->
         for note in run(model, output, form, screen):
             screen.note(note)
     written(output)
+
+
+@options(without=("tf32", "max_memory"))
+def imatrix(
+    model: Model,
+    file: Annotated[str, "FILE"],
+    calibration: Calibration = Calibration(),
+    compute: Compute = Compute(),
+) -> None:
+    """Write an importance matrix of MODEL, for llama.cpp's own llama-quantize.
+
+    Files that niwaki makes for llama.cpp need none: see 'niwaki compress --for llama.cpp'.
+
+    Example: niwaki imatrix MODEL imatrix.gguf --calibration text.txt
+
+    Options:
+        file: The file, such as imatrix.gguf; it must not exist.
+    """
+    with Screen(f"reading {model}") as screen, in_session():
+        from niwaki.exports.imatrix import importance_matrix as run
+
+        for note in run(model, file, calibration, compute=compute, progress=screen):
+            screen.note(note)
+    written(file)
 
 
 @options()

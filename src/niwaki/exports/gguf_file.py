@@ -153,7 +153,7 @@ class Gguf(Conversion):
 
     def __init__(self, checkpoint: Checkpoint, kind: Kind, changes: Mapping[str, Any], progress: Progress) -> None:
         super().__init__(checkpoint, progress)
-        self._gguf, self._kind, self.size = _package(), kind, checkpoint.size
+        self._gguf, self._kind, self.size = package(), kind, checkpoint.size
         path = checkpoint.path
         with refusals(path / "config.json"):
             whole = read_config(path)
@@ -179,14 +179,14 @@ class Gguf(Conversion):
         pooling = pooling_of(self._streamed) if pipeline(path) else ""
         if pooling in _POOLINGS:
             self._numbers["add_pooling_type"] = self._gguf.PoolingType[_POOLINGS[pooling]]
-        self._tensors = find_tensors(self._streamed, stored, architecture, names.get_name)
+        self.tensors = find_tensors(self._streamed, stored, architecture, names.get_name)
         self._tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
         self._notes = [
             context_length(config, architecture)[1],
             self._positions.note,
             _WITHOUT_TOWERS.format(whole.model_type) if stored is not whole else "",
             "llama.cpp has no vectors of texts by 'max', as this model has" if pooling == "max" else "",
-            *_choose_kinds(self._tensors, kind),
+            *_choose_kinds(self.tensors, kind),
         ]
         self._left: list[Source] = []  # those that are not on their grid any more
         has_grids = bool(checkpoint.pruning.quantization or checkpoint.pruning.embeddings)
@@ -203,7 +203,7 @@ class Gguf(Conversion):
         grid = grid_of(self.checkpoint)
         follows = not self._kind or (self._kind == "Q4_0" and grid is not None and (grid.is_mixed or grid.bits == 5))
         counts = Counter[str]()
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             of_it = [self._on_grids[one.entry] for one in tensor.sources if one.entry in self._on_grids]
             if not of_it or tensor.together % GROUP:
                 continue
@@ -282,13 +282,13 @@ class Gguf(Conversion):
     @property
     def _is_rounded(self) -> bool:
         """Whether the file, once it is written, has other numbers than the model."""
-        in_groups = (tensor for tensor in self._tensors if tensor.kind in BLOCK_TYPES)
+        in_groups = (tensor for tensor in self.tensors if tensor.kind in BLOCK_TYPES)
         return bool(self._left) or not all(self._fits(tensor, one) for tensor in in_groups for one in tensor.sources)
 
     def _rounding(self) -> Iterator[str]:
         """What there is to say of the weights that were rounded."""
         on_grids, kind, left = self._on_grids, self._kind or _OWN, self._left
-        groups = [(tensor, one) for tensor in self._tensors if tensor.kind in BLOCK_TYPES for one in tensor.sources]
+        groups = [(tensor, one) for tensor in self.tensors if tensor.kind in BLOCK_TYPES for one in tensor.sources]
         odd = [(tensor.kind, one) for tensor, one in groups if one.entry in on_grids and not self._fits(tensor, one)]
         for stored, one in odd[:1]:
             yield (
@@ -319,7 +319,7 @@ class Gguf(Conversion):
         gguf, factors = self._gguf, self._positions.tensors
         for name, values in factors.items():
             writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             stored = getattr(gguf.GGMLQuantizationType, tensor.kind)
             shape = tensor.whole_shape
             as_bytes = gguf.quant_shape_to_byte_shape(shape, stored) if tensor.kind in BLOCK_TYPES else shape
@@ -330,8 +330,8 @@ class Gguf(Conversion):
         writer.write_ti_data_to_file()
         for values in factors.values():
             writer.write_tensor_data(values)
-        for number, tensor in enumerate(self._tensors, 1):
-            self.progress.status("exporting, tensor", number, len(self._tensors))
+        for number, tensor in enumerate(self.tensors, 1):
+            self.progress.status("exporting, tensor", number, len(self.tensors))
             parts = [self._stored(tensor, source) for source in tensor.sources]
             writer.write_tensor_data(np.stack(parts) if len(tensor.whole_shape) > len(tensor.shape) else parts[0])
 
@@ -376,7 +376,7 @@ def write_gguf(form: Gguf, model: str | Path, out: str | Path) -> list[str]:
     error nothing is left.
     """
     path = form.checkpoint.path
-    file = _check_place(out, [path, given_path(model)])
+    file = check_place(out, [path, given_path(model)])
     check_space(file.parent, form.size)
     form.check(str(model))
     with new_file(file, lambda there: there.read(4) == b"GGUF") as temporary:
@@ -390,7 +390,8 @@ def _file_type(gguf: Any, kind: str) -> int:
     return found
 
 
-def _package() -> Any:
+def package() -> Any:
+    """The package ``gguf``; OutputError without it."""
     try:
         import gguf
     except ImportError as error:
@@ -398,7 +399,7 @@ def _package() -> Any:
     return gguf
 
 
-def _check_place(out: str | Path, models: list[Path]) -> Path:
+def check_place(out: str | Path, models: list[Path]) -> Path:
     """``out`` as an absolute path; UsageError where it is taken, cannot be a file, or is in one of ``models``."""
     file = given_path(out, 12).absolute()
     if file.exists() or file.is_symlink():
