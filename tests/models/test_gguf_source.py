@@ -26,6 +26,8 @@ from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.models import gguf as gguf_models
 from niwaki.models.gguf import follow_keys
 from niwaki.models.locate import locate_model
+from niwaki.records.wording import size
+from support.command import Command, niwaki_  # noqa: F401 - a fixture
 from support.gguf_files import changed, header, tensor
 from support.models import FEW_TOKENS, add_small_tokenizer, edit_json, format_of, message, random_model, random_tokens
 from support.runs import StopAt, files, raw, tensors
@@ -128,6 +130,21 @@ def test_other_commands_and_places(tmp_path: Path, small: tuple[Path, bytes], fi
     assert "several GGUF files, such as model.gguf and other.gguf" in message(lambda: locate_model(str(alone)))
     (source / "model.gguf").touch()  # beside safetensors, which count
     assert locate_model(str(source)) == source
+
+
+def test_what_types_a_file_has(tmp_path: Path, niwaki_: Command) -> None:  # noqa: F811
+    """All bytes of its tensors, by the package's reader, and the bits of a weight with its part of the scale."""
+    _, file = exported(tmp_path, kind="Q8_0", hidden_size=64, intermediate_size=96)
+    tensors = gguf.GGUFReader(file).tensors
+    rows = [line.split() for line in niwaki_("inspect", file).out.splitlines()]
+    total = next(row for row in rows if row[:1] == [str(len(tensors))])
+    taken, weights = sum(int(each.n_bytes) for each in tensors), sum(int(each.n_elements) for each in tensors)
+    assert total == [str(len(tensors)), f"{weights:,}", *size(taken).split(), f"{8 * taken / weights:.2f}"]
+    of_type = next(row for row in rows if row[:1] == ["Q8_0"])
+    assert of_type[1] == str(sum(each.tensor_type.name == "Q8_0" for each in tensors))
+    assert of_type[-1] == "8.50"
+    assert next(row for row in rows if row[:2] == ["blk.*.attn_norm", "F32"])[-1] == "32.00"
+    assert ["zeros,", "%"] in rows  # and then what the commands would change
 
 
 def test_tokens_are_read_once(cache: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +261,7 @@ def test_a_file_that_may_not_be_read(file: Path, monkeypatch: pytest.MonkeyPatch
     def locked(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(file))
 
-    monkeypatch.setattr(gguf_models, "read_header", locked)
+    monkeypatch.setattr("niwaki.checkpoints.gguf_header.read_header", locked)
     assert refused(file) == "cannot be read: Permission denied"
 
 

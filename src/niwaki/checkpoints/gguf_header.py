@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from niwaki.errors import CheckpointError, one_line, raised_as
+from niwaki.files import input_errors
+
 #: What to try where a file is not as it should be, or has what niwaki cannot take; what is cut off may be a download.
 ORIGINAL = "prune the model that the file was made from"
 ANOTHER = f"get another file of the model, or {ORIGINAL}"
@@ -58,6 +61,32 @@ class Header:
     fields: Mapping[str, Any]
     tensors: tuple[GgufTensor, ...]
     places: tuple[Mapping[str, tuple[int, int]], tuple[int, int]]
+
+
+def checked_header(file: Path) -> tuple[Header, dict[int, str]]:
+    """The header of a GGUF file, and the names of llama.cpp's types by their numbers.
+
+    CheckpointError for a file that is damaged or has types that are not known, and where the package gguf is missing.
+    """
+    gguf = package_for(file)
+    sizes = {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    with raised_as(CheckpointError, f"{file} cannot be read as GGUF", reason=_damage), input_errors(file):
+        return read_header(file, sizes), {kind.value: kind.name for kind in gguf.GGML_QUANT_SIZES}
+
+
+def package_for(file: Path) -> Any:
+    """The package gguf; CheckpointError where it is missing, which ``file`` needs."""
+    try:
+        import gguf
+    except ImportError as error:
+        hint = "pip install gguf"
+        raise CheckpointError(f"{file} is a GGUF file, and reading it needs gguf: {hint}") from error
+    return gguf
+
+
+def _damage(error: Exception) -> str:
+    """What is wrong with a file by the ``error`` that its header is read with, and what to do."""
+    return f"{one_line(error)}; {'is the download complete?' if isinstance(error, CutOffError) else ANOTHER}"
 
 
 def read_header(path: Path, sizes: Mapping[int, tuple[int, int]]) -> Header:

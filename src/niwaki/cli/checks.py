@@ -142,7 +142,7 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "name": _published,
     "prompt": _prompt,
     "record": check_file,
-    "file": _new_file,
+    "new_file": _new_file,
     "patterns": partial(_all_of, _pattern),
     "solver": _solver,
     "solvers": partial(_all_of, _compared),

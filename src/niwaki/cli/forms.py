@@ -78,7 +78,7 @@ def export(model: Model, output: Output, form: Format = "compressed-tensors") ->
 @options(without=("tf32", "max_memory"))
 def imatrix(
     model: Model,
-    file: Annotated[str, "FILE"],
+    new_file: Annotated[str, "FILE"],
     calibration: Calibration = Calibration(),
     compute: Compute = Compute(),
 ) -> None:
@@ -89,14 +89,14 @@ def imatrix(
     Example: niwaki imatrix MODEL imatrix.gguf --calibration text.txt
 
     Options:
-        file: The file, such as imatrix.gguf; it must not exist.
+        new_file: The file, such as imatrix.gguf; it must not exist.
     """
     with Screen(f"reading {model}") as screen, in_session():
         from niwaki.exports.imatrix import importance_matrix as run
 
-        for note in run(model, file, calibration, compute=compute, progress=screen):
+        for note in run(model, new_file, calibration, compute=compute, progress=screen):
             screen.note(note)
-    written(file)
+    written(new_file)
 
 
 @options()

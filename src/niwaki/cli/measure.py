@@ -5,18 +5,21 @@ import io
 import json
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from rich.table import Table
 
+from niwaki.checkpoints.gguf_header import checked_header
+from niwaki.checkpoints.local import find_local
 from niwaki.cli.common import in_session, names, out, record_file, writing, written
 from niwaki.cli.options import Field, Length, Model, RecordFile, options
 from niwaki.cli.screen import Screen, TableDisplay
-from niwaki.cli.tables import inspection_tables, speed_table, task_table
+from niwaki.cli.tables import gguf_tables, inspection_tables, speed_table, task_table
 from niwaki.effort import PLAIN_EFFORT
 from niwaki.errors import UsageError
-from niwaki.files import replace_file
+from niwaki.files import GGUF, replace_file
 from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement
 from niwaki.records.comparison import METHODS
 from niwaki.records.wording import printable
@@ -201,21 +204,31 @@ def demo(samples: Annotated[int, "N"] = 64, text_samples: Annotated[int, "N"] = 
         replace_file(file, comparison.to_json())
 
 
+def _print(tables: Iterable[Table]) -> None:
+    for table in tables:
+        out.print(table)
+        out.print()
+
+
 @options()
 def inspect(model: Model) -> None:
-    """Show which matrices of MODEL would be pruned and how sparse they are now.
+    """Show which matrices of MODEL would be pruned and how sparse they are now; of a GGUF file also its types.
 
     Example: niwaki inspect MODEL
     """
-    with Screen(f"reading {model}"), in_session():
-        from niwaki.evaluation.inspect import opened, summaries
-        from niwaki.models.outside import find_extra
+    with Screen(f"reading {model}") as screen:
+        file = find_local(model)
+        if file is not None and file.suffix == GGUF:  # at once: what comes next takes seconds
+            header, types = checked_header(file)
+            with screen.above():
+                _print(gguf_tables(header.tensors, types))
+        with in_session():
+            from niwaki.evaluation.inspect import opened, summaries
+            from niwaki.models.outside import find_extra
 
-        found = opened(model)
-        matrices, extra, pruning = list(summaries(found)), find_extra(found), found.checkpoint.pruning
-    for table in inspection_tables(matrices, found.left_dense, extra):
-        out.print(table)
-        out.print()
+            found = opened(model)
+            matrices, extra, pruning = list(summaries(found)), find_extra(found), found.checkpoint.pruning
+    _print(inspection_tables(matrices, found.left_dense, extra))
     if pruning.has_factors:
         out.print(f"{pruning.pattern}: these matrices are products of two sparse factors, which the tables do not show")
 

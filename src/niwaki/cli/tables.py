@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Column, Table
 from rich.text import Text
 
+from niwaki.checkpoints.gguf_header import GgufTensor
 from niwaki.records.comparison import CAPTION, Comparison
 from niwaki.records.record import LeftDense, Record, facts
 from niwaki.records.speed import SpeedRecord
@@ -124,6 +125,32 @@ def inspection_tables(
         *([_table(head_of_rest, stays, ["what stays dense", "why"])] if stays else []),
         *([_table(head_of_beside, beside, head_of_beside[::3])] if beside else []),
         _table(["block", *map(short, names)], by_block, [], title="zeros, %"),
+    ]
+
+
+def gguf_tables(tensors: Iterable[GgufTensor], types: Mapping[int, str]) -> list[Table]:
+    """Tables of what a GGUF file has, by the type of numbers and by kind of tensor; ``types`` are names by numbers."""
+    by_type, by_kind = defaultdict[str, list[GgufTensor]](list), defaultdict[str, list[GgufTensor]](list)
+    for tensor in tensors:
+        by_type[types[tensor.kind]].append(tensor)
+        by_kind[kind(tensor.name)].append(tensor)
+    every = [tensor for found in by_type.values() for tensor in found]
+
+    def figures(of: Sequence[GgufTensor]) -> list[str]:
+        weights, taken = sum(tensor.count for tensor in of), sum(tensor.size for tensor in of)
+        return [f"{len(of):,}", f"{weights:,}", size(taken), f"{8 * taken / weights:.2f}"]
+
+    largest = sorted(by_type.items(), key=lambda item: -sum(tensor.size for tensor in item[1]))
+    rows = [[name, *figures(of)] for name, of in largest]
+    tensor_rows = []
+    for name, of in by_kind.items():
+        counts = Counter(types[tensor.kind] for tensor in of).most_common()
+        mixture = ", ".join(name if len(counts) == 1 else f"{count} {name}" for name, count in counts)
+        tensor_rows.append([name.removesuffix(".weight"), mixture, *figures(of)])
+    head = ["tensors", "weights", "size", "bits a weight"]
+    return [
+        _table(["type", *head], [*rows, ["", *figures(every)]], ["type"], title="types of llama.cpp in the file"),
+        _table(["tensor", "types", *head], tensor_rows, ["tensor", "types"]),
     ]
 
 

@@ -31,10 +31,10 @@ from niwaki.checkpoints.gguf_header import (
     ANOTHER,
     ORIGINAL,
     TOKENIZER,
-    CutOffError,
     GgufTensor,
     Header,
-    read_header,
+    checked_header,
+    package_for,
     write_without_tokens,
 )
 from niwaki.checkpoints.reading import ORIGIN
@@ -492,11 +492,7 @@ def as_directory(file: Path, tokenizer: bool = True) -> Path:
     UnsupportedModelError where something in it would be left out; OutputError where the cache cannot be written.
     Nothing beside the file is looked at, and no code is taken from anywhere.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        hint = "pip install gguf"
-        raise CheckpointError(f"{file} is a GGUF file, and reading it needs gguf: {hint}") from error
+    gguf = package_for(file)
     with input_errors(file):
         status = file.stat()
         sha256 = _digest(file.absolute(), status.st_size, status.st_mtime_ns)
@@ -509,8 +505,7 @@ def as_directory(file: Path, tokenizer: bool = True) -> Path:
     made = place / "model"
     if (made / ORIGIN).is_file() or (made.is_dir() and not tokenizer):  # which is the last file
         return made
-    with raised_as(CheckpointError, f"{file} cannot be read as GGUF", reason=_damage), input_errors(file):
-        header = read_header(file, {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()})
+    header, _ = checked_header(file)
     with output_errors(place), tempfile.TemporaryDirectory(dir=place) as temporary:
         directory = Path(temporary) / "model"
         directory.mkdir()
@@ -531,11 +526,6 @@ def as_directory(file: Path, tokenizer: bool = True) -> Path:
 def _digest(file: Path, size: int, changed: int) -> str:
     """SHA-256 of a file, read once as long as its ``size`` and the time when it was ``changed`` are the same."""
     return digest(file)
-
-
-def _damage(error: Exception) -> str:
-    """What is wrong with a file by the ``error`` that its header is read with, and what to do."""
-    return f"{one_line(error)}; {'is the download complete?' if isinstance(error, CutOffError) else ANOTHER}"
 
 
 def _convert(gguf: Any, file: Path, header: Header, directory: Path, weights: bool, tokenizer: bool) -> None:
