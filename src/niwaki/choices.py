@@ -12,7 +12,7 @@ ExportFormat = Literal["packed", "compressed-tensors", "gguf", "gguf-f16", "gguf
 Runtime = Literal["niwaki", "llama.cpp", "ollama", "transformers", "2:4"]
 #: What healing trains: all weights that are left, factors of low rank, norms and biases, or one block after the other;
 #: "auto" is what memory is for.
-HealingMethod = Literal["auto", "full", "lora", "norms", "blocks"]
+HealingMethod = Literal["auto", "full", "lora", "norms", "scales", "blocks"]
 
 #: The names of ``niwaki.stages.STAGES``, as a test checks, each with the parameter that may stand without its name.
 FIRST_PARAMETERS = {

@@ -18,7 +18,7 @@ from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
 from niwaki.files import input_errors
 from niwaki.healing.blocks import BlockRun
 from niwaki.healing.objective import find_logits
-from niwaki.healing.run import HealingRun, choose, trains_factors
+from niwaki.healing.run import HealingRun, choose, trains_parts
 from niwaki.healing.translation import Translation
 from niwaki.healing.whole import WholeRun
 from niwaki.layer.linalg import products
@@ -261,7 +261,7 @@ class Healing(Task):
         self.format = format_of(checkpoint)
         self.student, self.method, self._notes = choose(checkpoint, self.dense, run.compute, method)
         self.carried = run.carried(checkpoint, checkpoint.size)
-        if self.carried and trains_factors(self.format, self.method):
+        if self.carried and trains_parts(self.format, self.method):
             self.carried = self.carried.only(lambda name: name.as_posix() not in self.format.files)
         self.translation = find_translation(self.student, self.dense)
         self.base = run.earlier or base_record(checkpoint.path)

@@ -58,7 +58,12 @@ def choose(
         made = "products of two sparse factors" if weight_format.has_factors else "on a grid"
         raise UnsupportedModelError(
             f"the weights of {checkpoint.path} are {made}, which products of low rank would leave; try the method "
-            "full or norms"
+            "full, scales or norms"
+        )
+    if asked == "scales" and not (weight_format.files and not weight_format.has_factors):
+        raise UnsupportedModelError(
+            f"the weights of {checkpoint.path} are on no grid whose scales could be trained; quantize it first, or try "
+            "another method"
         )
     there = device_memory(dense.device) if compute.budget is None else compute.budget
     usual: tuple[HealingMethod, ...] = ("full", thin) if is_whole else ("full", thin, "blocks")
@@ -81,9 +86,9 @@ def choose(
     )
 
 
-def trains_factors(weight_format: WeightFormat, method: str) -> bool:
-    """Whether ``method`` changes parts of matrices in this format: factors, but not scales."""
-    return weight_format.has_factors and method != "norms"
+def trains_parts(weight_format: WeightFormat, method: str) -> bool:
+    """Whether ``method`` changes parts of matrices in this format: factors with their weights, or scales alone."""
+    return method == "scales" or (weight_format.has_factors and method != "norms")
 
 
 def block_memory(model: StreamedModel, dense: StreamedModel, weight_format: WeightFormat) -> int:
@@ -110,8 +115,12 @@ def _needed(method: HealingMethod, model: StreamedModel, dense: StreamedModel, w
         weights, extra = _trained(model.matrices(), weight_format)
         half = dense.dtype != torch.float32
         return model.size + (_BYTES + 2 * half) * weights + extra
-    factors = 0 if method == "norms" else RANK * sum(sum(matrix.shape) for matrix in model.matrices())
-    return model.size + (4 + _BYTES) * factors + _BLOCK_BYTES * (model.block_size // model.dtype.itemsize)
+    factors, codes = RANK * sum(sum(matrix.shape) for matrix in model.matrices()), 0
+    if method in ("norms", "scales"):
+        parts = (shape for m in model.matrices() for shape, _ in weight_format.parts_like(m, torch.float32))
+        factors = sum(map(math.prod, parts)) if method == "scales" else 0
+        codes = sum(matrix.size for matrix in model.matrices()) if method == "scales" else 0
+    return model.size + codes + (4 + _BYTES) * factors + _BLOCK_BYTES * (model.block_size // model.dtype.itemsize)
 
 
 def _ends(model: StreamedModel) -> int:
@@ -263,7 +272,7 @@ class HealingRun(ABC):
 
     def _writer(self, directory: Path, resume: bool = False) -> CheckpointWriter:
         """What writes the weights, and the factors of those that are products of two."""
-        checkpoint, is_added = self.model.checkpoint, trains_factors(self.format, self.healing.method)
+        checkpoint, is_added = self.model.checkpoint, trains_parts(self.format, self.healing.method)
         added = self.format.added(checkpoint, self.model.matrices()) if is_added else {}
         return CheckpointWriter(checkpoint, directory, resume, added)
 
@@ -338,8 +347,11 @@ class HealingRun(ABC):
         """Writes the configuration and reads weights back: zeros are to be as before, and weights on their grid."""
         checkpoint, matrices, zeros = self.model.checkpoint, self.model.matrices(), Counter[str]()
         claimed, size = 0, 0  # of the blocks that were pruned
+        # In types without a 0 what is 0 is by chance, where a minimum is a multiple of a scale.
+        stay = not (self.healing.method == "scales" and not self.format.keeps_zeros)
+        counted_in = checkpoint if stay else Checkpoint(directory)
         for matrix in matrices:
-            found = zeros_of(matrix, checkpoint)
+            found = zeros_of(matrix, counted_in)
             zeros[matrix.key] += found
             if checkpoint.pruning.includes(matrix.block):
                 claimed, size = claimed + found, size + matrix.size

@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from niwaki.errors import NumericalError
 from niwaki.healing.objective import Logits, States
+from niwaki.layer.grid import AnyGrid
 from niwaki.layer.linalg import is_finite
-from niwaki.models.formats import Factored, factor_keys, format_of, product
+from niwaki.models.formats import Factored, OnGrid, factor_keys, format_of, product
 from niwaki.models.layout import Matrix
+from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import choice
 from niwaki.models.training import root_mean_square
@@ -26,6 +28,11 @@ RANK = 16
 #: Tokens in a window up to which a CPU trains faster in bfloat16 where attention is plain products and a softmax: the
 #: backward pass of torch's own takes twice their time. What they keep grows with the square of the window.
 _SHORT = 512
+#: What a scale that is trained may be of what it was, at least and at most.
+_FACTORS = (0.25, 4.0)
+#: What is added to the name of scales for that of minima, and how far these go in a step, relative to scales: a minimum
+#: moves all weights of a block in the same direction.
+_MINIMA, _OF_MINIMA = ".minima", 0.2
 
 
 class Student:
@@ -328,6 +335,80 @@ class LowRankStudent(Student):
                 before = layout.read(name, dtype)
                 value, mask = self._sum(name, before, stored), before != 0
             yield from layout.split(name, rounded(name, value, dtype, mask))
+
+
+class ScaledStudent(LowRankStudent):
+    """The pruned model whose matrices are on a grid, of which the scales are trained, with the vectors of blocks.
+
+    Whole numbers, and with them zeros, stay to the bit, so that files are as large as before and every program reads
+    them. A scale is what it was, times a number that is trained: 1 at first, and within ``_FACTORS``, so that no scale
+    becomes 0, infinite or of another sign. The model computes with scales as files have them, rounded to their dtype
+    (straight-through gradients). In llama.cpp's types the numbers in float16 are trained; those that groups have of
+    them, and of minima, stay.
+
+    Source: Kim et al. 2023 (PEQA), arXiv:2305.14152, there for a task.
+    """
+
+    def __init__(self, stream: StreamedModel, logits: Logits | States, length: int) -> None:
+        #: By name in the model: the matrices of a parameter, each with its grid, its whole numbers and its scales.
+        self._scaled: dict[str, list[tuple[Matrix, AnyGrid, Tensor, Tensor]]] = {}
+        super().__init__(stream, logits, length, rank=0)
+
+    def _train_matrix(self, name: str, value: nn.Parameter, matrices: list[Matrix]) -> None:
+        assert isinstance(self._format, OnGrid)
+        for matrix, (scales,) in self._parts(matrices):
+            grid, scales = self._format.grid_of(matrix), scales.to(self.device)
+            codes = grid.codes(matrix.within(value.detach()).float(), scales.float()).to(torch.int8)
+            self._scaled.setdefault(name, []).append((matrix, grid, codes, scales))
+            name_of, free = _name_of_scales(matrix), grid.free(scales.float())
+            ones = torch.ones(len(free), grid.scaled(scales), device=self.device)
+            self._add(name_of, ones, 1.0)
+            if free.shape[1] > ones.shape[1]:
+                self._add(f"{name_of}{_MINIMA}", ones.clone(), _OF_MINIMA)
+        if name in self._scaled:
+            self._computed_with(name)
+
+    def _changed(self, name: str, value: Tensor) -> Tensor:
+        if name not in self._scaled:
+            return super()._changed(name, value)
+        whole = value.detach().clone()
+        for matrix, grid, codes, scales in self._scaled[name]:
+            new = self._scales(matrix, grid, scales, self.parameters)
+            matrix.within(whole).copy_(grid.values(codes.float(), new.float(), scales.dtype))
+        return whole.to(self._dtype(name)).to(value.dtype)
+
+    @staticmethod
+    def _scales(matrix: Matrix, grid: AnyGrid, scales: Tensor, factors: Mapping[str, Tensor]) -> Tensor:
+        """Those that ``scales`` of a matrix have become, in their dtype."""
+        name, exact = _name_of_scales(matrix), scales.float()
+        factor = factors[name].to(scales.device).clamp(*_FACTORS)
+        if (minima := factors.get(f"{name}{_MINIMA}")) is not None:  # of all numbers of a block, and of its minima more
+            factor = torch.cat([factor, factor * minima.to(scales.device).clamp(*_FACTORS)], dim=1)
+        return grid.with_free(exact, grid.free(exact) * factor).to(scales.dtype)
+
+    @torch.no_grad()
+    def tensors(self, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        layout = self._stream.layout
+        for name in dict.fromkeys(name for trained in self._trained for name in trained.values()):
+            dtype = self._dtype(name)
+            if name not in self._scaled:
+                yield from layout.split(name, rounded(name, stored[name], dtype, None))
+                continue
+            whole, every = layout.read(name, dtype), defaultdict[str, list[Tensor]](list)
+            for matrix, grid, codes, scales in self._scaled[name]:
+                new = self._scales(matrix, grid, scales, stored)
+                weights = grid.values(codes.float(), new.float(), scales.dtype)
+                matrix.within(whole).copy_(rounded(matrix.key, weights, dtype, None))
+                every[scale_key(matrix)].append(new.cpu())
+            for matrix, *_ in self._scaled[name]:
+                if of_it := every.pop(scale_key(matrix), None):
+                    yield scale_key(matrix), of_it[0] if matrix.index is None else torch.stack(of_it)
+            yield from layout.split(name, whole)
+
+
+def _name_of_scales(matrix: Matrix) -> str:
+    """What the trained factors of the scales of ``matrix`` are called; experts may share a tensor of scales."""
+    return scale_key(matrix) if matrix.index is None else f"{scale_key(matrix)}.{matrix.index}"
 
 
 class _Called(nn.Module):

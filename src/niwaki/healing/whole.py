@@ -18,7 +18,7 @@ from niwaki.errors import NumericalError, OutputError
 from niwaki.files import check_space, digest, output_errors
 from niwaki.healing.objective import Logits, States
 from niwaki.healing.run import HealingRun
-from niwaki.healing.student import RANK, FactoredStudent, LowRankStudent, Student
+from niwaki.healing.student import RANK, FactoredStudent, LowRankStudent, ScaledStudent, Student
 from niwaki.healing.teacher import Lessons, teach
 from niwaki.healing.translation import Translation
 from niwaki.models.pairs import count_tokens
@@ -367,6 +367,8 @@ class WholeRun(HealingRun):
         if healing.method == "full":
             kind = FactoredStudent if self.format.has_factors else Student
             student = kind(self.model, self.logits, length, half=self.dense.dtype != torch.float32)
+        elif healing.method == "scales":
+            student = ScaledStudent(self.model, self.logits, length)
         else:
             student = LowRankStudent(self.model, self.logits, length, RANK if healing.method == "lora" else 0)
         with contextlib.ExitStack() as stack:

@@ -404,6 +404,24 @@ class BlockGrid:
         numbers = scales[:, 0]
         return bool(scales.isfinite().all()) and bool((numbers == numbers[0]).all()) and int(numbers[0]) in _BY_NUMBER
 
+    def free(self, scales: Tensor) -> Tensor:
+        """(out, n): those of the ``scales`` that can be any numbers, each d of a row and then each e if it has some."""
+        kind = stored_type(scales)
+        each = scales[:, 1:].unflatten(1, (-1, 4))[:, :: kind.block // FINEST]
+        return torch.cat([each[..., at] for at in ((0, 2) if kind.minimum else (0,))], dim=1)
+
+    def scaled(self, scales: Tensor) -> int:
+        """How many of the :meth:`free` numbers of a row scale weights; those after them are taken off."""
+        return (scales.shape[1] - 1) // 4 * FINEST // stored_type(scales).block
+
+    def with_free(self, scales: Tensor, free: Tensor) -> Tensor:
+        """``scales`` with other :meth:`free` numbers; gradients go through."""
+        kind, each = stored_type(scales), scales[:, 1:].unflatten(1, (-1, 4))
+        parts = free.unflatten(1, (2 if kind.minimum else 1, -1)).repeat_interleave(kind.block // FINEST, dim=2)
+        e = parts[:, 1] if kind.minimum else each[..., 2]
+        columns = torch.stack([parts[:, 0], each[..., 1], e, each[..., 3]], dim=2)
+        return torch.cat([scales[:, :1], columns.flatten(1)], dim=1)
+
     def codes(self, W: Tensor, scales: Tensor) -> Tensor:
         """The levels whose numbers are nearest to W (out, in), as (out, in) in the dtype of W."""
         s, m = _parts(scales)

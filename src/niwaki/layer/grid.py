@@ -216,6 +216,18 @@ class Grid:
                 left, scales = left[~fits], scales[~fits]
         return found.view(len(W), -1)
 
+    def free(self, scales: Tensor) -> Tensor:
+        """(out, n): those of the ``scales`` that can be any numbers, all of them."""
+        return scales
+
+    def scaled(self, scales: Tensor) -> int:
+        """How many of the :meth:`free` numbers of a row scale weights; those after them are taken off."""
+        return scales.shape[1]
+
+    def with_free(self, scales: Tensor, free: Tensor) -> Tensor:
+        """``scales`` with other :meth:`free` numbers; gradients go through."""
+        return free
+
     def codes(self, W: Tensor, scales: Tensor) -> Tensor:
         """The whole numbers q nearest to W (out, in), as (out, in) in the dtype of W."""
         grouped: Tensor = W.unflatten(1, (scales.shape[1], -1)) / scales.unsqueeze(2)

@@ -45,6 +45,8 @@ class WeightFormat:
 
     #: Whether the parts of a matrix are two factors, whose product it is.
     has_factors = False
+    #: Whether a weight of 0 is one of its numbers.
+    keeps_zeros = True
     #: Names of the files beside the checkpoint's own that have the parts.
     files: tuple[str, ...] = ()
 
@@ -129,7 +131,12 @@ class OnGrid(WeightFormat):
 
     files = (FILE,)
 
-    def _grid(self, matrix: Matrix) -> AnyGrid:
+    @property
+    def keeps_zeros(self) -> bool:  # type: ignore[override]
+        return self.grid.keeps_zeros
+
+    def grid_of(self, matrix: Matrix) -> AnyGrid:
+        """The grid that ``matrix`` is on."""
         return self.grid if self.bits_of is None else self.grid.of(self.bits_of(matrix))
 
     def part_keys(self, matrix: Matrix) -> tuple[str, ...]:
@@ -151,7 +158,7 @@ class OnGrid(WeightFormat):
         self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
     ) -> tuple[Solution, tuple[Tensor, ...]]:
         before = solution.W != 0
-        solution, scales = onto_grid(problem, solution, self._grid(matrix), self.grid.scale_dtype(stored))
+        solution, scales = onto_grid(problem, solution, self.grid_of(matrix), self.grid.scale_dtype(stored))
         after = solution.W != 0
         lost, raised = (rows.total(int(each.count_nonzero())) for each in (before & ~after, after & ~before))
         stats = {**solution.stats, "rounded_to_zero": lost}
@@ -161,12 +168,12 @@ class OnGrid(WeightFormat):
 
     def nearest(self, matrix: Matrix, W: Tensor, stored: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         dtype = self.grid.scale_dtype(stored)
-        weights, scales = to_nearest(W, self._grid(matrix), dtype)
+        weights, scales = to_nearest(W, self.grid_of(matrix), dtype)
         return weights, (scales.to(dtype),)
 
     def project(self, matrix: Matrix, W: Tensor, parts: Sequence[Tensor]) -> Tensor:
         (scales,) = parts
-        return self._grid(matrix).project(W, scales.float(), scales.dtype, same_zeros=True)
+        return self.grid_of(matrix).project(W, scales.float(), scales.dtype, same_zeros=True)
 
     def added(self, checkpoint: Checkpoint, matrices: list[Matrix]) -> dict[str, Entry]:
         return places(checkpoint, matrices, self.grid)
