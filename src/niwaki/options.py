@@ -30,7 +30,7 @@ USUAL_SAMPLES = 128
 HEALING_TOKENS, HEALING_LENGTH = "2M", 512
 #: Its learning rate, relative to the size of the weights, that of the method blocks, and tokens in a step; see
 #: docs/healing.md.
-HEALING_RATE, BLOCKS_RATE, HEALING_BATCH = 0.0007, 0.01, 512
+HEALING_RATE, SCALES_RATE, BLOCKS_RATE, HEALING_BATCH = 0.0007, 0.002, 0.01, 512
 #: The share of what healing trains on that the dense model writes itself; see docs/healing.md.
 OWN_TEXT = 0.25
 #: The text that stands for the model's own answers to the prompts that ship with niwaki.

@@ -195,15 +195,16 @@ class TrainingArguments:
     """How long and how to train: arguments of :func:`niwaki.heal`.
 
     Options:
-        method: What to train: auto, full, lora, norms or blocks. full: all weights; lora: low-rank products; norms:
-            norms and biases; blocks: one block after the other, in the memory of one; auto: the first of full, lora and
-            blocks that fits in memory.
+        method: What to train: auto, full, lora, norms, scales or blocks. full: all weights; lora: low-rank products;
+            norms: norms and biases; scales: these and the scales of a grid; blocks: one block after the other, in the
+            memory of one; auto: the first of full, lora and blocks that fits in memory.
         tokens: Tokens to train on, such as 500k or 2M.
         max_time: Time limit, such as 90m or 2h.
         own_text: Fraction of the training text that the dense model generates; 0 for none.
 
     More options:
-        rate: Learning rate, relative to the size of the weights. [default: {healing_rate}, or {blocks_rate} for blocks]
+        rate: Learning rate, relative to the size of the weights. [default: {healing_rate}, {scales_rate} for scales,
+            {blocks_rate} for blocks]
         batch: Tokens per step, such as 512 or 1k.
     """
 

@@ -24,7 +24,16 @@ from niwaki.choices import MASK_NAMES, PATTERN_NAMES, SOLVER_NAMES, TF32, WEIGHT
 from niwaki.cli.checks import check
 from niwaki.effort import EFFORTS
 from niwaki.errors import either
-from niwaki.options import BLOCKS_RATE, HEALING_LENGTH, HEALING_RATE, USUAL_TEXT, Calibration, Compute, Measurement
+from niwaki.options import (
+    BLOCKS_RATE,
+    HEALING_LENGTH,
+    HEALING_RATE,
+    SCALES_RATE,
+    USUAL_TEXT,
+    Calibration,
+    Compute,
+    Measurement,
+)
 
 Function = TypeVar("Function", bound=Callable[..., None])
 
@@ -55,6 +64,7 @@ _NAMES = {
     "healing_length": HEALING_LENGTH,
     "healing_rate": HEALING_RATE,
     "blocks_rate": BLOCKS_RATE,
+    "scales_rate": SCALES_RATE,
 }
 
 

@@ -35,6 +35,7 @@ from niwaki.options import (
     HEALING_RATE,
     HEALING_TOKENS,
     OWN_TEXT,
+    SCALES_RATE,
     Calibration,
     Compute,
 )
@@ -365,7 +366,7 @@ class Healing(Task):
     def _record(self, run: Run) -> Record:
         """The record, as far as it is known before the work."""
         base, length, made = self.base, self.texts.windows.tokens.shape[1], self.student.checkpoint.pruning
-        rate = self.stage.rate or (BLOCKS_RATE if self.method == "blocks" else HEALING_RATE)
+        rate = self.stage.rate or {"blocks": BLOCKS_RATE, "scales": SCALES_RATE}.get(self.method, HEALING_RATE)
         settings: dict[str, Any] = {"method": self.method, "rate": rate, **self._settings}
         record = self.begin_record(
             run,
