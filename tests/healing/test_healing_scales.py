@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import niwaki
 from niwaki import Compute, Measurement
@@ -165,3 +166,21 @@ def test_what_has_no_scales(tmp_path: Path) -> None:
         refused = message(lambda out=out: heal(out, tmp_path / "h", dense, method="scales"), UnsupportedModelError)  # type: ignore[misc]
         assert "on no grid whose scales could be trained; quantize it first" in refused
         assert not (tmp_path / "h").exists()
+    for stages in (["prune 0.5"], ["prune two-factors:0.5 quantize=int8"]):
+        stages = [*(f"{each} effort=fast" for each in stages), "heal method=scales"]
+        refused = message(lambda stages=stages: niwaki.run(dense, tmp_path / "h", stages, **given))  # type: ignore[misc]
+        assert "the stages before it leave none; quantize first" in refused
+
+
+@pytest.mark.slow
+def test_blocks_that_were_left_out(tmp_path: Path) -> None:
+    """The file of scales has those of the blocks on the grid alone, as before."""
+    dense, before = wide(tmp_path / "dense", torch.bfloat16), tmp_path / "before"
+    given: dict[str, Any] = {"calibration": TOKENS, "measurement": None, "compute": "cpu"}
+    niwaki.prune(dense, before, 0.5, effort="fast", quantize="int4:64", blocks="0:1", **given)
+    heal(before, tmp_path / "out", dense, method="scales", tokens=640, rate=0.002)
+    first, last = ({*load_file(each / FILE)} for each in (before, tmp_path / "out"))
+    assert first == last
+    niwaki.pack(tmp_path / "out", tmp_path / "packed")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "whose scales, norms and biases niwaki trained towards" in card

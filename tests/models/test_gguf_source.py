@@ -29,7 +29,16 @@ from niwaki.models.locate import locate_model
 from niwaki.records.wording import size
 from support.command import Command, niwaki_  # noqa: F401 - a fixture
 from support.gguf_files import changed, header, tensor
-from support.models import FEW_TOKENS, add_small_tokenizer, edit_json, format_of, message, random_model, random_tokens
+from support.models import (
+    FEW_TOKENS,
+    add_small_tokenizer,
+    edit_json,
+    format_of,
+    message,
+    random_model,
+    random_tokens,
+    save_model,
+)
 from support.runs import StopAt, files, raw, tensors
 
 gguf: Any = pytest.importorskip("gguf")
@@ -145,6 +154,17 @@ def test_what_types_a_file_has(tmp_path: Path, niwaki_: Command) -> None:  # noq
     assert of_type[-1] == "8.50"
     assert next(row for row in rows if row[:2] == ["blk.*.attn_norm", "F32"])[-1] == "32.00"
     assert ["zeros,", "%"] in rows  # and then what the commands would change
+
+
+def test_files_of_no_tensors_and_odd_names(tmp_path: Path, niwaki_: Command) -> None:  # noqa: F811
+    """Files of a vocabulary alone; and names that would be marks of style on the screen."""
+    (tmp_path / "vocabulary.gguf").write_bytes(header([], []))
+    found = niwaki_("inspect", tmp_path / "vocabulary.gguf")
+    assert (found.code, "bits a weight" in found.out) == (1, True)
+    (tmp_path / "odd.gguf").write_bytes(header([], [tensor("blk.0.[/red]x.weight")]) + bytes(64))
+    assert "blk.*.[/red]x" in niwaki_("inspect", tmp_path / "odd.gguf").out
+    model = save_model(tmp_path / "model.gguf")
+    assert niwaki_("inspect", model).code == 0
 
 
 def test_tokens_are_read_once(cache: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

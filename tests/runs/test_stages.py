@@ -136,6 +136,18 @@ def test_each_stage_is_compared_with_the_dense_model(tmp_path: Path) -> None:
     resumed = work(model, tmp_path / "again", *stages, **options)
     assert resumed.resumed or resumed.stages
     assert resumed.perplexity["after"].divergence == after
+    # Healing names another dense model, with which all are compared then, also where the run resumes.
+    other = save_model_with_tokenizer(tmp_path / "other", seed=1)
+    taught = "quantize int4:8 effort=fast", f"heal teacher={other} tokens=200 batch=64 own_text=0"
+    healing = StopAfter()
+    first = work(model, tmp_path / "taught", *taught, progress=healing, **options)
+    with pytest.raises(KeyboardInterrupt):
+        work(model, tmp_path / "once", *taught, progress=StopAfter(healing.count - 3), **options)
+    second = work(model, tmp_path / "once", *taught, **options)
+    last = niwaki.evaluate(tmp_path / "taught", text, against=other, compute=CPU).divergence
+    assert last
+    assert first.perplexity["after"].divergence == second.perplexity["after"].divergence
+    assert first.perplexity["after"].divergence.mean == pytest.approx(last.mean, rel=1e-4)  # type: ignore[union-attr]
     # Of other tokens nothing is said, nor where the dense model is not measured.
     fewer = niwaki.shrink(model, tmp_path / "fewer", vocabulary=512, calibration="demo", measurement=text, compute=CPU)
     assert fewer.perplexity["after"].divergence is None

@@ -124,9 +124,10 @@ def _directory(text: str) -> None:
 
 
 def _new_file(text: str) -> None:
-    check_file(text)
-    if (file := given_path(text)).exists():
-        raise UsageError(f"{file} exists; choose another name or remove it")
+    if os.path.lexists(file := given_path(text, 12)):
+        raise UsageError(f"{text} exists; choose another name or remove it")
+    if not file.absolute().parent.is_dir():
+        raise UsageError(f"there is no directory {file.absolute().parent}")
 
 
 #: By the name of an option, argument or parameter of a stage.

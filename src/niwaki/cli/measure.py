@@ -218,7 +218,7 @@ def inspect(model: Model) -> None:
     """
     with Screen(f"reading {model}") as screen:
         file = find_local(model)
-        if file is not None and file.suffix == GGUF:  # at once: what comes next takes seconds
+        if file is not None and file.suffix == GGUF and file.is_file():  # at once: what comes next takes seconds
             header, types = checked_header(file)
             with screen.above():
                 _print(gguf_tables(header.tensors, types))

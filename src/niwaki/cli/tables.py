@@ -14,7 +14,7 @@ from niwaki.checkpoints.gguf_header import GgufTensor
 from niwaki.records.comparison import CAPTION, Comparison
 from niwaki.records.record import LeftDense, Record, facts
 from niwaki.records.speed import SpeedRecord
-from niwaki.records.wording import duration, kind, short, size
+from niwaki.records.wording import duration, kind, printable, short, size
 
 if TYPE_CHECKING:
     from niwaki.evaluation.inspect import MatrixSummary
@@ -138,15 +138,15 @@ def gguf_tables(tensors: Iterable[GgufTensor], types: Mapping[int, str]) -> list
 
     def figures(of: Sequence[GgufTensor]) -> list[str]:
         weights, taken = sum(tensor.count for tensor in of), sum(tensor.size for tensor in of)
-        return [f"{len(of):,}", f"{weights:,}", size(taken), f"{8 * taken / weights:.2f}"]
+        return [f"{len(of):,}", f"{weights:,}", size(taken), f"{8 * taken / max(1, weights):.2f}"]
 
     largest = sorted(by_type.items(), key=lambda item: -sum(tensor.size for tensor in item[1]))
     rows = [[name, *figures(of)] for name, of in largest]
-    tensor_rows = []
+    tensor_rows = list[list[str | Text]]()
     for name, of in by_kind.items():
         counts = Counter(types[tensor.kind] for tensor in of).most_common()
         mixture = ", ".join(name if len(counts) == 1 else f"{count} {name}" for name, count in counts)
-        tensor_rows.append([name.removesuffix(".weight"), mixture, *figures(of)])
+        tensor_rows.append([Text(printable(name.removesuffix(".weight"))), mixture, *figures(of)])
     head = ["tensors", "weights", "size", "bits a weight"]
     return [
         _table(["type", *head], [*rows, ["", *figures(every)]], ["type"], title="types of llama.cpp in the file"),

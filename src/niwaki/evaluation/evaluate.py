@@ -92,6 +92,8 @@ def _check_same_tokens(
     hint = "their bits a byte compare: measure each alone"
     if sizes[0] != sizes[1]:
         raise UsageError(f"{paths} have different tokens ({sizes[0]:,} and {sizes[1]:,}); {hint}")
+    if (model.pairs is None) != (other.pairs is None):
+        raise UsageError(f"{paths} do not predict the same: one of them is an encoder with a decoder")
     if isinstance(text, str | os.PathLike):
         length = measurement.length or windows.tokens.shape[1]
         theirs = read_heldout(other, text, replace(measurement, length=length)).tokens

@@ -23,7 +23,7 @@ from niwaki.files import new_file
 from niwaki.layer.linalg import is_finite, products
 from niwaki.models.block import DecoderBlock
 from niwaki.models.gram_capture import Products
-from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.hidden_states import HiddenStates, MemoryBudget
 from niwaki.models.locate import locate_model
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
@@ -69,17 +69,17 @@ def importance_matrix(
     calibration, compute, progress = Calibration.of(calibration), Compute.of(compute), progress or Progress()
     checkpoint = Checkpoint(locate_model(str(model)))
     form, file = Gguf(checkpoint, "F16", {}, progress), check_place(out, [checkpoint.path])
-    streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
-    text = with_answers(streamed, calibration, compute.budget, World(), progress)
-    texts = Texts.read(streamed, text, Measurement(samples=0))
-    windows = texts.windows
-    for note in texts.notes:
-        progress.note(note)
-    progress.estimate(passes(streamed, windows.tokens.numel()) / products_per_second(streamed.device))
-    with products(tf32=False):
-        powers, notes = _powers(streamed, windows, progress)
-    with new_file(file, lambda there: there.read(4) == b"GGUF") as temporary:
-        _write(temporary, form, powers, calibration, windows)
+    with contextlib.closing(MemoryBudget(compute.budget)) as budget, products(tf32=False):
+        streamed = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
+        text = with_answers(streamed, calibration, compute.budget, World(), progress)
+        texts = Texts.read(streamed, text, Measurement(samples=0))
+        windows = texts.windows
+        for note in texts.notes:
+            progress.note(note)
+        progress.estimate(passes(streamed, windows.tokens.numel()) / products_per_second(streamed.device))
+        with new_file(file, lambda there: there.read(4) == b"GGUF") as temporary:  # so that the place is tried first
+            powers, notes = _powers(streamed, windows, progress)
+            _write(temporary, form, powers, calibration, windows)
     return notes
 
 

@@ -203,6 +203,12 @@ class Heal(Stage):
                 "the method blocks trains each block towards the dense one on the same tokens, and vocabulary removes "
                 "some of them"
             )
+        changed = [stage for stage in before if not stage.keeps_matrices]
+        if self.method == "scales" and changed and (changed[-1].grid is None or changed[-1].makes_factors):
+            raise UsageError(
+                "the method scales trains the scales of a grid, and the stages before it leave none; quantize first, "
+                "or try another method"
+            )
         if self.method == "lora" and any(stage.makes_factors for stage in before):
             raise UsageError("products of low rank would make dense matrices of two sparse factors: try full or norms")
 

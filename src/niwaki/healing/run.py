@@ -55,10 +55,10 @@ def choose(
     weight_format, half = format_of(checkpoint), dense.dtype != torch.float32
     thin: HealingMethod = "norms" if weight_format.files else "lora"
     if asked == "lora" != thin:
-        made = "products of two sparse factors" if weight_format.has_factors else "on a grid"
+        made = ("products of two sparse factors", "") if weight_format.has_factors else ("on a grid", ", scales")
         raise UnsupportedModelError(
-            f"the weights of {checkpoint.path} are {made}, which products of low rank would leave; try the method "
-            "full, scales or norms"
+            f"the weights of {checkpoint.path} are {made[0]}, which products of low rank would leave; try the method "
+            f"full{made[1]} or norms"
         )
     if asked == "scales" and not (weight_format.files and not weight_format.has_factors):
         raise UnsupportedModelError(
@@ -115,11 +115,14 @@ def _needed(method: HealingMethod, model: StreamedModel, dense: StreamedModel, w
         weights, extra = _trained(model.matrices(), weight_format)
         half = dense.dtype != torch.float32
         return model.size + (_BYTES + 2 * half) * weights + extra
-    factors, codes = RANK * sum(sum(matrix.shape) for matrix in model.matrices()), 0
-    if method in ("norms", "scales"):
+    factors = 0 if method == "norms" else RANK * sum(sum(matrix.shape) for matrix in model.matrices())
+    codes = 0
+    if method == "scales":
         parts = (shape for m in model.matrices() for shape, _ in weight_format.parts_like(m, torch.float32))
-        factors = sum(map(math.prod, parts)) if method == "scales" else 0
-        codes = sum(matrix.size for matrix in model.matrices()) if method == "scales" else 0
+        scales = sum(map(math.prod, parts))
+        # In llama.cpp's types at most a quarter of the numbers can be any.
+        factors = scales if weight_format.keeps_zeros else scales // 4
+        codes = sum(matrix.size for matrix in model.matrices()) + 4 * scales
     return model.size + codes + (4 + _BYTES) * factors + _BLOCK_BYTES * (model.block_size // model.dtype.itemsize)
 
 
@@ -273,7 +276,8 @@ class HealingRun(ABC):
     def _writer(self, directory: Path, resume: bool = False) -> CheckpointWriter:
         """What writes the weights, and the factors of those that are products of two."""
         checkpoint, is_added = self.model.checkpoint, trains_parts(self.format, self.healing.method)
-        added = self.format.added(checkpoint, self.model.matrices()) if is_added else {}
+        pruned = [matrix for matrix in self.model.matrices() if checkpoint.pruning.includes(matrix.block)]
+        added = self.format.added(checkpoint, pruned) if is_added else {}
         return CheckpointWriter(checkpoint, directory, resume, added)
 
     def _with_own_text(self, windows: Windows) -> Tensor:

@@ -340,11 +340,11 @@ class LowRankStudent(Student):
 class ScaledStudent(LowRankStudent):
     """The pruned model whose matrices are on a grid, of which the scales are trained, with the vectors of blocks.
 
-    Whole numbers, and with them zeros, stay to the bit, so that files are as large as before and every program reads
-    them. A scale is what it was, times a number that is trained: 1 at first, and within ``_FACTORS``, so that no scale
-    becomes 0, infinite or of another sign. The model computes with scales as files have them, rounded to their dtype
-    (straight-through gradients). In llama.cpp's types the numbers in float16 are trained; those that groups have of
-    them, and of minima, stay.
+    Whole numbers stay to the bit, and with them zeros on grids that have a 0, so that files are as large as before and
+    every program reads them. A scale is what it was, times a number that is trained: 1 at first, and within
+    ``_FACTORS``, so that no scale becomes 0, infinite or of another sign. The model computes with scales as files have
+    them, rounded to their dtype (straight-through gradients). In llama.cpp's types the numbers in float16 are trained;
+    the whole numbers of groups, which are multiples of these, stay.
 
     Source: Kim et al. 2023 (PEQA), arXiv:2305.14152, there for a task.
     """
@@ -383,8 +383,10 @@ class ScaledStudent(LowRankStudent):
         name, exact = _name_of_scales(matrix), scales.float()
         factor = factors[name].to(scales.device).clamp(*_FACTORS)
         if (minima := factors.get(f"{name}{_MINIMA}")) is not None:  # of all numbers of a block, and of its minima more
-            factor = torch.cat([factor, factor * minima.to(scales.device).clamp(*_FACTORS)], dim=1)
-        return grid.with_free(exact, grid.free(exact) * factor).to(scales.dtype)
+            factor = torch.cat([factor, (factor * minima.to(scales.device)).clamp(*_FACTORS)], dim=1)
+        free = grid.free(exact)
+        new = (free * factor).to(scales.dtype).float()
+        return grid.with_free(exact, torch.where((new == 0) & (free != 0), free, new)).to(scales.dtype)
 
     @torch.no_grad()
     def tensors(self, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

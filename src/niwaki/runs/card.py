@@ -113,7 +113,7 @@ _SHRUNK_AND_PRUNED = (
     "left. Zeros are stored as such, and it loads as any other model of its kind."
 )
 _HEALED = (
-    "{name}, a pruned model, whose remaining weights niwaki trained towards the {what} of the dense model. Zeros "
+    "{name}, a pruned model, whose {trained} niwaki trained towards the {what} of the dense model. Zeros "
     "are stored as such, so this loads wherever the dense model does."
 )
 _PRUNED = (
@@ -129,7 +129,9 @@ _QUANTIZED = (
     "{name}, with {parts} put on a grid of whole numbers with niwaki{trained}. They "
     "are stored as usual, so this loads wherever the original does; `niwaki pack` makes it small."
 )
-_TRAINED = ", and what is left trained towards the dense model"
+_TRAINED = ", and {trained} trained towards the dense model"
+#: What is trained by methods that leave the weights.
+_PARTS = {"norms": "norms and biases", "scales": "scales, norms and biases"}
 _AGAIN = (
     "\n`recipe.toml` makes it again: `niwaki run MODEL OUT --recipe recipe.toml`, with the digests of what comes out.\n"
 )
@@ -240,11 +242,12 @@ def _tags(record: Record) -> list[str]:
 
 
 def _about(record: Record, name: str) -> str:
+    method = record.healing.method if record.healing else ""
     if record.structure:
         return (_SHRUNK if record.only_shrinks else _SHRUNK_AND_PRUNED).format(name=name)
     if record.only_heals:
         what = "states" if record.healing and record.healing.of_states else "predictions"
-        return _HEALED.format(name=name, what=what)
+        return _HEALED.format(name=name, what=what, trained=_PARTS.get(method, "remaining weights"))
     if record.has_factors:
         return _FACTORED.format(name=name, where=record.where)
     if record.only_quantizes:
@@ -253,7 +256,8 @@ def _about(record: Record, name: str) -> str:
         about = _QUANTIZED.replace("{parts}", " and ".join(parts))
     else:
         about = _PRUNED
-    return about.format(name=name, where=record.where, trained=_TRAINED * bool(record.healing))
+    trained = _TRAINED.format(trained=_PARTS.get(method, "what is left")) if method else ""
+    return about.format(name=name, where=record.where, trained=trained)
 
 
 def _rows(record: Record) -> dict[str, str]:

@@ -197,18 +197,19 @@ class Run:
     def reference_for(self, model: StreamedModel, windows: Windows) -> Reference | None:
         """The dense model's predictions for ``windows``; None where ``model`` has other tokens, or it is not measured.
 
-        The dense model runs again where an earlier run has measured it, or on other windows.
+        It is the teacher, where healing names another than the run was given. It runs again where an earlier run has
+        measured it, on other windows, or in another dtype.
         """
         if not self.measurement.before:
             return None
-        if self.reference is None or not self.reference.is_of(windows):
-            where = self.compute.device, self.compute.dtype, self.budget
-            dense = StreamedModel(Checkpoint(self.sentences.dense), *where)
-            if dense.config.vocab_size != model.config.vocab_size:
-                return None
-            self.reference = Reference.of(dense, windows, self.progress)
-        same = self.reference.model.config.vocab_size == model.config.vocab_size
-        return self.reference if same else None
+        known, path, dtype = self.reference, self.sentences.dense, str(model.dtype).removeprefix("torch.")
+        if known and (known.model.checkpoint.path, known.model.dtype) == (path, model.dtype) and known.is_of(windows):
+            return known if known.model.config.vocab_size == model.config.vocab_size else None
+        dense = StreamedModel(Checkpoint(path), self.compute.device, dtype, self.budget)
+        if dense.config.vocab_size != model.config.vocab_size:
+            return None
+        self.reference = Reference.of(dense, windows, self.progress)
+        return self.reference
 
 
 class Stage(ABC):
