@@ -107,7 +107,7 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: api.Pack("packed"), "Pack(): too many positional arguments"),
     (lambda: api.Quantize(4), "grid must be text, a Grid or a BlockGrid; got 4"),
     (lambda: api.Shrink(blocks="1"), "blocks must be a whole number; got '1'"),
-    (lambda: api.Heal(method="x"), "method must be auto, full, lora, norms or blocks; got 'x'"),
+    (lambda: api.Heal(method="x"), "method must be auto, full, lora, norms, scales or blocks; got 'x'"),
 ]
 
 

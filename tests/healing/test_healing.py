@@ -857,7 +857,7 @@ def test_a_grid_without_zeros(tmp_path: Path) -> None:
     dense, rounded = save_model(tmp_path / "dense", "llama"), tmp_path / "rounded"
     niwaki.prune(dense, rounded, 0, quantize="int3:8", calibration=TOKENS, measurement=None, compute="cpu")
     text = message(lambda: heal(rounded, tmp_path / "out", dense, method="lora"), UnsupportedModelError)
-    assert "on a grid, which products of low rank would leave; try the method full or norms" in text
+    assert "on a grid, which products of low rank would leave; try the method full, scales or norms" in text
     record = heal(rounded, tmp_path / "out", dense, tokens=2000)
     points, best = curve(record)
     assert best.error < 0.97 * points[0].error

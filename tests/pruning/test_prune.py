@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -53,7 +54,10 @@ def test_a_solver_that_does_nothing_changes_nothing(
         before, after = (reference(path, computing)(tokens).logits for path in (source, out))
         assert torch.equal(before, after)
     assert record.sparsity == 0
-    assert record.perplexity["before"] == record.perplexity["after"]
+    measured = record.perplexity["after"]
+    assert record.perplexity["before"] == dataclasses.replace(measured, divergence=None)
+    assert measured.divergence
+    assert (measured.divergence.largest, measured.divergence.same_first) == (0.0, 1.0)
     assert [matrix.error for matrix in record.matrices] == [0.0] * len(record.matrices)
     sizes = [math.prod(matrix.shape) for matrix in record.matrices]
     assert sum(sizes) == sum(t.numel() for key, t in tensors(source).items() if is_pruned(case, key))
