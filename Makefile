@@ -59,9 +59,9 @@ llama-cpp: .llama-cpp/.done
 	npm install --prefix .llama-cpp --ignore-scripts --omit=optional --no-audit --no-fund --silent $(LLAMA_CPP) @node-llama-cpp/linux-x64@3.22.1
 	touch $@
 
-# llama.cpp's own tools, which llama_cpp_loss.py and the tests of importance matrices run: built from the sources in a
-# package, which takes some 15 minutes on two cores. Compilers that know AMX may need -DGGML_NATIVE=OFF on a virtual
-# machine that does not have it: make llama-cpp-tools LLAMA_CPP_FLAGS='-DGGML_NATIVE=OFF -DGGML_AVX512=ON'
+# llama.cpp's own tools: a test has llama-quantize read an importance matrix, the others are to compare figures with.
+# Built from the sources in a package, which takes some 15 minutes on two cores. Compilers that know AMX may need
+# -DGGML_NATIVE=OFF on a virtual machine that does not have it: make llama-cpp-tools LLAMA_CPP_FLAGS='-DGGML_NATIVE=OFF -DGGML_AVX512=ON'
 LLAMA_CPP_TOOLS = llama-quantize llama-imatrix llama-perplexity llama-bench
 LLAMA_CPP_FLAGS =
 llama-cpp-tools: .llama-cpp/tools/.done

@@ -169,8 +169,8 @@ def _writer(file: Path) -> Any:
     """What writes a GGUF file that is no model, and so has no architecture."""
     gguf = package()
 
-    class Writer(gguf.GGUFWriter):  # type: ignore[misc, name-defined]
+    class WithoutArchitecture(gguf.GGUFWriter):  # type: ignore[misc, name-defined]
         def add_architecture(self) -> None:
             pass
 
-    return Writer(file, "")
+    return WithoutArchitecture(file, "")
