@@ -144,6 +144,20 @@ def test_losses_are_cross_entropies_of_the_whole_model(
     assert expected.std() > 0.02  # not all the same
 
 
+def test_gram_matrices_and_outputs_of_one_pass(directory: Path, tokens: Tensor) -> None:
+    """States that advance while their Gram matrices are gathered are those that advance alone, in every block."""
+    stream = stream_of(directory)
+    both, apart = stream.embed(tokens), stream.embed(tokens)
+    for block in stream.stream():
+        expected = block.input_grams(apart)
+        block.advance(apart)
+        for gram, other in zip(block.input_grams(both, advance=True), expected, strict=True):
+            assert gram.names == other.names
+            assert torch.equal(gram.H, other.H)
+        for batch, other_batch in zip(both.hidden, apart.hidden, strict=True):
+            assert torch.equal(batch, other_batch)
+
+
 @pytest.mark.slow
 def test_gram_matrices_are_those_of_the_inputs(directory: Path, whole: PreTrainedModel, tokens: Tensor) -> None:
     compare_grams(directory, whole, tokens)

@@ -17,7 +17,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.problem import Gram, LayerProblem
-from niwaki.layer.rounding import onto_grid
+from niwaki.layer.rounding import onto_grid, to_nearest
 from niwaki.models.formats import format_of
 from niwaki.models.processes import World
 from niwaki.models.scales import FILE
@@ -122,10 +122,21 @@ def test_costs_are_those_of_errors_by_sensitivity_and_inputs(model: Path) -> Non
         W = weight(whole, f"model.layers.{block}.{name}").float()
         problem = LayerProblem(W, Gram((fitted.T @ fitted / len(fitted)).float(), tokens=len(fitted)))
         dense = problem.solution(W, torch.ones_like(W, dtype=torch.bool))
-        for bits, nats in found[block, name].nats.items():
-            E = (onto_grid(problem, dense, Grid(8, 64).of(bits), torch.float32)[0].W - W).double()
-            errors = (other @ E.T).square().mean(0)
-            assert nats == pytest.approx(float((errors * sensitive[block][name].double()).sum()) / 2, rel=0.02)
+
+        def cost(numbers: Tensor, W: Tensor = W, other: Tensor = other, g: Tensor = sensitive[block][name]) -> float:
+            errors = (other @ (numbers - W).double().T).square().mean(0)
+            return float((errors * g.double()).sum()) / 2
+
+        grids = [Grid(8, 64).of(bits) for bits in (2, 3, 4, 5, 6, 8)]
+        nearest = [cost(to_nearest(W, grid, torch.float32)[0]) for grid in grids]
+        fitted = [cost(onto_grid(problem, dense, grid, torch.float32)[0].W) for grid in grids]
+        nats = [*found[block, name].nats.values()]
+        for tried in (0, 3, 5):
+            assert nats[tried] == pytest.approx(fitted[tried], rel=0.02)
+        two, five, eight = (fitted[tried] / nearest[tried] for tried in (0, 3, 5))
+        shares = (2 * two + five) / 3, (two + 2 * five) / 3, (2 * five + eight) / 3
+        for at, share in zip((1, 2, 4), shares, strict=True):
+            assert nats[at] == pytest.approx(share * nearest[at], rel=0.02)
     assert len(found) == 14
 
 

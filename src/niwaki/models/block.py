@@ -111,10 +111,13 @@ class DecoderBlock:
     def advance(self, states: HiddenStates, done: Callable[[], None] = lambda: None) -> None:
         """Runs the block: ``states`` become the inputs of the next one. ``done`` is called after each batch."""
         for i in range(len(states.hidden)):
-            handed = states.arguments.handed(self.index, i)
-            states.hidden[i] = self.forward(states.hidden[i], states, i, handed=handed)
-            states.arguments.hand_on(self.index, i, handed)
+            self._advance(states, i)
             done()
+
+    def _advance(self, states: HiddenStates, i: int) -> None:
+        handed = states.arguments.handed(self.index, i)
+        states.hidden[i] = self.forward(states.hidden[i], states, i, handed=handed)
+        states.arguments.hand_on(self.index, i, handed)
 
     @torch.no_grad()
     def input_grams(
@@ -124,15 +127,20 @@ class DecoderBlock:
         world: World | None = None,
         tf32: TF32 = "auto",
         matrices: list[Matrix] | None = None,
+        advance: bool = False,
     ) -> list[InputGram]:
         """The Gram matrices of all distinct inputs of ``matrices``, by default of all, over all processes.
 
-        ``states`` stay as they are. NumericalError for NaN or infinite activations.
+        ``states`` stay as they are, unless they are to ``advance`` in the same pass: see :meth:`advance`.
+        NumericalError for NaN or infinite activations.
         """
         wanted = self.matrices if matrices is None else matrices
         grams = InputGrams(wanted, dict(self.module.named_parameters()), tf32)
         for i, hidden in enumerate(states.hidden):
-            grams.watch(partial(self.forward, hidden, states, i))
+            if advance:
+                grams.watch(partial(self._advance, states, i), to_the_end=True)
+            else:
+                grams.watch(partial(self.forward, hidden, states, i))
             done()
         with named(f"block {self.index}"):
             return grams.finish(world or World())

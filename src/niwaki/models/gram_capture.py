@@ -141,8 +141,9 @@ class InputGrams:
         """The matrices that have had inputs, those with the same one together, in the order of computation."""
         return [gram.names for gram in dict.fromkeys(self._grams.values())]
 
-    def watch(self, run: Callable[[], object]) -> None:
-        """Calls ``run``, one forward pass of the block, or as much of it as there are inputs to see."""
+    def watch(self, run: Callable[[], object], to_the_end: bool = False) -> None:
+        """Calls ``run``, one forward pass of the block ``to_the_end``, or as much of it as there are inputs to see."""
+        self._once &= not to_the_end
         try:
             # Each time: between two passes a parameter can move to other memory.
             with Products(self.matrices, self.parameters, self._on_product):
