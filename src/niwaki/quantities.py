@@ -264,6 +264,12 @@ def parse_number(text: str) -> int:
     return int(float(match[1]) * 1000 ** " kmg".index(match[2] or " "))
 
 
+def parse_multiple(text: str) -> float | None:
+    """What "3x" or "0.5x" is a multiple by; None of texts that are none."""
+    match = re.fullmatch(rf"{_NUMBER}x", text.lower().replace(" ", ""))
+    return float(match[1]) if match else None
+
+
 def parse_time(text: str) -> float:
     """Seconds of a time such as "2h", "90 min" or "1h30m"; UsageError where it is not one."""
     units = rf"(?:{_NUMBER}h)?(?:{_NUMBER}m(?:in)?)?(?:{_NUMBER}s)?"

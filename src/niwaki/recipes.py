@@ -322,13 +322,16 @@ def heal(
         teacher: The dense model, likewise; it must have the same tokens, or more.
         method: "full" trains all remaining weights and needs three more float32 numbers for each; "lora" adds low-rank
             products to them, in little more memory than the weights take; "norms" trains norms and biases alone;
-            "blocks" trains one block after the other towards the dense model's, with one block of each model in memory.
-            "auto" is the first of "full", "lora" and "blocks" that fits in memory.
-        tokens: Number of tokens to train on, such as "2M". A text with fewer is used repeatedly.
+            "scales" trains these and the scales of a grid; "blocks" trains one block after the other towards the dense
+            model's, with one block of each model in memory.
+            "auto" is the first of "full", "lora" and "blocks" that fits in memory; on a grid the first of "scales",
+            "norms" and "blocks".
+        tokens: Number of tokens to train on, such as "2M". A text with fewer is used repeatedly. As a stage it may be a
+            multiple, such as "1x", of those that a stage before was calibrated on.
         max_time: Limit for the whole call, in seconds or as text such as "1h"; None for no limit. The same number of
             tokens gives the same bytes, the same time does not.
-        rate: Learning rate, relative to the root mean square of each parameter's weights; None for 0.0007, or 0.01 with
-            the method "blocks".
+        rate: Learning rate, relative to the root mean square of each parameter's weights; None for 0.0007, 0.002 with
+            the method "scales" or 0.01 with "blocks".
         batch: Tokens per step, such as 512 or "1k"; at least one window.
         own_text: Fraction of the training text that the dense model generates, from 0 to less than 1.
         calibration: The text to train on, as a name or a :class:`~niwaki.options.Calibration`, whose ``samples`` are
@@ -426,7 +429,7 @@ def _with_healing(stage: Stage, source: Path, calibration: Calibration, compute:
     # The memory that is left may differ between processes.
     if why := current_session().world.received(_refusal(stage, source, calibration, compute)):
         return [dataclasses.replace(cast("Any", stage), left_out=f"skipping the effort's healing: {why}")]
-    return [stage, Heal(times=times)]
+    return [stage, Heal(tokens=f"{times:g}x")]
 
 
 def _refusal(stage: Stage, source: Path, calibration: Calibration, compute: Compute) -> str:

@@ -786,6 +786,7 @@ def test_refused(tmp_path: Path) -> None:
     assert said(by=pruned) == itself
     assert "has no zeros and the shape of" in said(healed=dense, by=pruned)
     assert "1 window of 16 tokens" in said(CalibrationError, calibration=TOKENS[:1])
+    assert "tokens 2x are for each that a stage before was calibrated on, and none was" in said(tokens="2x")
     for method in ("auto", "full", "norms"):
         few = said(UnsupportedModelError, method=method, compute=Compute("cpu", max_memory="1KB"))
         assert "of memory, and there are 0.98 KiB" in few

@@ -94,6 +94,39 @@ def test_what_is_done_for_a_size(model: Path, size: float) -> None:
         assert "foreseen to lose more" in str(plan)
 
 
+def test_what_is_lost_is_trained_back(model: Path) -> None:
+    """Where it is foreseen to be worth it, unless it is not wanted or there is a time to heal in."""
+    given = {"size": 0.3, **LOOKED}
+    trained, plain = (plan_compression(model, **given, training=training) for training in (True, False))
+    limited = plan_compression(model, **given, max_time="5s")
+    assert trained.way.nats is not None
+    assert plain.way.nats is not None
+    assert trained.way.nats < plain.way.nats
+    assert stages(trained)[0].endswith(", effort balanced:healing=1")
+    assert not any("healing" in each for each in stages(plain))
+    assert [stage.name for stage in limited.way.stages] == ["quantize", "heal", "embeddings", "pack"]
+    assert limited.way.stages[0] == plain.way.stages[0]
+    assert plan_compression(model, 0.8, **LOOKED).way.stages == plan_compression(model, 0.8, training=False).way.stages
+
+
+@pytest.mark.slow
+def test_training_is_a_stage_of_the_run(model: Path, tmp_path: Path) -> None:
+    """The grid keeps its whole numbers, and the plan's own stages make the same files."""
+    given = {"calibration": Calibration("demo", samples=8, length=32), "measurement": None, "compute": CPU}
+    record = niwaki.compress(model, tmp_path / "out", 0.24, **given)
+    assert [stage.name for stage in record.stages] == ["quantize", "heal", "embeddings", "pack"]
+    assert record.healing is not None
+    assert (record.healing.method, record.healing.tokens) == ("scales", 8 * 32)
+    plan = plan_compression(model, 0.24, calibration=given["calibration"], compute=CPU)
+    niwaki.run(model, tmp_path / "by hand", plan.way.stages, **given)
+    names = {path.name for path in (tmp_path / "out").glob("packed-*")}
+    assert names
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "by hand" / name).read_bytes()
+    niwaki.compress(model, tmp_path / "plain", 0.24, training=False, **given)
+    assert not Record.load(tmp_path / "plain" / "niwaki.json").healing
+
+
 def test_a_model_is_looked_at_once(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same call finds what an earlier one kept; another text is looked at."""
     looked: list[int] = []

@@ -281,6 +281,7 @@ def test_blocks_that_shrink_are_fitted(tmp_path: Path) -> None:
         (["prune 0.5 sparsty=3"], "no parameter of the stage prune is called 'sparsty'"),
         (["prune 0.5", "heal tokens=many"], "stage 2, heal: "),
         (["prune 0.5", "heal tokens=-3"], "stage 2, heal: invalid number '-3'"),
+        (["prune 0.5", "heal tokens=0x"], "stage 2, heal: tokens must be above 0"),
         ([Prune(0.5, effort="best"), Prune(0.6, effort="bst")], "stage 2, prune: no effort is called 'bst'"),
         ([Prune(0.5), Prune], "stage 2: give a stage with its parameters"),
         (["shrink 0.5"], "'0.5' of the stage 'shrink 0.5' has no name"),

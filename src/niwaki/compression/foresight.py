@@ -20,7 +20,7 @@ from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.errors import CalibrationError, CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import cached_directory, digest
 from niwaki.layer.grid import AnyGrid, parse_grid
-from niwaki.layer.linalg import STRIP, has_tf32, products
+from niwaki.layer.linalg import has_tf32, products
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, pieces
@@ -186,13 +186,15 @@ class LookingAtTokens:
 
 
 #: Goes up when anything else is foreseen of the same model: what earlier ones kept is not read then.
-_VERSION = 8
+_VERSION = 9
 #: On about how many tokens predictions are compared.
 _COMPARED = 512
 #: Logarithms of both, probabilities, differences, and their products, which are in memory at once.
 _COPIES = 5
+#: How many rows of the head are rounded: on 512 tokens of three models they have 97 to 99.8 % of all probability.
+_LIKELY = 16384
 #: On about how many the model runs with rounded embeddings, at least one window.
-_CHANGED = 1024
+_CHANGED = 512
 #: Shares of the neurons of which the cost is measured.
 _NEURONS = (0.05, 0.1, 0.2, 0.35, 0.5)
 #: What removing neurons costs in a run, as a multiple of a power of the sum of what each block does: of two models, a
@@ -422,24 +424,27 @@ class _Ends:
             for hidden in [halves[-1].hidden[0][: len(tokens)], *(each.hidden[0] for each in changed[: len(self.ends)])]
         )
         expected = self._predictions(dense, tokens)
+        likely = expected.softmax(-1).sum((0, 1)).topk(min(_LIKELY, expected.shape[-1])).indices
         grams = [head_gram(self._model, each) for each in (halves[0], halves[-1])]
         for grid, x in zip(self.ends, inputs, strict=True):
             of_head, before = self._left(weight, grid, *grams)
-            self.ends[grid] += of_head * self._divergence(expected, self._predictions(dense, tokens, grid))
+            self.ends[grid] += of_head * self._divergence(expected, self._predictions(dense, tokens, grid, likely))
             self.ends[grid] += before * self._divergence(expected, self._predictions(x, tokens))
 
     def _some(self, x: Tensor) -> Tensor:
         """(count, 1, width) some of the hidden states (samples, length, width), each a text: positions may be few."""
         return x.flatten(0, 1)[:: math.ceil(x.shape[0] * x.shape[1] / _COMPARED)].unsqueeze(1)
 
-    def _predictions(self, x: Tensor, tokens: Tensor, grid: str = "") -> Tensor:
-        """(count, 1, tokens) logits, by hidden states (count, 1, width), of a head on ``grid`` or of its own."""
+    def _predictions(self, x: Tensor, tokens: Tensor, grid: str = "", likely: Tensor | None = None) -> Tensor:
+        """(count, 1, tokens) logits, by hidden states (count, 1, width), of the head, with ``likely`` rows on ``grid``.
+
+        Errors count as much as their words are probable, so that these rows stand for all of them.
+        """
         head = self._model.model.get_output_embeddings()
 
         def rounded(module: nn.Linear, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
-            for rows, out in zip(module.weight.split(STRIP), logits.split(STRIP, dim=-1), strict=True):
-                out.copy_(inputs[0] @ self._rounded(rows, grid).T)
-            return logits if module.bias is None else logits.add_(module.bias)
+            rows = module.weight[likely]
+            return logits.index_add_(-1, likely, inputs[0] @ (self._rounded(rows, grid) - rows).T)
 
         hooked = head.register_forward_hook(rounded) if grid else contextlib.nullcontext()
         with hooked, self._model.head(torch.float32) as predict:

@@ -17,6 +17,7 @@ from operator import attrgetter
 from niwaki.checkpoints.tensors import DTYPES
 from niwaki.choices import Runtime
 from niwaki.compression.foresight import FEWEST, Foresight, TokenCosts
+from niwaki.effort import DEFAULT_EFFORT
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.exports.export import Export, Pack
 from niwaki.exports.gguf_file import Gguf
@@ -49,6 +50,8 @@ _MARGIN, _HEADER, _ENTRY, _TENSORS = 0.002, 4096, 100, 3
 _STEP, _LAST_LEFT = 0.04, 0.4
 #: What the numbers of tokens of smaller dense models are multiples of.
 _TOKENS = 64
+#: The effort of matrices that are trained, once they are rounded, from which loss on, and what that leaves of it.
+_TRAINING, _WORTH, _LEFT = f"{DEFAULT_EFFORT}:healing=1", 0.05, 0.87
 #: How many times as much text of other kinds loses: on SmolLM2, fitted on books, 1.5 to 2.4 times.
 _OTHERS = 2.0
 
@@ -321,6 +324,8 @@ class PackedWays(Ways):
 
     parts: Composition
     runtime: Runtime
+    #: Whether what matrices lose is trained back, where it is worth the time.
+    trains: bool = True
     #: How many tokens it has left, where some are removed first.
     tokens: int | None = None
 
@@ -424,7 +429,11 @@ class PackedWays(Ways):
                 text += f":{self.parts.group}"
             else:
                 words += ", one scale for each row"
-        stages = (Quantize(text), *self.heal, QuantizeEmbeddings(ends), last)
-        nats = None if self.foresight is None else self.foresight.of_matrices(bits) + self.foresight.ends[ends]
+        lost = math.inf if self.foresight is None else self.foresight.of_matrices(bits)
+        trains = self.trains and bits < self._most and lost >= _WORTH
+        stages = (Quantize(text, effort=_TRAINING if trains else None), *self.heal, QuantizeEmbeddings(ends), last)
+        nats = None
+        if self.foresight is not None:
+            nats = (_LEFT if trains else 1.0) * lost + self.foresight.ends[ends]
         way = Way.fitted(words, self._bytes(bits, ends), stages, nats)
         return way if self.tokens is None else way.with_tokens(self.tokens, self.costs)

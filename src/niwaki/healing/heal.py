@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from niwaki.arguments import INTERNAL, checked_names
+from niwaki.arguments import checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
@@ -39,7 +39,7 @@ from niwaki.options import (
     Calibration,
     Compute,
 )
-from niwaki.quantities import parse_number, parse_share, parse_time
+from niwaki.quantities import parse_multiple, parse_number, parse_share, parse_time
 from niwaki.records.record import CalibrationRecord, HealingRecord, Record, calibration_tokens, versions
 from niwaki.records.wording import counted
 from niwaki.runs.carried import BASE
@@ -151,8 +151,6 @@ class Heal(Stage):
     teacher: str | Path | None = None
     #: Whether ``max_time`` is that of the run so far, so that healing takes what is left of it.
     whole: bool = False
-    #: Instead of ``tokens``: for each token that a stage before was calibrated on.
-    times: float | None = field(default=None, metadata=INTERNAL)
 
     name: ClassVar[str] = "heal"
     keeps_factors: ClassVar[bool] = True
@@ -162,7 +160,7 @@ class Heal(Stage):
     def __post_init__(self) -> None:
         super().__post_init__()
         numbers = {
-            "tokens": self.tokens_asked,
+            "tokens": self.tokens_asked if self.times is None else self.times,
             "max_time": self.limit,
             "rate": self.rate,
             "batch": self.tokens_in_a_step,
@@ -173,9 +171,16 @@ class Heal(Stage):
         parse_share("own_text", self.own_text)
 
     @property
-    def tokens_asked(self) -> int:
-        """The number of tokens to train on, as an int."""
+    def tokens_asked(self) -> int | None:
+        """The number of tokens to train on, as an int; None where it is so many :attr:`times` another."""
+        if self.times is not None:
+            return None
         return parse_number(self.tokens) if isinstance(self.tokens, str) else self.tokens
+
+    @property
+    def times(self) -> float | None:
+        """How many tokens there are for each that a stage before was calibrated on, as of "1x"; None of a number."""
+        return parse_multiple(self.tokens) if isinstance(self.tokens, str) else None
 
     @property
     def limit(self) -> float | None:
@@ -216,7 +221,7 @@ class Heal(Stage):
         return Healing(self, run)
 
     def __str__(self) -> str:
-        tokens = f"tokens {self.tokens}" if self.times is None else f"{self.times:g} times the tokens calibrated on"
+        tokens = f"tokens {self.tokens}" if self.times is None else f"{self.times:g} x the tokens calibrated on"
         time = self.max_time if not self.whole else f"what is left of {self.max_time}"
         given = {"max_time": time, "method": None if self.method == "auto" else self.method, "rate": self.rate}
         return ", ".join([tokens, *(f"{name} {value}" for name, value in given.items() if value is not None)])
@@ -247,15 +252,25 @@ class Healing(Task):
             self.dense.check_head()
 
     def read(self, run: Run) -> None:
-        self.tokens = self.stage.tokens_asked
-        if self.stage.times is not None and run.seen:
-            self.tokens = max(1, int(self.stage.times * calibration_tokens(run.seen)))
+        self.tokens = self._tokens(run)
         run.progress.status("reading the text to train on")
         self.texts, self.held = self._read(run)
         if run.is_first:
             self._look()
         elif self.stage.method != "blocks":
             find_logits(self.dense)
+
+    def _tokens(self, run: Run) -> int:
+        """How many tokens to train on; UsageError where that is a multiple of a number that is not known."""
+        if (asked := self.stage.tokens_asked) is not None:
+            return asked
+        assert self.stage.times is not None
+        if run.seen is None:
+            raise UsageError(
+                f"tokens {self.stage.tokens} are for each that a stage before was calibrated on, and none was; give a "
+                "number, such as 500k"
+            )
+        return max(1, int(self.stage.times * calibration_tokens(run.seen)))
 
     def _look(self) -> None:
         """Checks what the weights of both models say."""

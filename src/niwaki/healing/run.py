@@ -50,7 +50,8 @@ def choose(
     """The pruned model, the method by which it is healed towards ``dense``, and notes on that.
 
     ``auto`` is the first of full, lora (norms on a grid) and, unless the model ``is_whole`` in memory, blocks that
-    memory is enough for. UnsupportedModelError where it is not enough, or the method does not suit the model.
+    memory is enough for; on a grid scales come in the place of full. UnsupportedModelError where memory is not enough,
+    or the method does not suit the model.
     """
     weight_format, half = format_of(checkpoint), dense.dtype != torch.float32
     thin: HealingMethod = "norms" if weight_format.files else "lora"
@@ -60,13 +61,15 @@ def choose(
             f"the weights of {checkpoint.path} are {made[0]}, which products of low rank would leave; try the method "
             f"full{made[1]} or norms"
         )
-    if asked == "scales" and not (weight_format.files and not weight_format.has_factors):
+    on_grid = bool(weight_format.files) and not weight_format.has_factors
+    if asked == "scales" and not on_grid:
         raise UnsupportedModelError(
             f"the weights of {checkpoint.path} are on no grid whose scales could be trained; quantize it first, or try "
             "another method"
         )
     there = device_memory(dense.device) if compute.budget is None else compute.budget
-    usual: tuple[HealingMethod, ...] = ("full", thin) if is_whole else ("full", thin, "blocks")
+    first: HealingMethod = "scales" if on_grid else "full"
+    usual: tuple[HealingMethod, ...] = (first, thin) if is_whole else (first, thin, "blocks")
     methods: tuple[HealingMethod, ...] = usual if asked == "auto" else (asked,)
     too_large = list[str]()
     for method in methods:
