@@ -118,9 +118,9 @@ def test_costs_are_those_of_errors_by_sensitivity_and_inputs(model: Path) -> Non
     found = costs_of_bits(stream, Grid(8, 64, 5.0), text, "auto", World(), Progress())
     whole, sensitive, halves = reference(model), sensitivities(stream, text[::2]), (text[::2], text[1::2])
     for block, name in found:
-        fitted, other = (linear_inputs(whole, block, half)[name].double() for half in halves)
+        inputs, other = (linear_inputs(whole, block, half)[name].double() for half in halves)
         W = weight(whole, f"model.layers.{block}.{name}").float()
-        problem = LayerProblem(W, Gram((fitted.T @ fitted / len(fitted)).float(), tokens=len(fitted)))
+        problem = LayerProblem(W, Gram((inputs.T @ inputs / len(inputs)).float(), tokens=len(inputs)))
         dense = problem.solution(W, torch.ones_like(W, dtype=torch.bool))
 
         def cost(numbers: Tensor, W: Tensor = W, other: Tensor = other, g: Tensor = sensitive[block][name]) -> float:

@@ -96,7 +96,7 @@ def test_what_is_done_for_a_size(model: Path, size: float) -> None:
 
 def test_what_is_lost_is_trained_back(model: Path) -> None:
     """Where it is foreseen to be worth it, unless it is not wanted or there is a time to heal in."""
-    given = {"size": 0.3, **LOOKED}
+    given: dict[str, Any] = {"size": 0.3, **LOOKED}
     trained, plain = (plan_compression(model, **given, training=training) for training in (True, False))
     limited = plan_compression(model, **given, max_time="5s")
     assert trained.way.nats is not None
@@ -112,12 +112,13 @@ def test_what_is_lost_is_trained_back(model: Path) -> None:
 @pytest.mark.slow
 def test_training_is_a_stage_of_the_run(model: Path, tmp_path: Path) -> None:
     """The grid keeps its whole numbers, and the plan's own stages make the same files."""
-    given = {"calibration": Calibration("demo", samples=8, length=32), "measurement": None, "compute": CPU}
+    text = Calibration("demo", samples=8, length=32)
+    given: dict[str, Any] = {"calibration": text, "measurement": None, "compute": CPU}
     record = niwaki.compress(model, tmp_path / "out", 0.24, **given)
     assert [stage.name for stage in record.stages] == ["quantize", "heal", "embeddings", "pack"]
     assert record.healing is not None
     assert (record.healing.method, record.healing.tokens) == ("scales", 8 * 32)
-    plan = plan_compression(model, 0.24, calibration=given["calibration"], compute=CPU)
+    plan = plan_compression(model, 0.24, calibration=text, compute=CPU)
     niwaki.run(model, tmp_path / "by hand", plan.way.stages, **given)
     names = {path.name for path in (tmp_path / "out").glob("packed-*")}
     assert names

@@ -428,25 +428,25 @@ class _Ends:
         grams = [head_gram(self._model, each) for each in (halves[0], halves[-1])]
         for grid, x in zip(self.ends, inputs, strict=True):
             of_head, before = self._left(weight, grid, *grams)
-            self.ends[grid] += of_head * self._divergence(expected, self._predictions(dense, tokens, grid, likely))
+            self.ends[grid] += of_head * self._divergence(expected, self._predictions(dense, tokens, (grid, likely)))
             self.ends[grid] += before * self._divergence(expected, self._predictions(x, tokens))
 
     def _some(self, x: Tensor) -> Tensor:
         """(count, 1, width) some of the hidden states (samples, length, width), each a text: positions may be few."""
         return x.flatten(0, 1)[:: math.ceil(x.shape[0] * x.shape[1] / _COMPARED)].unsqueeze(1)
 
-    def _predictions(self, x: Tensor, tokens: Tensor, grid: str = "", likely: Tensor | None = None) -> Tensor:
-        """(count, 1, tokens) logits, by hidden states (count, 1, width), of the head, with ``likely`` rows on ``grid``.
+    def _predictions(self, x: Tensor, tokens: Tensor, on: tuple[str, Tensor] | None = None) -> Tensor:
+        """(count, 1, tokens) logits, by hidden states (count, 1, width), of the head; with some rows ``on`` a grid.
 
-        Errors count as much as their words are probable, so that these rows stand for all of them.
+        Errors count as much as their words are probable, so that the likeliest rows stand for all of them.
         """
         head = self._model.model.get_output_embeddings()
 
-        def rounded(module: nn.Linear, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
+        def rounded(grid: str, likely: Tensor, module: nn.Linear, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
             rows = module.weight[likely]
             return logits.index_add_(-1, likely, inputs[0] @ (self._rounded(rows, grid) - rows).T)
 
-        hooked = head.register_forward_hook(rounded) if grid else contextlib.nullcontext()
+        hooked = head.register_forward_hook(partial(rounded, *on)) if on else contextlib.nullcontext()
         with hooked, self._model.head(torch.float32) as predict:
             return predict(x, tokens.flatten()[: len(x)].unsqueeze(1))
 
