@@ -429,11 +429,9 @@ class PackedWays(Ways):
                 text += f":{self.parts.group}"
             else:
                 words += ", one scale for each row"
-        lost = math.inf if self.foresight is None else self.foresight.of_matrices(bits)
-        trains = self.trains and bits < self._most and lost >= _WORTH
+        lost = self.foresight.of_matrices(bits) if self.foresight else 0.0
+        trains = self.trains and lost >= _WORTH
         stages = (Quantize(text, effort=_TRAINING if trains else None), *self.heal, QuantizeEmbeddings(ends), last)
-        nats = None
-        if self.foresight is not None:
-            nats = (_LEFT if trains else 1.0) * lost + self.foresight.ends[ends]
+        nats = (_LEFT if trains else 1.0) * lost + self.foresight.ends[ends] if self.foresight else None
         way = Way.fitted(words, self._bytes(bits, ends), stages, nats)
         return way if self.tokens is None else way.with_tokens(self.tokens, self.costs)
