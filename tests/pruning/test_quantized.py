@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -14,6 +15,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+import niwaki
+from niwaki import Calibration
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.cli.tables import summary
 from niwaki.errors import CheckpointError, NiwakiError, OutputError, UnsupportedModelError
@@ -298,8 +301,8 @@ def unpacked(packed: Tensor, bits: int, columns: int) -> Tensor:
     return torch.tensor(rows)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("columns", [8, 32, 21])
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("columns", [8, 32, 21, 77])
 def test_packing(bits: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (50, columns), generator=generator)
@@ -307,6 +310,8 @@ def test_packing(bits: int, columns: int) -> None:
     assert packed.dtype == torch.int32
     assert packed.shape == (50, -(-columns * bits // 32))
     assert torch.equal(unpacked(packed, bits, columns), q)
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    assert torch.equal(packed, helpers.pack_to_int32(q.to(torch.int8), bits))
 
 
 @pytest.mark.parametrize(("quantize", "shards"), [("int4:16", False), ("int8", True)])
@@ -366,6 +371,8 @@ def test_a_packed_model(tmp_path: Path, quantize: str, shards: bool) -> None:
         ("qwen3", "int4:16"),
         ("gemma3", "int8"),  # which the files call otherwise than transformers does
         *((case, "int4") for case in ("mixtral", "qwen2_moe dense", "deepseek_v3")),
+        *(("llama", grid) for grid in ("int2", "int3:16", "int5", "int6:16", "int3.6")),
+        *((case, "int4.5") for case in ("gemma3", "mixtral", "deepseek_v3")),
     ],
 )
 @torch.no_grad()
@@ -389,8 +396,6 @@ def test_transformers_computes_the_same_with_packed_weights(tmp_path: Path, case
     ("case", "quantize", "said"),
     [
         ("llama", None, "has no weights on a grid, which compressed-tensors needs: quantize it first"),
-        ("llama", "int3", "have 3; 'niwaki pack' writes them"),
-        ("llama", "int2", "have 2; 'niwaki pack' writes them"),
         ("gpt2", "int4", "none: it is stored the other way around, as (inputs, outputs); 'niwaki pack' writes it"),
         ("gpt_oss", "int4", "none: it is one tensor with the matrices of all experts; 'niwaki pack' writes it"),
         ("zamba", "int4", "is none: several blocks share it"),
@@ -410,6 +415,37 @@ def test_what_cannot_be_packed(tmp_path: Path, case: str, quantize: str | None, 
         export(tmp_path / "out", tmp_path / "packed")
     assert said in str(caught.value)
     assert not (tmp_path / "packed").exists()
+
+
+FUSED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
+
+
+@pytest.mark.slow
+def test_layers_that_servers_fuse_have_the_same_bits(tmp_path: Path) -> None:
+    """Those of a run that ends with an export are chosen so; of others the fewer bits are stored as the more."""
+    model = save_model(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    stages = ["quantize int4.2", "export compressed-tensors"]
+    both = niwaki.run(model, tmp_path / "both", stages, calibration=Calibration(TOKENS))
+    run(model, tmp_path / "out", quantize="int4.2")
+    said = export(tmp_path / "out", tmp_path / "packed")
+    assert not any("take the space of more" in note for note in both.notes)
+    assert any("take the space of more" in note for note in said)
+    for name in ("both", "packed"):
+        config = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+        (usual, default), *named = [
+            (each["weights"]["num_bits"], each["targets"]) for each in config["config_groups"].values()
+        ]
+        assert default == ["Linear"]
+        bits = {target: each for each, targets in named for target in targets}
+        assert {usual, *bits.values()} <= {2, 3, 4, 5, 6, 8}
+        assert len({usual, *bits.values()}) > 1
+        stored = tensors(tmp_path / name)
+        for block, (place, names) in itertools.product(range(2), FUSED.items()):
+            layers = [f"model.layers.{block}.{place}.{each}" for each in names]
+            assert len({bits.get(layer, usual) for layer in layers}) == 1
+            for layer in layers:
+                width = int(stored[f"{layer}.weight_shape"][1])
+                assert stored[f"{layer}.weight_packed"].shape[1] == -(-width * bits.get(layer, usual) // 32)
 
 
 def test_other_files_of_an_export(tmp_path: Path, quantized: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from niwaki.checkpoints.reading import INDEX_NAME, SINGLE_NAME
-from support.models import edit_json, random_model
+from support.models import FEW_TOKENS, add_small_tokenizer, edit_json, random_model
 
 #: Rows and columns that share a scale; neither divides all matrices.
 BLOCK = (16, 20)
@@ -100,3 +100,81 @@ def split(path: Path) -> None:
         save_file({key: stored[key] for key in stored if names[key] == name}, path / name, {"format": "pt"})
     (path / SINGLE_NAME).unlink()
     (path / INDEX_NAME).write_text(json.dumps({"weight_map": names}))
+
+
+def in_integers(
+    path: Path, how: str, bits: int = 4, group: int = 32, symmetric: bool = True, order: bool = False
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Saves a random LLaMA as another program quantizes it: "gptq", "gptq_v2", "awq" or "compressed-tensors".
+
+    Returns the whole numbers q (out, in), the scales (out, groups) and the zeros (out, groups) of each matrix. With
+    ``order`` the inputs of a group are not beside each other.
+    """
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": FEW_TOKENS}
+    random_model("llama grouped", dtype=torch.float16, **sizes).save_pretrained(path)
+    add_small_tokenizer(path)
+    stored, meant = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for key, value in load_file(path / SINGLE_NAME).items():
+        name = key.removesuffix(".weight")
+        if not name.endswith("_proj"):
+            stored[key] = value
+            continue
+        rows, columns = value.shape
+        groups, top = columns // group, 1 << bits
+        q = torch.randint(top, (rows, columns), generator=generator)
+        z = torch.randint(1, top, (rows, groups), generator=generator) if not symmetric else None
+        z = torch.full((rows, groups), top // 2) if z is None else z
+        s = (torch.rand(rows, groups, generator=generator) / 100 + 0.001).half()
+        index = torch.arange(columns) // group
+        if order:
+            index = index[torch.randperm(columns, generator=generator)]
+        meant[key] = q, s, z
+        stored |= _parts(how, name, q, s, z, index, bits, symmetric)
+    save_file({key: value.contiguous() for key, value in stored.items()}, path / SINGLE_NAME, {"format": "pt"})
+    method = how.removesuffix("_v2")
+    settings: dict[str, Any] = {"quant_method": method, "bits": bits, "group_size": group, "sym": symmetric}
+    if method == "gptq":
+        settings |= {"checkpoint_format": how, "desc_act": order}
+    if method == "compressed-tensors":
+        weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
+        groups_of_it = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        settings = {"quant_method": method, "format": "pack-quantized", "config_groups": groups_of_it}
+        settings |= {"quantization_status": "compressed", "ignore": ["lm_head"]}
+    edit_json(path / "config.json", quantization_config=settings)
+    return meant
+
+
+def dequantized(q: Tensor, s: Tensor, z: Tensor, index: Tensor | None = None) -> Tensor:
+    """What they stand for, in float16."""
+    index = torch.arange(q.shape[1]) // (q.shape[1] // s.shape[1]) if index is None else index
+    return ((q - z[:, index]).double() * s[:, index].double()).half()
+
+
+def _parts(
+    how: str, name: str, q: Tensor, s: Tensor, z: Tensor, index: Tensor, bits: int, symmetric: bool
+) -> dict[str, Tensor]:
+    if how == "compressed-tensors":
+        parts = {"weight_packed": in_words(q, bits), "weight_scale": s, "weight_shape": torch.tensor(q.shape)}
+        if not symmetric:
+            parts["weight_zero_point"] = in_words(z.T, bits).T
+    elif how == "awq":
+        places = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+        q, z = (each.T.unflatten(1, (-1, 8))[:, :, places].flatten(1) for each in (q, z))
+        parts = {"qweight": in_words(q, bits), "scales": s.T, "qzeros": in_words(z, bits)}
+    else:
+        less = 1 if how == "gptq" else 0
+        parts = {"qweight": in_words(q, bits).T, "scales": s.T, "qzeros": in_words(z.T - less, bits)}
+        parts["g_idx"] = index.int()
+    return {f"{name}.{part}": value for part, value in parts.items()}
+
+
+def in_words(numbers: Tensor, bits: int) -> Tensor:
+    """(rows, words) int32: whole numbers, bit after bit, by Python's own integers."""
+    rows = []
+    for row in numbers.tolist():
+        whole = sum(number << (bits * i) for i, number in enumerate(row))
+        count = -(-len(row) * bits // 32)
+        rows.append([(whole >> (32 * i)) & 0xFFFFFFFF for i in range(count)])
+    words = torch.tensor(rows)
+    return torch.where(words < 1 << 31, words, words - (1 << 32)).int()

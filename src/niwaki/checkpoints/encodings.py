@@ -1,5 +1,7 @@
 """Weights in FP8 or MXFP4, as some models come: read a tensor at a time as bfloat16, and put back into codes.
 
+Whole numbers of other programs are read in the same way (:mod:`.integers`), and not put back.
+
 FP8 is what DeepSeek V3 uses: float8_e4m3fn, and for each block of (by default) 128 x 128 a factor under the tensor's
 name with "_scale_inv". MXFP4 is what gpt-oss uses: four-bit floating-point numbers (1 sign, 2 exponent and 1 mantissa
 bit) two in a byte, and for each 32 of a row a power of two, of which the model has the transpose. Sources: DeepSeek-V3
@@ -27,7 +29,7 @@ _GROUP = 32
 
 @dataclass(frozen=True)
 class Encoded(ABC):
-    """A tensor of ``shape`` that is stored as codes and scales, and read as bfloat16."""
+    """A tensor of ``shape`` that is stored as codes and scales."""
 
     keys: tuple[str, str]  # of codes and scales in the files
     codes: Entry
@@ -37,8 +39,29 @@ class Encoded(ABC):
     #: Codes that stand for NaN.
     no_numbers: ClassVar[tuple[bytes, ...]] = ()
 
+    @property
+    def dtype(self) -> str:
+        """What it is read as, by the name that safetensors has."""
+        return "BF16"
+
+    @property
+    def parts(self) -> tuple[Entry, ...]:
+        """What it is made of in the files."""
+        return self.codes, self.scales
+
+    @abstractmethod
     def read(self, read: Callable[[Entry], Tensor], index: int | None) -> Tensor:
         """The tensor, or its element at ``index``; ``read`` reads what is stored."""
+
+    @abstractmethod
+    def is_certain(self, scales: Tensor) -> bool:
+        """Whether all codes that are numbers stand for finite ones with these scales."""
+
+
+class EncodedFloats(Encoded):
+    """One of floating-point numbers, which is read as bfloat16, and can be put back."""
+
+    def read(self, read: Callable[[Entry], Tensor], index: int | None) -> Tensor:
         if index is None and len(self.shape) > 2:  # one element after the other: decoding takes some copies
             whole = torch.empty(self.shape, dtype=torch.bfloat16)
             for i, part in enumerate(whole):
@@ -52,7 +75,6 @@ class Encoded(ABC):
         """The format of the tensor, or of each element."""
 
     def is_certain(self, scales: Tensor) -> bool:
-        """Whether all codes that are numbers stand for finite ones with these scales."""
         most = scales.float().abs().max() if scales.is_floating_point() else _powers(scales).max()
         return bool((most * self.format.numbers.magnitudes.max()).to(torch.bfloat16).isfinite())
 
@@ -73,7 +95,7 @@ class Encoded(ABC):
 
 
 @dataclass(frozen=True)
-class FP8(Encoded):
+class FP8(EncodedFloats):
     """float8_e4m3fn (.., rows, columns) with a scale for each ``block``; powers of two if it ``has_powers``."""
 
     block: tuple[int, int]
@@ -104,7 +126,7 @@ class FP8(Encoded):
 
 
 @dataclass(frozen=True)
-class MXFP4(Encoded):
+class MXFP4(EncodedFloats):
     """Codes of four bits, and a power of two for each ``_GROUP`` of a row of what is stored transposed.
 
     Codes are (.., rows, groups, 16) uint8 and scales (.., rows, groups), of a tensor (.., columns, rows).
@@ -131,14 +153,11 @@ class MXFP4(Encoded):
         return pairs[..., 0] | pairs[..., 1] << 4, (tiles.log2().round() + _FP4_BIAS).to(torch.uint8).mT
 
 
-def find_encoded(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Encoded]:
-    """The tensors in ``entries`` that ``quantization_config`` is about, by the names that they have in the model.
+def find_floats(settings: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Encoded]:
+    """The tensors in ``entries`` that ``settings``, of config.json, are about, by their names in the model.
 
-    Empty where that is none, or another format. CheckpointError where codes and scales do not fit each other.
+    Empty where that is another format. CheckpointError where codes and scales do not fit each other.
     """
-    settings = config.get("quantization_config")
-    if not isinstance(settings, dict):
-        return {}
     if settings.get("quant_method") == "fp8":
         powers = settings.get("scale_fmt") == "ue8m0"
         return _find_fp8(settings.get("weight_block_size", [128, 128]), powers, entries)

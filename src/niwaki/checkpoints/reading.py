@@ -5,7 +5,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from niwaki.checkpoints.encodings import Encoded, find_encoded
+from niwaki.checkpoints.encodings import Encoded, find_floats
 from niwaki.checkpoints.foreign import quantized, recognized, wrapped
+from niwaki.checkpoints.integers import find_integers
 from niwaki.checkpoints.tensors import (
     DTYPES,
     Entry,
@@ -86,7 +87,7 @@ class PruningConfig:
         return start <= block < stop
 
 
-#: Model directories in FP8 or MXFP4, and when their files were changed, that this process has looked through.
+#: Model directories with codes and scales, and when their files were changed, that this process has looked through.
 _SOUND = set[tuple[Path, tuple[int, ...]]]()
 
 
@@ -99,14 +100,14 @@ def _has(path: Path, entry: Entry, wanted: tuple[bytes, ...]) -> bool:
 class Checkpoint:
     """The weights of a model directory by key; CheckpointError where a file is missing, malformed or pickled.
 
-    Those in FP8 or MXFP4 (see :mod:`.encodings`) are bfloat16 here, and nothing but ``encoded`` and ``stored`` says
-    that they were not.
+    Those that are stored as codes and scales, in FP8 or MXFP4 (:mod:`.encodings`) or as whole numbers
+    (:mod:`.integers`), are dense here, and nothing but ``encoded`` and ``stored`` says that they were not.
     """
 
-    #: By key, those in FP8 or MXFP4.
+    #: By key, those that are stored as codes and scales.
     encoded: Mapping[str, Encoded] = {}
     index_name = ""
-    _encoding: object = None  # what config.json says of FP8 or MXFP4
+    _encoding: object = None  # what config.json says of them
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -130,8 +131,8 @@ class Checkpoint:
                 raise CheckpointError(f"{path / shard} lacks the tensor {key!r} that {INDEX_NAME} places there")
         #: Where tensors are in the files.
         self._stored = {key: entry for key, entry in found.items() if weight_map is None or key in weight_map}
-        self.encoded = find_encoded(self.config, self._stored)
-        #: By key, where tensors are, or would be in files that have none in FP8 or MXFP4.
+        self.encoded = self._find_encoded()
+        #: By key, where tensors are, or would be in files that have all of them dense.
         self.entries: dict[str, Entry] = self._decoded_entries() if self.encoded else self._stored
         #: Those files.
         self.shards = sorted({each.shard for each in self.entries.values()} if self.encoded else shards)
@@ -141,6 +142,17 @@ class Checkpoint:
             if (path, changed) not in _SOUND:
                 self._check_encoded()
                 _SOUND.add((path, changed))
+
+    def _find_encoded(self) -> Mapping[str, Encoded]:
+        """The tensors that are stored as codes and scales, as ``quantization_config`` says."""
+        settings = self.config.get("quantization_config")
+        if not isinstance(settings, dict) or self.pruning.quantization:  # which niwaki has exported
+            return {}
+        if settings.get("quant_method") in ("fp8", "mxfp4"):
+            return find_floats(settings, self._stored)
+        return find_integers(
+            settings, self._stored, lambda key, entry: read_tensor(self.path / entry.shard, key, entry)
+        )
 
     def _check_encoded(self) -> None:
         """CheckpointError where scales, or codes if there are not too many, stand for NaN or infinity.
@@ -156,12 +168,17 @@ class Checkpoint:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether some of its tensors are in FP8 or MXFP4."""
+        """Whether some of its tensors are stored as codes and scales."""
         return bool(self.encoded)
 
     @property
+    def encoded_as(self) -> str:
+        """How those are stored, in words."""
+        return " and ".join(sorted({str(each) for each in self.encoded.values()}))
+
+    @property
     def stored(self) -> "Checkpoint":
-        """The same files without a look at what FP8 and MXFP4 stand for: codes and scales are tensors of their own."""
+        """The same files without a look at what codes stand for: these and scales are tensors of their own."""
         whole = copy.copy(self)
         if self.encoded:
             whole.encoded, whole.entries, whole.shards = {}, self._stored, sorted(self.files)
@@ -170,11 +187,11 @@ class Checkpoint:
 
     def _decoded_entries(self) -> dict[str, Entry]:
         """A place for each tensor, in the file where it is."""
-        hidden = {id(entry) for each in self.encoded.values() for entry in (each.codes, each.scales)}
+        hidden = {id(entry) for each in self.encoded.values() for entry in each.parts}
         tensors = {key: entry for key, entry in self._stored.items() if id(entry) not in hidden}
         for key, encoded in self.encoded.items():
-            size = 2 * math.prod(encoded.shape)
-            tensors[key] = Entry(encoded.codes.shard, "BF16", encoded.shape, 0, size)
+            size = DTYPES[encoded.dtype].itemsize * math.prod(encoded.shape)
+            tensors[key] = Entry(encoded.codes.shard, encoded.dtype, encoded.shape, 0, size)
         entries: dict[str, Entry] = {}
         for shard in sorted(self.files):
             entries |= placed({key: one for key, one in tensors.items() if one.shard == shard})
@@ -186,7 +203,7 @@ class Checkpoint:
         return {entry.shard for entry in self._stored.values()} if self.encoded else set(self.shards)
 
     def header(self, shard: str) -> bytes:
-        """What the file ``shard`` has before its tensors, or would have without FP8 and MXFP4."""
+        """What the file ``shard`` has before its tensors, or would have with all of them dense."""
         return header_of(self.tensors(shard)) if self.encoded else header_bytes(self.path / shard)
 
     def tensors(self, shard: str) -> dict[str, Entry]:
@@ -196,7 +213,7 @@ class Checkpoint:
         return read_header(self.path / shard)
 
     def bytes_of(self, key: str, entry: Entry) -> Entry | None:
-        """Where the bytes are of what :meth:`tensors` has as ``entry``; None if they are in FP8 or MXFP4."""
+        """Where the bytes are of what :meth:`tensors` has as ``entry``; None if they are codes and scales."""
         return None if key in self.encoded else self._stored.get(key, entry)
 
     def _weight_map(self) -> dict[str, str] | None:
@@ -256,7 +273,7 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        """Bytes of its weight files, without FP8 and MXFP4."""
+        """Bytes of its weight files, with all of them dense."""
         if self.encoded:
             return sum(entry.size for entry in self.entries.values())
         with input_errors(self.path):
@@ -279,12 +296,16 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")
         self.dtype(key)
         if (encoded := self.encoded.get(key)) is not None:
-            value = encoded.read(lambda entry: read_tensor(self.path / entry.shard, key, entry), index)
+            value = encoded.read(self.reader(encoded), index)
             if not is_finite(value):  # scales can be infinite
                 raise CheckpointError(f"{self.path / encoded.codes.shard}: {key!r} has NaN or infinite values")
             return value
         entry = self._stored[key].at(index)
         return read_tensor(self.path / entry.shard, key, entry)
+
+    def reader(self, encoded: Encoded) -> Callable[[Entry], Tensor]:
+        """What reads the parts of ``encoded``."""
+        return lambda entry: read_tensor(self.path / entry.shard, encoded.keys[0], entry)
 
     def fingerprint(self) -> str:
         """SHA-256 of its configuration, the place of its tensors, and some bytes of each of them."""

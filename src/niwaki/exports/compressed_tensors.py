@@ -2,9 +2,11 @@
 
 import copy
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,10 +15,11 @@ from niwaki.checkpoints.writing import Shards
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import replace_file
 from niwaki.layer.grid import Grid
-from niwaki.models.scales import read_scales, stored_as_usual, verify_grid, whole_numbers_of, why_no_layer
+from niwaki.models.layout import fused
+from niwaki.models.scales import bits_in, read_scales, stored_as_usual, verify_grid, whole_numbers_of, why_no_layer
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
-from niwaki.records.wording import markdown
+from niwaki.records.wording import counted, markdown
 from niwaki.runs.card import check_card, restate, write_card_of_form
 from niwaki.runs.conversion import Conversion
 
@@ -37,6 +40,16 @@ _PACKED = (
     "weights are packed integers in the format 'pack-quantized' of compressed-tensors, which has to be installed to "
     "load them in transformers"
 )
+#: What all servers have kernels for.
+_USUAL = {4, 8}
+_NEW = (
+    "other bits than 4 and 8 are packed without gaps, as compressed-tensors 0.17 and vLLM 0.33 have them; older ones "
+    "read other numbers"
+)
+_WIDER = (
+    "{} of fewer bits take the space of more, and keep their whole numbers: servers compute with them as one with "
+    "others; stages 'quantize' and 'export' in one run choose bits with that in mind"
+)
 #: And of mixtures, whose experts transformers runs as one tensor.
 _EXPERTS = "transformers unpacks experts as it loads them: in memory they are as large as before"
 
@@ -46,9 +59,9 @@ class CompressedTensors(Conversion):
 
     A matrix becomes ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and ``weight_shape``;
     all else is copied, and names are those of the files, also of experts, which transformers unpacks and joins where it
-    loads them. ``name`` is what errors call the model: UsageError where its weights are not on a grid, or it has other
-    than 4 or 8 bits; UnsupportedModelError where a matrix is not the weight of a linear layer, or transformers cannot
-    load the result.
+    loads them. Of mixed bits each matrix has its own, and those that servers make one of have the most of them.
+    ``name`` is what errors call the model: UsageError where its weights are not on a grid; UnsupportedModelError where
+    a matrix is not the weight of a linear layer, or transformers cannot load the result.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
@@ -65,16 +78,6 @@ class CompressedTensors(Conversion):
                 f"{name} has no weights on a grid, which compressed-tensors needs: quantize it first, as in 'niwaki "
                 "quantize MODEL OUT int4:128'; 'niwaki pack' writes a pruned model without its zeros"
             )
-        if grid.is_mixed:
-            raise UsageError(
-                f"{name} has matrices of mixed bits ({grid}), and compressed-tensors has one number for all; 'niwaki "
-                "pack' writes them"
-            )
-        if grid.bits not in (4, 8):  # which kernels of other programs take
-            raise UsageError(
-                f"compressed-tensors has 4 or 8 bits, and the weights of {name} have {grid.bits}; 'niwaki pack' writes "
-                "them"
-            )
         self._grid, self._model = grid, StreamedModel(checkpoint, "cpu")
         if blocks is not None:
             mixtures = {matrix.block for matrix in self._model.matrices() if matrix.expert is not None}
@@ -90,24 +93,39 @@ class CompressedTensors(Conversion):
                     "blocks"
                 )
         _check_loads(self._model, name)
-        self._config = {**checkpoint.config, "quantization_config": _config(self._model, grid)}
+        #: By key, the bits of each matrix in the files.
+        self._bits: dict[str, int] = {}
 
     def check(self, name: str) -> None:
         """CheckpointError where scales cannot be those of the weights, OutputError where these have left the grid."""
-        verify_grid(self.checkpoint.path, self._model.matrices(), self._grid)
+        matrices, grid = self._model.matrices(), self._grid
+        verify_grid(self.checkpoint.path, matrices, grid)
+        own = {matrix.key: int(bits_in(self.checkpoint, matrix, grid)) for matrix in matrices}
+        most = Counter[Any]()
+        for matrix in matrices:
+            most[fused(matrix)] = max(most[fused(matrix)], own[matrix.key])
+        self._bits = {matrix.key: most[fused(matrix)] for matrix in matrices}
+        self._wider = sum(bits > own[key] for key, bits in self._bits.items())
 
     def write(self, directory: Path, name: str) -> list[str]:
         """Writes the shards, and corrects what the other files say of them."""
         restate(directory, stored_as_usual(self._grid, self._model.matrices()), _PACKED)
         text, own = (
-            _CARD.format(name=markdown(name), bits=self._grid.bits),
+            _CARD.format(name=markdown(name), bits=" or ".join(map(str, sorted({*self._bits.values()})))),
             "the card of the model that it was made from",
         )
         write_card_of_form(directory, "transformers", {"niwaki", "compressed-tensors"}, text, own)
         least = self._write_shards(directory)
-        replace_file(directory / "config.json", json.dumps(self._config, indent=2) + "\n")
+        config = {**self.checkpoint.config, "quantization_config": _config(self._model, self._grid, self._bits)}
+        replace_file(directory / "config.json", json.dumps(config, indent=2) + "\n")
         has_experts = any(matrix.expert is not None for matrix in self._model.matrices())
-        return [*([_BELOW_0] if least < 0 else []), *([_EXPERTS] if has_experts else [])]
+        notes = {
+            _BELOW_0: least < 0,
+            _EXPERTS: has_experts,
+            _NEW: not {*self._bits.values()} <= _USUAL,
+            _WIDER.format(counted(self._wider, "matrix")): self._wider > 0,
+        }
+        return [note for note, said in notes.items() if said]
 
     def _write_shards(self, directory: Path) -> float:
         """Writes the shards, in which three tensors replace each matrix, and their index; the least of all scales."""
@@ -123,7 +141,7 @@ class CompressedTensors(Conversion):
                     continue
                 scales = read_scales(checkpoint, matrices[key], grid)
                 least = min(least, float(scales.min()))
-                packed = packed_integers(grid.codes(W.float(), scales.float()), grid.bits)
+                packed = packed_integers(grid.codes(W.float(), scales.float()), self._bits[key])
                 tensors |= {f"{key}_packed": packed, f"{key}_scale": scales, f"{key}_shape": torch.tensor(W.shape)}
             shards.write(shard, tensors, tensors.__getitem__)
         shards.finish()
@@ -131,29 +149,44 @@ class CompressedTensors(Conversion):
 
 
 def packed_integers(codes: Tensor, bits: int) -> Tensor:
-    """(out, in bits / 32 rounded up) int32: the whole numbers q (out, in) as q + 2^(bits-1), the first ones lowest."""
-    each = 32 // bits
-    unsigned = codes.to(torch.int64) + 2 ** (bits - 1)
-    unsigned = nn.functional.pad(unsigned, (0, -codes.shape[1] % each)).unflatten(1, (-1, each))
-    words = (unsigned << (bits * torch.arange(each))).sum(dim=2)
-    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+    """(out, in bits / 32 rounded up) int32: the whole numbers q (out, in) as q + 2^(bits-1), the lowest bits first.
+
+    A row is a stream of bits, in which a number can be in two words.
+    """
+    unsigned = (codes + 2 ** (bits - 1)).to(torch.uint8).numpy()
+    digits = unsigned[:, :, None] >> np.arange(bits, dtype=np.uint8) & 1
+    packed = np.packbits(digits.reshape(len(digits), -1), axis=1, bitorder="little")
+    return torch.from_numpy(np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).view("<i4"))
 
 
-def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
-    """``quantization_config`` of config.json."""
+def _config(model: StreamedModel, grid: Grid, bits: dict[str, int]) -> dict[str, Any]:
+    """``quantization_config`` of config.json, of matrices that have these ``bits`` by key."""
     modules, stored = _modules(model), {matrix.key for matrix in model.matrices()}
     linear = [name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)]
     # vLLM has the files' names, and linear layers where transformers has none: routers, and draft layers.
     others = [key for key, entry in model.checkpoint.entries.items() if len(entry.shape) > 1 and key not in stored]
     ignored = [name for name in linear if name not in modules]
     ignored += [key.removesuffix(".weight") for key in others if key.endswith(".weight")]
+    # Experts, or else most others, are all linear layers that are not named; transformers takes experts' first.
+    usual = max(Counter(bits.values()).items(), key=lambda each: each[::-1])[0]
+    usual = next((bits[matrix.key] for matrix in model.matrices() if matrix.expert is not None), usual)
+    named: dict[int, list[str]] = {}
+    for matrix in model.matrices():
+        if bits[matrix.key] != usual:
+            names = (model.places[matrix.block] + matrix.name, matrix.key.removesuffix(".weight"))
+            named.setdefault(bits[matrix.key], []).extend(dict.fromkeys(names))
     groups = {"strategy": "group" if grid.group else "channel", "group_size": grid.group}
-    weights = {"num_bits": grid.bits, "type": "int", "symmetric": True, **groups, "dynamic": False}
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "config_groups": {
+            f"group_{i}": {
+                "targets": targets,
+                "weights": {"num_bits": each, "type": "int", "symmetric": True, **groups, "dynamic": False},
+            }
+            for i, (each, targets) in enumerate([(usual, ["Linear"]), *sorted(named.items())])
+        },
         "ignore": list(dict.fromkeys(ignored)),
     }
 

@@ -34,7 +34,7 @@ def export(
 
     | format | what it is | for which models |
     |---|---|---|
-    | "compressed-tensors" | packed integers, for transformers and vLLM | on a grid of 4 or 8 bits, as by ``quantize`` |
+    | "compressed-tensors" | packed integers, for transformers and vLLM | on a grid, as by ``quantize`` |
     | "packed" | a mask and values, for :func:`niwaki.load` | pruned, or on a grid |
     | "gguf-f16", "gguf-q8_0", "gguf-q4_0" | one file, for llama.cpp and Ollama | LLaMA, Qwen, Gemma and more |
 
@@ -89,6 +89,10 @@ class Export(Stage):
     name: ClassVar[str] = "export"
     is_format: ClassVar[bool] = True
     keeps_factors: ClassVar[bool] = True
+
+    @property
+    def fuses_layers(self) -> bool:  # type: ignore[override]
+        return self.format == "compressed-tensors"
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if self.format == "packed":

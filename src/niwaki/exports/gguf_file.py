@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.integers import Integers
 from niwaki.checkpoints.reading import Checkpoint, pipeline
 from niwaki.choices import ExportFormat
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError, raised_as
@@ -33,7 +34,7 @@ from niwaki.exports.gguf_blocks import bytes_of, bytes_of_whole_numbers
 from niwaki.exports.gguf_tokenizer import Tokenizer
 from niwaki.files import check_space, given_path, new_file
 from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid, stored_type
-from niwaki.layer.grid import AnyGrid, parse_grid
+from niwaki.layer.grid import AnyGrid, Grid, parse_grid
 from niwaki.layer.rounding import to_nearest
 from niwaki.models.outside import embedding_keys, find_extra
 from niwaki.models.scales import bits_in, embedding_grid_of, grid_of, read_embedding_scales, read_scales
@@ -54,6 +55,8 @@ Kind = Literal["", "F16", "Q8_0", "Q5_0", "Q4_0"]
 GROUP = 32  # weights that have a scale in Q8_0, Q5_0 and Q4_0
 #: The bits of a whole number there, the fewest first.
 BITS: dict[str, int] = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8}
+#: The same of those whose numbers begin anywhere.
+_WITH_ZEROS = {"Q4_1": 4, "Q5_1": 5}
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,9 @@ def tensors_on_grids(model: StreamedModel) -> dict[tuple[str, int | None], Tenso
     CheckpointError where config.json names no grid that there is.
     """
     checkpoint, found = model.checkpoint, dict[tuple[str, int | None], TensorOnGrid]()
+    for key, encoded in checkpoint.encoded.items():
+        if isinstance(encoded, Integers) and (on := _as_stored(checkpoint, encoded)):
+            found[key, None] = on
     grid, ends = grid_of(checkpoint), embedding_grid_of(checkpoint)
     if grid is not None:
         for matrix in model.matrices():
@@ -102,6 +108,30 @@ def tensors_on_grids(model: StreamedModel) -> dict[tuple[str, int | None], Tenso
                 ends, partial(read_embedding_scales, checkpoint, key, ends), lambda: ends.bits
             )
     return found
+
+
+def _as_stored(checkpoint: Checkpoint, encoded: Integers) -> TensorOnGrid | None:
+    """How a matrix that another program has rounded is on a grid; None where no type has its groups or its zeros."""
+    read, group = checkpoint.reader(encoded), encoded.group
+    if not encoded.has_order(read):
+        return None
+    if bool((encoded.groups(read)[1] == 1 << (encoded.bits - 1)).all()):
+
+        def scales() -> Tensor:
+            s, _ = encoded.groups(read)
+            return torch.where(s == 0, 1.0, s)
+
+        return TensorOnGrid(Grid(encoded.bits, group), scales, lambda: encoded.bits)
+    kind = next((BLOCK_TYPES[name] for name, bits in _WITH_ZEROS.items() if encoded.bits <= bits), None)
+    if kind is None or group % GROUP:
+        return None
+
+    def scales_and_minima() -> Tensor:
+        s, z = (each.float().repeat_interleave(group // GROUP, dim=1) for each in encoded.groups(read))
+        ones = torch.ones_like(s)
+        return kind.spread(torch.stack([s, ones, s * z, ones], dim=2)).half()
+
+    return TensorOnGrid(BlockGrid(kind.bits, kind.name), scales_and_minima, lambda: encoded.bits)
 
 
 #: By the names of formats.
@@ -189,7 +219,7 @@ class Gguf(Conversion):
             *_choose_kinds(self.tensors, kind),
         ]
         self._left: list[Source] = []  # those that are not on their grid any more
-        has_grids = bool(checkpoint.pruning.quantization or checkpoint.pruning.embeddings)
+        has_grids = bool(checkpoint.pruning.quantization or checkpoint.pruning.embeddings or checkpoint.encoded)
         self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
 
     def _follow_grids(self) -> str:
@@ -344,7 +374,8 @@ class Gguf(Conversion):
         if self._fits(tensor, source):
             on = self._on_grids[source.entry]
             scales = on.scales()
-            if on.grid.has(W.to(self.checkpoint.dtype(key)), scales):
+            # What other programs store as whole numbers is what they are, but for the rounding of its products.
+            if key in self.checkpoint.encoded or on.grid.has(W.to(self.checkpoint.dtype(key)), scales):
                 codes, scales = on.grid.codes(W, scales.float())[source.rows], scales[source.rows]
                 _check_values(key, W[source.rows].numpy(), tensor.kind, scales.float().numpy())
                 stored = bytes_of(codes, scales) if on.type else bytes_of_whole_numbers(codes, scales, tensor.kind)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.encodings import EncodedFloats
 from niwaki.checkpoints.reading import Checkpoint, PruningConfig
 from niwaki.checkpoints.tensors import Entry, new_shard, read_beside, read_tensor
 from niwaki.checkpoints.writing import CheckpointWriter, check_zeros, verify
@@ -375,24 +376,30 @@ class KeptFormat(WeightFormat):
     checkpoint: Checkpoint
 
     def __post_init__(self) -> None:
-        if not self.checkpoint.is_encoded:
+        if not any(isinstance(each, EncodedFloats) for each in self.checkpoint.encoded.values()):
             raise UsageError(
                 f"{self.checkpoint.path} is neither in FP8 nor in MXFP4, so there is no format to keep; leave out "
                 "--keep-format"
             )
 
     def __str__(self) -> str:
-        return " and ".join(sorted({str(each) for each in self.checkpoint.encoded.values()}))
+        return self.checkpoint.encoded_as
+
+    def _encoded(self, matrix: Matrix) -> EncodedFloats | None:
+        """How the files have ``matrix``; None where its numbers are stored as they are."""
+        encoded = self.checkpoint.encoded.get(matrix.key)
+        return encoded if isinstance(encoded, EncodedFloats) else None
 
     def of(self, matrix: Matrix) -> TiledFloats | None:
         """The format of ``matrix`` (out, in); None for one whose numbers are stored as they are."""
-        if (encoded := self.checkpoint.encoded.get(matrix.key)) is None:
+        if (encoded := self._encoded(matrix)) is None:
             return None
         return encoded.format.transposed if matrix.is_stored_transposed else encoded.format
 
     def scales(self, matrix: Matrix) -> Tensor:
         """The scales of ``matrix`` in the dense model's files, as its format has them."""
-        encoded = self.checkpoint.encoded[matrix.key]
+        encoded = self._encoded(matrix)
+        assert encoded
         place = encoded.scales.at(matrix.index)
         tiles = encoded.tiles(read_tensor(self.checkpoint.path / place.shard, encoded.keys[1], place))
         return tiles.T if matrix.is_stored_transposed else tiles
@@ -418,12 +425,12 @@ class KeptFormat(WeightFormat):
         return numbers.project(W, numbers.factors(scales, W.shape), W != 0)
 
     def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
-        encoded = self.checkpoint.encoded.get(matrix.key)
+        encoded = self._encoded(matrix)
         return [(key, matrix.index) for key in encoded.keys] if encoded else super().places(matrix)
 
     def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, parts: Sequence[Tensor]) -> None:
         """Writes ``stored`` in the format of the files; OutputError unless the very values can be read again."""
-        encoded = self.checkpoint.encoded.get(matrix.key)
+        encoded = self._encoded(matrix)
         if encoded is None:
             super().write(writer, matrix, stored, parts)
             return
@@ -437,7 +444,7 @@ class KeptFormat(WeightFormat):
 
     def read(self, writer: CheckpointWriter, matrix: Matrix) -> Tensor:
         parts = [writer.read(*place) for place in self.places(matrix)]
-        encoded = self.checkpoint.encoded.get(matrix.key)
+        encoded = self._encoded(matrix)
         return encoded.decode(*parts) if encoded else parts[0]
 
     def verify(self, directory: Path, checkpoint: Checkpoint, matrices: list[Matrix], zeros: Mapping[str, int]) -> None:

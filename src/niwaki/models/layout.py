@@ -7,7 +7,7 @@ one tensor at a time, so that a block can be read without the rest.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,16 @@ _STACKING: dict[tuple[tuple[str, int | None], ...], bool] = {
     (("MergeModulelist", 0), ("Concatenate", 1)): True,
     (("Concatenate", 0),): False,
 }
+
+
+#: By their names, matrices with the same inputs that servers compute as one.
+_FUSED = tuple(
+    frozenset(names.split())
+    for names in (
+        *("q_proj k_proj v_proj", "query key value", "wq wk wv", "gate_proj up_proj", "w1 w3"),
+        *("q_a_proj kv_a_proj_with_mqa", "in_proj_qkv in_proj_z", "in_proj_b in_proj_a"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,19 @@ class Matrix:
         value = parameter if self.expert is None else parameter[self.expert]
         value = value.T if self.transposed else value
         return value[self.start : self.start + self.shape[0]]
+
+
+def stacked(matrix: Matrix) -> Hashable:
+    """The same for all experts of a block, which are one tensor in files for llama.cpp."""
+    return matrix.place if matrix.expert is None else (matrix.block, re.sub(r"\d+", "*", matrix.name))
+
+
+def fused(matrix: Matrix) -> Hashable:
+    """The same for matrices that servers such as vLLM make one of, which has one number of bits; for all experts."""
+    if matrix.expert is not None:
+        return "experts"
+    path, _, name = matrix.name.rpartition(".")
+    return matrix.block, path, next((names for names in _FUSED if name in names), name)
 
 
 def check_dtypes(checkpoint: Checkpoint, keys: Iterable[str]) -> None:

@@ -17,8 +17,8 @@ from niwaki.models.layout import Matrix
 #: In a folder of its own, because some programs load every safetensors file that lies beside config.json.
 FOLDER = "quantization"
 FILE = f"{FOLDER}/scales.safetensors"
-#: Of what the packed format and compressed-tensors store as whole numbers.
-_PACKED_GROUP, _EXPORTED_BITS = 64, (4, 8)
+#: Groups of what the packed format stores as whole numbers are a multiple of it.
+_PACKED_GROUP = 64
 #: Of token embeddings and the head, which are on a grid of their own.
 EMBEDDINGS = f"{FOLDER}/embeddings.safetensors"
 
@@ -76,9 +76,7 @@ def _small_forms(grid: AnyGrid, matrices: Sequence[Matrix]) -> list[str]:
     if any(matrix.blocks for matrix in matrices):
         return []
     ways = ["'niwaki pack'"] if grid.group is None or grid.group % _PACKED_GROUP == 0 else []
-    if grid.is_mixed or grid.bits not in _EXPORTED_BITS or any(map(why_no_layer, matrices)):
-        return ways
-    return [*ways, "'niwaki export'"]
+    return ways if any(map(why_no_layer, matrices)) else [*ways, "'niwaki export'"]
 
 
 def why_no_layer(matrix: Matrix) -> str:

@@ -188,7 +188,9 @@ class Packed(Conversion):
     def check(self, name: str) -> None:
         """UsageError, which calls the model ``name``, unless a matrix would be smaller; reads up to that one."""
         if self.checkpoint.is_encoded:
-            raise UnsupportedModelError(f"{self._path} is in FP8 or MXFP4; prune it first, and pack the result")
+            raise UnsupportedModelError(
+                f"{self._path} is in {self.checkpoint.encoded_as}; prune or quantize it first, and pack the result"
+            )
         if self._grid and self._grid.group and self._grid.group % WORD:
             self.progress.note(
                 f"groups of {self._grid.group} cannot be packed as whole numbers, so values stay as they are stored; "

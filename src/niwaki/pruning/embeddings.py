@@ -118,7 +118,9 @@ class QuantizingEmbeddings(Task):
             )
         self.model = StreamedModel(checkpoint, run.compute.device, run.compute.dtype, run.budget)
         if run.is_first and checkpoint.is_encoded:  # what a stage before writes is not
-            raise UnsupportedModelError(f"{run.model} is in FP8 or MXFP4; quantize it first, and its embeddings then")
+            raise UnsupportedModelError(
+                f"{run.model} is in {checkpoint.encoded_as}; quantize it first, and its embeddings then"
+            )
         self.keys = embedding_keys(self.model)
         self.grid.check(checkpoint.entries[key].shape[1] for key in self.keys)
         self.carried = run.carried(checkpoint, checkpoint.size)

@@ -3,8 +3,7 @@
 import contextlib
 import hashlib
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -259,10 +258,12 @@ def _inputs(
         yield from ((matrices[name], grams) for name in groups[0].names)
 
 
-def choose_alike(costs: dict[Place, BitCosts], average: float, matrices: Iterable[Matrix]) -> dict[Place, float]:
-    """:func:`choose_bits`, with the same for all experts of a block, which are one tensor in files for llama.cpp."""
-    tensors = {m.place: m.place if m.expert is None else (m.block, re.sub(r"\d+", "*", m.name)) for m in matrices}
-    sums = dict[Place, BitCosts]()
+def choose_alike(
+    costs: dict[Place, BitCosts], average: float, matrices: Iterable[Matrix], alike: Callable[[Matrix], Hashable]
+) -> dict[Place, float]:
+    """:func:`choose_bits`, with the same for all ``matrices`` of which ``alike`` says the same."""
+    tensors = {matrix.place: alike(matrix) for matrix in matrices}
+    sums = dict[Hashable, BitCosts]()
     for place, each in costs.items():
         before = sums.get(tensors[place], BitCosts(0, dict.fromkeys(each.nats, 0.0)))
         nats = {bits: before.nats[bits] + more for bits, more in each.nats.items()}
@@ -271,7 +272,7 @@ def choose_alike(costs: dict[Place, BitCosts], average: float, matrices: Iterabl
     return {place: chosen[tensors[place]] for place in costs}
 
 
-def choose_bits(costs: dict[Place, BitCosts], average: float) -> dict[Place, float]:
+def choose_bits(costs: dict[T, BitCosts], average: float) -> dict[T, float]:
     """The bits of each matrix, ``average`` ones or a little fewer for each weight, at the least foreseen cost.
 
     Matrices get more bits in the order of what a bit more of each weight gains, a step at a time.

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,10 +16,10 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.formats import OnGrid
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.layout import Matrix
+from niwaki.models.layout import Matrix, fused, stacked
 from niwaki.models.streamed import Reference, StreamedModel
 from niwaki.models.training import Fit, samples_to_fit, trained_matrices
-from niwaki.pruning.mixed_bits import choose_alike, choose_bits, costs_of_bits, in_words
+from niwaki.pruning.mixed_bits import choose_alike, costs_of_bits, in_words
 from niwaki.pruning.plan import LaterInputs, Plan, later_inputs, plan
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
@@ -131,10 +132,9 @@ class Walk:
         if (grid := self._mixed) and isinstance(samples, Tensor):
             costs = costs_of_bits(self.model, grid, samples, tf32, run.world, run.progress)
             assert grid.average is not None
-            if isinstance(grid, BlockGrid):
-                chosen = choose_alike(costs, grid.average, self.model.matrices())
-            else:
-                chosen = choose_bits(costs, grid.average)
+            together = fused if run.stages[-1].fuses_layers else attrgetter("place")
+            alike = stacked if isinstance(grid, BlockGrid) else together
+            chosen = choose_alike(costs, grid.average, self.model.matrices(), alike)
             run.note(self.record, in_words(costs, chosen, grid))
             made = dataclasses.replace(made, bits=chosen)
         if effort.synthetic and isinstance(samples, Tensor):

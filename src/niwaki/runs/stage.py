@@ -17,6 +17,7 @@ from torch import Tensor
 
 from niwaki.arguments import check_fields
 from niwaki.checkpoints.reading import Checkpoint, PruningConfig
+from niwaki.checkpoints.tensors import DTYPES
 from niwaki.effort import Effort
 from niwaki.errors import UnsupportedModelError
 from niwaki.files import check_space
@@ -218,6 +219,8 @@ class Stage(ABC):
     name: ClassVar[str]
     #: Whether it only writes what there is in another form: then the model before it has the card and the record.
     is_format: ClassVar[bool] = False
+    #: Whether matrices that servers compute as one are to have the same number of bits.
+    fuses_layers: bool = False
     #: Whether it makes weights zero; what a grid rounds to zero does not count.
     makes_zeros: ClassVar[bool] = False
     #: Whether it can follow a stage that makes two sparse factors of each matrix, and leaves them such.
@@ -361,7 +364,9 @@ class Task(ABC):
         else:
             notes += _dropped(made, others)
         if model.checkpoint.is_encoded and not others.get("kept_format"):
-            notes.append("the model's files are in FP8 or MXFP4; what is written is in bfloat16")
+            how, dtypes = model.checkpoint.encoded_as, {each.dtype for each in model.checkpoint.encoded.values()}
+            dense = " and ".join(sorted(str(DTYPES[dtype]).removeprefix("torch.") for dtype in dtypes))
+            notes.append(f"the model's files are in {how}; what is written is in {dense}")
         return Record(
             command=current_session().command,
             model=run.model,
