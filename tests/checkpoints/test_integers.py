@@ -45,18 +45,16 @@ def test_groups_in_another_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_compressed_tensors_reads_the_same(tmp_path: Path, symmetric: bool) -> None:
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
+    compressors: Any = pytest.importorskip("compressed_tensors.compressors")
+    quantization: Any = pytest.importorskip("compressed_tensors.quantization")
     meant = in_integers(tmp_path, "compressed-tensors", symmetric=symmetric)
     settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    scheme = QuantizationConfig.model_validate(settings).config_groups["group_0"]
+    scheme = quantization.QuantizationConfig.model_validate(settings).config_groups["group_0"]
     stored = load_file(tmp_path / SINGLE_NAME)
     for key in meant:
         parts = {name.split(".")[-1]: value for name, value in stored.items() if name.startswith(key + "_")}
         assert torch.equal(
-            Checkpoint(tmp_path).read(key), PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+            Checkpoint(tmp_path).read(key), compressors.PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
         )
 
 

@@ -67,6 +67,33 @@ def order(width: int) -> list[int]:
     return [half * (width // 2) + i for i in range(width // 2) for half in (0, 1)]
 
 
+def test_weights_that_were_trained_with_it_keep_their_numbers(tmp_path: Path) -> None:
+    """They are in bfloat16, and nothing says what they are."""
+    path = saved(tmp_path / "model")
+    stored = load_file(path / "model.safetensors")
+    for key, W in stored.items():
+        if key.endswith("_proj.weight"):
+            stored[key] = torch.from_numpy(
+                gguf.quants.dequantize(nearest(W), gguf.GGMLQuantizationType.Q4_0)
+            ).bfloat16()
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    assert all(summary.is_q4_0 for summary in niwaki.inspect(path))
+    notes = niwaki.export(path, tmp_path / "out.gguf", "gguf-q4_0")
+    assert any("21 matrices of 21 are numbers of Q4_0 already" in note for note in notes)
+    found = in_bfloat16(tmp_path / "out.gguf")
+    for block in range(3):
+        for name, theirs in {
+            "mlp.up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+            "self_attn.v_proj": "attn_v",
+        }.items():
+            assert torch.equal(found[f"blk.{block}.{theirs}.weight"], stored[f"model.layers.{block}.{name}.weight"])
+    last = stored["model.layers.1.mlp.up_proj.weight"][-1]
+    last[-1] = 0.57 * last[-32:].abs().max()
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    assert any("20 matrices of 21" in note for note in niwaki.export(path, tmp_path / "other.gguf", "gguf-q4_0"))
+
+
 @pytest.mark.parametrize(("kind", "lowest", "highest"), [("Q8_0", -128, 127), ("Q5_0", -16, 15), ("Q4_0", -8, 7)])
 @pytest.mark.parametrize("groups", [1, 3, 6])
 def test_the_package_reads_the_same_numbers(kind: str, lowest: int, highest: int, groups: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import UsageError
-from niwaki.layer.grid import Grid, parse_grid, scale_dtype, usable
+from niwaki.layer.grid import Grid, lies_on_q4_0, parse_grid, scale_dtype, usable
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import NM, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem, Solution
@@ -191,6 +191,25 @@ def test_done_again_it_changes_nothing(bits: int, sparsity: float) -> None:
     nearest, of_nearest = to_nearest(after.W, grid, torch.bfloat16)
     assert torch.equal(nearest, after.W)
     assert torch.equal(of_nearest, scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_of_llama_cpp_are_seen_behind_their_rounding(dtype: torch.dtype, sign: int) -> None:
+    """As in files of models that were trained with Q4_0: scales in float16, and products rounded to another dtype."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        q = torch.randint(-8, 8, (32, 16, 32), generator=generator).double()
+        s = sign * (torch.rand(32, 16, 1, generator=generator) / 50 + 1e-3).half().double()
+        W = (q * s).flatten(1).to(dtype)
+        assert lies_on_q4_0(W.float(), dtype)
+        found = Grid(4, 32).exact(W.float(), dtype, torch.float16)
+        assert torch.equal(found, found.half().float())
+        again = Grid(4, 32).codes(W.float(), found).double().unflatten(1, (16, 32)) * found.double().unsqueeze(2)
+        assert torch.equal(again.flatten(1).to(dtype), W)
+    W[0, 0] *= 1.02
+    assert not lies_on_q4_0(W.float(), dtype)
+    assert not lies_on_q4_0(torch.randn(32, 64, generator=generator).to(dtype).float(), dtype)
 
 
 def test_scales_that_are_too_small() -> None:

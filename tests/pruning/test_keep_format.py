@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 import niwaki
+from niwaki.checkpoints.encodings import EncodedFloats
 from niwaki.checkpoints.reading import SINGLE_NAME, Checkpoint
 from niwaki.errors import OutputError, UsageError
 from niwaki.models.formats import KeptFormat
@@ -83,6 +84,7 @@ def test_what_is_written(tmp_path: Path, case: str, effort: str) -> None:
             continue
         assert not (codes == 8 if codes.ndim > values.ndim else codes == 128).any(), key  # no -0.0
         assert int((codes == 0).sum()) == int((values == 0).sum())
+        assert isinstance(encoded, EncodedFloats)
         if encoded.format.dtype is None:
             scales = after[encoded.keys[1]].float()
             assert case == "mxfp4" or torch.equal(scales.log2(), scales.log2().round())

@@ -18,7 +18,7 @@ Format = Annotated[
     Option(
         "--format",
         case_sensitive=False,
-        help="compressed-tensors: integers of 4 or 8 bits; packed: as 'niwaki pack' writes; gguf-...: for llama.cpp.",
+        help="compressed-tensors: integers of 2 to 8 bits; packed: as 'niwaki pack' writes; gguf-...: for llama.cpp.",
     ),
 ]
 

@@ -229,6 +229,13 @@ def inspect(model: Model) -> None:
             found = opened(model)
             matrices, extra, pruning = list(summaries(found)), find_extra(found), found.checkpoint.pruning
     _print(inspection_tables(matrices, found.left_dense, extra))
+    if found.checkpoint.is_encoded:
+        out.print(f"the files are in {found.checkpoint.encoded_as}")
+    if (lying := sum(summary.is_q4_0 for summary in matrices)) and not found.checkpoint.is_encoded:
+        out.print(
+            f"{lying:,} of {len(matrices):,} matrices are numbers of Q4_0 already, as after training with it: 'niwaki "
+            f"export {model} OUT.gguf --format gguf-q4_0' keeps them"
+        )
     if pruning.has_factors:
         out.print(f"{pruning.pattern}: these matrices are products of two sparse factors, which the tables do not show")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from niwaki.arguments import checked
+from niwaki.layer.grid import ROWS_TO_SEE, lies_on_q4_0
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
@@ -26,6 +27,8 @@ class MatrixSummary:
         row_zeros: The least and the greatest number of zeros in a row.
         fitting: For each n:m in ``KNOWN_PATTERNS``, the fraction of groups of m that have at most n nonzero weights: 1
             if the matrix has the pattern, NaN if m does not divide the number of its columns.
+        is_q4_0: Whether its first rows are numbers of llama.cpp's Q4_0, as after training with these, but for the
+            rounding to ``dtype``: 'niwaki export --format gguf-q4_0' keeps them.
     """
 
     matrix: Matrix
@@ -33,6 +36,7 @@ class MatrixSummary:
     zeros: int
     row_zeros: tuple[int, int]
     fitting: dict[str, float]
+    is_q4_0: bool = False
 
     @property
     def sparsity(self) -> float:
@@ -62,7 +66,8 @@ def summaries(model: StreamedModel) -> Iterator[MatrixSummary]:
     """Each matrix that would be pruned, one in memory at a time."""
     checkpoint = model.checkpoint
     for matrix in model.matrices():
-        kept = (matrix.read(checkpoint) != 0).view(torch.uint8)
+        W, dtype = matrix.read(checkpoint), checkpoint.dtype(matrix.key)
+        kept = (W != 0).view(torch.uint8)
         in_groups, width = {1: kept}, 1  # added in pairs: sums of rows of so few numbers take ten times as long
         while width < _WIDEST and matrix.shape[1] % (2 * width) == 0:
             pairs, width = in_groups[width], 2 * width
@@ -73,4 +78,5 @@ def summaries(model: StreamedModel) -> Iterator[MatrixSummary]:
             groups = in_groups[m] <= n if m in in_groups else torch.empty(0)
             fitting[f"{n}:{m}"] = groups.float().mean().item()
         rows = int(per_row.min()), int(per_row.max())
-        yield MatrixSummary(matrix, checkpoint.entries[matrix.key].dtype, int(per_row.sum()), rows, fitting)
+        of_it = checkpoint.entries[matrix.key].dtype, int(per_row.sum()), rows, fitting
+        yield MatrixSummary(matrix, *of_it, lies_on_q4_0(W[:ROWS_TO_SEE].float(), dtype))

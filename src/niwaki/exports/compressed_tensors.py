@@ -123,7 +123,7 @@ class CompressedTensors(Conversion):
             _BELOW_0: least < 0,
             _EXPERTS: has_experts,
             _NEW: not {*self._bits.values()} <= _USUAL,
-            _WIDER.format(counted(self._wider, "matrix")): self._wider > 0,
+            _WIDER.format(counted(self._wider, "matrix", "matrices")): self._wider > 0,
         }
         return [note for note, said in notes.items() if said]
 

@@ -34,7 +34,7 @@ from niwaki.exports.gguf_blocks import bytes_of, bytes_of_whole_numbers
 from niwaki.exports.gguf_tokenizer import Tokenizer
 from niwaki.files import check_space, given_path, new_file
 from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid, stored_type
-from niwaki.layer.grid import AnyGrid, Grid, parse_grid
+from niwaki.layer.grid import ROWS_TO_SEE, AnyGrid, Grid, lies_on_q4_0, parse_grid
 from niwaki.layer.rounding import to_nearest
 from niwaki.models.outside import embedding_keys, find_extra
 from niwaki.models.scales import bits_in, embedding_grid_of, grid_of, read_embedding_scales, read_scales
@@ -219,6 +219,7 @@ class Gguf(Conversion):
             *_choose_kinds(self.tensors, kind),
         ]
         self._left: list[Source] = []  # those that are not on their grid any more
+        self._lying = 0  # matrices that are on the grid of Q4_0 without saying so
         has_grids = bool(checkpoint.pruning.quantization or checkpoint.pruning.embeddings or checkpoint.encoded)
         self._on_grids = tensors_on_grids(self._streamed) if has_grids and kind != "F16" else {}
 
@@ -332,6 +333,11 @@ class Gguf(Conversion):
                 f"{len(plain)} of {len(in_blocks)} matrices, such as {plain[0]!r}, are on no grid, and are rounded to "
                 f"the nearest of {kind}"
             )
+        elif plain and kind == "Q4_0" and self._lying:
+            yield (
+                f"{counted(self._lying, 'matrix', 'matrices')} of {len(plain)} are numbers of Q4_0 already, as after "
+                "training with it, and stay the same; others are rounded to the nearest"
+            )
         elif plain and kind == "Q4_0":
             yield (
                 "weights are rounded to the nearest of Q4_0; the stage 'quantize int4:32' before the export makes up "
@@ -381,6 +387,8 @@ class Gguf(Conversion):
                 stored = bytes_of(codes, scales) if on.type else bytes_of_whole_numbers(codes, scales, tensor.kind)
             else:
                 self._left.append(source)
+        if stored is None and tensor.kind == "Q4_0":
+            stored = self._as_it_lies(W[source.rows].reshape(tensor.shape), self.checkpoint.dtype(key))
         if stored is None:
             W = W[source.rows].reshape(tensor.shape)
             value = (-W.exp() if tensor.name.endswith("ssm_a") else W + tensor.added).numpy()
@@ -393,6 +401,15 @@ class Gguf(Conversion):
             else:
                 stored = gguf.quants.quantize(value, getattr(gguf.GGMLQuantizationType, tensor.kind))
         return tensor.ordered(stored)
+
+    def _as_it_lies(self, W: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any] | None:
+        """The bytes of a matrix that is on the grid of Q4_0 but for the rounding to ``dtype``; None of others."""
+        if not all(lies_on_q4_0(rows, dtype) for rows in (W[:ROWS_TO_SEE], W)):
+            return None
+        self._lying += 1
+        grid = Grid(BITS["Q4_0"], GROUP)
+        scales = grid.exact(W, dtype, torch.float16)
+        return bytes_of_whole_numbers(grid.codes(W, scales), scales, "Q4_0")
 
     def _fits(self, tensor: ExportedTensor, source: Source) -> bool:
         """Whether the form of ``tensor`` has the numbers of the grid that ``source`` is on, if it is on one."""

@@ -183,17 +183,19 @@ class Grid:
         count = _CANDIDATES // len(signs)
         return [sign * (first + (last - first) * i / (count - 1)) for sign in signs for i in range(count)]
 
-    def exact(self, W: Tensor, dtype: torch.dtype) -> Tensor:
+    def exact(self, W: Tensor, dtype: torch.dtype, of_scales: torch.dtype | None = None) -> Tensor:
         """The finest scales with which groups of W (out, in) are on the grid to the bit; 0 for others: (out, groups).
 
         The smallest weight of such a group is j s, rounded to ``dtype``, where j is whole and at most 2^(bits-1) times
-        what that weight is of the largest one. All such j are tried, and each leaves three numbers that s can be. The
-        scale of a group of zeros is 1.
+        what that weight is of the largest one. All such j are tried, and each leaves three numbers that s can be. With
+        another dtype ``of_scales``, these are next to the middle of what all weights leave. The scale of a group of
+        zeros is 1.
         """
+        stored = of_scales or dtype
         grouped = W.reshape(W.shape[0] * self.groups(W.shape[1]), -1)
         sizes = grouped.abs()
         # Relative to a number, the most that it can be off the grid.
-        off, integers = torch.finfo(dtype).eps + 2 * torch.finfo(W.dtype).eps, _INTEGERS[dtype.itemsize]
+        off, integers = torch.finfo(dtype).eps + 2 * torch.finfo(W.dtype).eps, _INTEGERS[stored.itemsize]
         largest, highest = sizes.amax(1), grouped.amax(1)
         found, small, at_least = (largest == 0).to(W.dtype), list[Tensor](), torch.zeros_like(largest)
         for _ in range(4):  # rounding to ``dtype`` hides least of what these are
@@ -208,8 +210,10 @@ class Grid:
             codes = some[left] / scales.unsqueeze(1)
             fits = ((codes - codes.round()).abs_() <= off * codes).all(1)
             left, scales = left[fits], scales[fits]
+            if stored != dtype and len(left):
+                scales = _middle(grouped[left], scales, dtype)
             for to_next in (0, 1, -1):  # numbers above 0 are in the order of their bits
-                s = (usable(scales, dtype).to(dtype).view(integers) + to_next).view(dtype).to(W.dtype)
+                s = (usable(scales, stored).to(stored).view(integers) + to_next).view(stored).to(W.dtype)
                 s = torch.where(highest[left] / s > self.highest + 0.5, -s, s)
                 fits = (self.project(grouped[left], s.unsqueeze(1), dtype) == grouped[left]).all(1)
                 found[left[fits]] = s[fits]
@@ -251,6 +255,27 @@ class Grid:
         """Whether all of W (out, in) is on the grid with these ``scales``, rounded to their dtype, bit for bit."""
         W = W.float()
         return torch.equal(self.project(W, scales.float(), scales.dtype), W)
+
+
+def _middle(W: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The middle of the numbers (groups,) by which all of W (groups, width) can be multiples, near ``scales``."""
+    codes, sizes = (W / scales.unsqueeze(1)).round_().abs_(), W.abs()
+    fraction, exponent = sizes.frexp()
+    half = torch.ldexp(torch.full_like(W, torch.finfo(dtype).eps / 4), exponent)  # of the last bit
+    low = (sizes - torch.where(fraction == 0.5, half / 2, half)) / codes  # there it is that of smaller numbers
+    high = (sizes + half) / codes
+    none = codes == 0
+    return (low.masked_fill_(none, 0.0).amax(1) + high.masked_fill_(none, math.inf).amin(1)) / 2
+
+
+#: Rows by which a matrix is seen not to be on a grid.
+ROWS_TO_SEE = 16
+
+
+def lies_on_q4_0(W: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all of W (out, in) are numbers of llama.cpp's Q4_0, rounded to ``dtype``; not all of them 0."""
+    grid = Grid(4, 32)
+    return W.shape[1] % 32 == 0 and bool((W != 0).any()) and bool(grid.exact(W, dtype, torch.float16).all())
 
 
 def usable(scales: Tensor, dtype: torch.dtype) -> Tensor:
