@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 import operator
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -160,7 +161,9 @@ def meant_word(given: Any, words: Sequence[Any]) -> str:
     if not isinstance(given, str):
         return ""
     known = {name: word for word in words for name in (str(word).lower(), str(word).lower().rpartition("-")[2])}
-    near = difflib.get_close_matches(given.lower(), known, n=1, cutoff=0.5)
+    if given.lower() not in known and "gguf" in known and re.fullmatch(r"(gguf-)?i?q\d\w*", given.lower()):
+        return "; for a type such as q4_k, 'niwaki quantize MODEL OUT q4_k' comes first, and then the format gguf"
+    near = difflib.get_close_matches(given.lower(), known, n=1, cutoff=0.65)
     return f"; did you mean {known[near[0]]}?" if near else ""
 
 

@@ -78,10 +78,10 @@ def parse_bits(text: str) -> tuple[int, int | None, float | None]:
     Of "int4:128" they are 4, 128 and None, of "int8" 8, None and None, and of "int5.5:64", whose matrices have
     different ones, 8, 64 and 5.5.
     """
-    match = re.fullmatch(r"int([0-9]{1,9}(?:\.[0-9]{1,9})?)(?::([0-9]{1,9}))?", text.strip())
+    match = re.fullmatch(r"int([0-9]{1,9}(?:\.[0-9]{1,9})?)(?::([0-9]{1,9}))?", text.strip().lower())
     if match is None:
         raise UsageError(
-            f"{text!r} is not a valid grid for weights; try int4:128, int8, or int5.5:64 for mixed bits; q4_k, or "
+            f"{text!r} is not a valid grid; try int4:128, int8, or int5.5:64 for mixed bits; q4_k, or "
             "q4.25 for mixed types, are for llama.cpp"
         )
     average = float(match[1]) if "." in match[1] else None

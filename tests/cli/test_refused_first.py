@@ -71,8 +71,9 @@ REFUSED = {
     "prune model out --sparsity 0.5 --blocks 0:9 --calibration short.txt": "the model's are 0:3",
     "shrink model out --blocks 9 --calibration short.txt": "from 0 to 2 can be removed",
     "run model out -s 'prune 0.5' -s 'quantize int4:24' --calibration short.txt": "stage 2, quantize",
-    "run model out -s 'quantize int4:16' -s pack --calibration short.txt": "need groups of a multiple of 64",
-    "run model out -s 'quantize int3' -s export --calibration short.txt": "compressed-tensors has 4 or 8 bits",
+    "run model out -s 'quantize int4:16' -s pack --calibration short.txt": "would hardly be smaller packed",
+    "run model out -s 'quantize q4_0' -s export --calibration short.txt": "a type of llama.cpp's",
+    "bench model": "128 + 32 tokens are more than the 128 positions of the model",
     "run model out -s 'prune 0.5' -s 'embeddings int8:24' --calibration short.txt": "stage 2, embeddings",
     "compress odd out --size 0.3 --for llama.cpp --calibration short.txt": "do not divide into groups of 32",
     "compress odd out --loss 0.3 --for llama.cpp --calibration short.txt": "do not divide into groups of 32",
@@ -95,7 +96,7 @@ REFUSED = {
     "push pruned me/small": "say which model of the hub this was made from",
     "generate model hello --device cuda:77": "cannot be used",
     "report pruned -o model": "it is a directory",
-    "bench model --device cuda:77": "cannot be used",
+    "bench model --prompt-tokens 8 --device cuda:77": "cannot be used",
 }
 
 

@@ -228,7 +228,7 @@ def test_what_was_on_a_grid_can_be_pruned_again(tmp_path: Path) -> None:
     [
         ("int4:32", "48 inputs cannot be divided into groups of 32 that share a scale; try int4:16, or int4 for one"),
         ("int9", "a grid has 2 to 8 bits; got 9"),
-        ("q4", "'q4' is not a valid grid for weights; try int4:128, int8, or int5.5:64 for mixed bits"),
+        ("q4", "'q4' is not a valid grid; try int4:128, int8, or int5.5:64 for mixed bits"),
     ],
 )  # fmt: skip
 def test_grids_that_cannot_be(tmp_path: Path, quantize: str, said: str) -> None:
@@ -299,6 +299,18 @@ def unpacked(packed: Tensor, bits: int, columns: int) -> Tensor:
         cut = [stream[i * bits : (i + 1) * bits][::-1] for i in range(columns)]
         rows.append([int(piece, 2) - 2 ** (bits - 1) for piece in cut])
     return torch.tensor(rows)
+
+
+def test_a_pruned_model_keeps_its_pattern_on_a_grid(tmp_path: Path) -> None:
+    """Also where nothing but rounding is done, and no other line says what made the zeros."""
+    niwaki.prune(
+        save_model(tmp_path / "model"), tmp_path / "out", "2:4", effort="fast", calibration=TOKENS, measurement=None
+    )
+    record = niwaki.quantize(tmp_path / "out", tmp_path / "again", "int8", measurement=None)
+    claims = json.loads((tmp_path / "again" / "config.json").read_text())["pruning_config"]
+    assert (record.pattern, claims["pattern"], claims["sparsity"]) == ("2:4", "2:4", 0.5)
+    assert "| pattern | 2:4 |" in (tmp_path / "again" / "README.md").read_text()
+    assert not any("--revive" in note for note in record.notes)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

@@ -429,6 +429,41 @@ def test_arguments_of_tools_are_objects(tmp_path: Path, model: Path, arguments: 
     assert text_of(source, template=chat(model)) == "Bern"
 
 
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [USER, ANSWER], "tools": TOOLS}, "weather|user:Hi|assistant:Ho|"),
+        ({"messages": [USER, ANSWER], "tools": json.dumps(TOOLS)}, "weather|user:Hi|assistant:Ho|"),
+        ({"messages": [USER], "tools": []}, "user:Hi|"),
+        ({"messages": [USER], "tools": None}, "user:Hi|"),
+        ({"conversations": [USER, ANSWER], "system": "Be short."}, "system:Be short.|user:Hi|assistant:Ho|"),
+        ({"conversations": [USER], "system": " "}, "user:Hi|"),
+        ({"messages": [{"role": "system", "content": "A"}, USER], "system": "B"}, "system:A|user:Hi|"),
+        ({"prompt": [USER], "completion": [ANSWER]}, "user:Hi|assistant:Ho|"),
+        ({"messages": json.dumps([USER, ANSWER])}, "user:Hi|assistant:Ho|"),
+    ],
+)
+def test_what_stands_beside_messages(tmp_path: Path, model: Path, row: dict[str, Any], said: str) -> None:
+    """Tools, what the system says, and messages in columns of a task or as JSON text."""
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}|{% endfor %}"
+        "{% for message in messages %}{{ message.role }}:{{ message.content }}|{% endfor %}"
+    )
+    edit_json(model / "tokenizer_config.json", chat_template=template)
+    assert text_of(written(tmp_path / "a.jsonl", [row]), template=chat(model)) == said
+
+
+def test_tools_that_are_none(tmp_path: Path, model: Path) -> None:
+    source = written(tmp_path / "a.jsonl", [{"messages": [USER], "tools": "a hammer"}])
+    assert "tools are not a list of definitions; got 'a hammer'" in refused(
+        lambda: text_of(source, template=chat(model))
+    )
+
+
 def test_conversations_are_made_into_text_as_they_are_needed(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,7 +471,8 @@ def test_conversations_are_made_into_text_as_they_are_needed(
     monkeypatch.setattr(text_rows, "_MOST", 5)
     counts: list[int] = []
 
-    def render(_: str, conversations: Any, __: Any, *, ask: bool) -> list[str]:
+    def render(_: str, conversations: Any, __: Any, tools: Any, *, ask: bool) -> list[str]:
+        assert tools == (None,) * len(conversations)
         assert not ask
         counts.append(len(conversations))
         return [talk[0]["content"] for talk in conversations]

@@ -14,7 +14,7 @@ from niwaki.choices import HealingMethod, Runtime
 from niwaki.cli.common import in_session, out, record_file, written
 from niwaki.cli.options import Model, Output, RecordFile, chosen, options
 from niwaki.cli.screen import Display
-from niwaki.errors import UsageError
+from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.files import is_model
 from niwaki.options import HEALING_BATCH, HEALING_TOKENS, OWN_TEXT, Calibration, Compute, Measurement
 from niwaki.quantities import HOW_SPARSE, NOTHING_TO_REMOVE, check_how_small
@@ -315,13 +315,20 @@ def compress(
 
 def _next(output: str) -> str:
     """How to run what is in the directory ``output``."""
-    from niwaki.checkpoints.reading import PACKED_INDEX
+    from niwaki.checkpoints.reading import PACKED_INDEX, Checkpoint
+    from niwaki.models.locate import check_continues
 
     directory = Path(output)
     if files := sorted(directory.glob("*.gguf")):
         return f"llama-cli -m {files[0]}"
     if (directory / PACKED_INDEX).exists():
         return f'niwaki generate {output} "PROMPT"'
+    checkpoint = Checkpoint(directory)
+    try:
+        check_continues(checkpoint, "generate")
+    except UnsupportedModelError:
+        kind = next(iter(checkpoint.config.get("architectures") or ()), "AutoModel")
+        return f'{kind}.from_pretrained("{output}") in transformers'
     return f'AutoModelForCausalLM.from_pretrained("{output}") in transformers, or niwaki generate {output} "PROMPT"'
 
 

@@ -18,13 +18,14 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.compression.foresight import PartOf
 from niwaki.compression.ways import Composition, PackedWays, Way
 from niwaki.errors import UsageError
-from niwaki.evaluation.bench import bench, measured
+from niwaki.evaluation.bench import bench, measured, positions_of
 from niwaki.evaluation.evaluate import evaluate_both
 from niwaki.exports.export import Pack
 from niwaki.files import free_space, locked, output_errors
 from niwaki.layer.grid import Grid
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.structure import read_config
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.pruning.embeddings import QuantizeEmbeddings
 from niwaki.pruning.prune import Quantize
@@ -47,6 +48,8 @@ from niwaki.stages import table_of
 
 #: Tokens of the prompt, tokens that are written after it, and how often.
 _TOKENS = 16, 24, 3
+#: Of a result, those of the prompt and after it, of models with fewer positions as many as there are.
+_OF_RESULTS = 128, 32
 #: Of free memory and space on disk, what may be used.
 _SHARE = 0.8
 
@@ -202,13 +205,18 @@ class SpeedBound:
 
     def measured(self, trial: Trial) -> tuple[float, str]:
         """The ratio, and words for it."""
-        speeds = {each.weights: each.tokens_per_second for each in bench(trial.directory, compute=self.compute).speeds}
+        speeds = self._speeds(trial.directory)
         if "packed" in speeds:
             ratio = speeds["packed"] / speeds["dense"]
         else:
-            (dense,) = (s for s in bench(self.dense, compute=self.compute).speeds if s.weights == "dense")
-            ratio = speeds["dense"] / dense.tokens_per_second
+            ratio = speeds["dense"] / self._speeds(self.dense)["dense"]
         return ratio, f"{ratio:.2f} times the tokens a second of the dense model"
+
+    def _speeds(self, directory: Path) -> dict[str, float]:
+        """Tokens a second of each form."""
+        prompt, tokens = (int(min(most, positions_of(read_config(self.dense)) // 2)) for most in _OF_RESULTS)
+        asked: Any = {"prompt_tokens": prompt, "tokens": tokens, "compute": self.compute}
+        return {each.weights: each.tokens_per_second for each in bench(directory, **asked).speeds}
 
     def within(self, value: float) -> bool:
         """Whether a way of that ratio is kept."""

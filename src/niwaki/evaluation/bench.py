@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 import os
 import pickle
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from niwaki.arguments import checked
 from niwaki.checkpoints.reading import ORIGIN
@@ -22,6 +24,7 @@ from niwaki.choices import BRIEFLY, LONG, SPINS
 from niwaki.errors import UnsupportedModelError, UsageError, WorkerError
 from niwaki.models.device import find_device, peak_memory
 from niwaki.models.locate import check_continues, locate_model
+from niwaki.models.structure import read_config
 from niwaki.options import Compute, check_count
 from niwaki.packed import kernels
 from niwaki.packed.decoding import CACHES, one_by_one
@@ -72,6 +75,7 @@ def bench(
     numbers = (prompt_tokens, tokens, repeats)
     path = locate_model(str(model))
     check_continues(open_checkpoint(path), "bench")
+    check_positions(read_config(path), prompt_tokens, tokens)
     if (path / ORIGIN).exists():
         progress.note(
             "weights of a GGUF file are measured as transformers and niwaki hold them; for llama.cpp use llama-bench"
@@ -84,6 +88,18 @@ def bench(
     device = compute.device if compute.device != "auto" else find_device("auto").type
     threads, command = torch.get_num_threads(), current_session().command
     return SpeedRecord(str(model), *numbers, device, threads, kernels.describe(), command, speeds, versions())
+
+
+def check_positions(config: PreTrainedConfig, prompt: int, tokens: int) -> None:
+    """UsageError where a prompt and an answer are longer than the positions of a model."""
+    longest = positions_of(config)
+    if prompt + tokens > longest:
+        raise UsageError(f"{prompt} + {tokens} tokens are more than the {longest} positions of the model")
+
+
+def positions_of(config: PreTrainedConfig) -> float:
+    """The most tokens that a model takes."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
 @contextlib.contextmanager
@@ -152,15 +168,12 @@ def _environment() -> dict[str, str]:
 
 @torch.inference_mode()
 def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Compute) -> Speed:
-    """The speed of the model in this process; UsageError where prompt and answer are longer than its positions."""
+    """The speed of the model in this process."""
     packed = (directory / INDEX).exists()
     began = time.perf_counter()
     model: Any = load(directory, compute.device, compute.dtype)
     loaded = _now(model) - began
     config = model.config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest and prompt + tokens > longest:
-        raise UsageError(f"{prompt} + {tokens} tokens are more than the {longest} positions of the model")
     given = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0)).to(model.device)
     names = inspect.signature(model.forward).parameters
     cache = next((name for name in CACHES if name in names), CACHES[-1])

@@ -277,7 +277,7 @@ class StreamedModel:
         self.dtype = find_dtype(dtype, self.device, checkpoint)
         has_words = predicts_words(checkpoint.path, checkpoint.entries)
         self.model = structure(checkpoint.path, self.dtype, has_words)
-        if hasattr(self.model, "pooler") and not any("pooler." in key for key in checkpoint.entries):
+        if getattr(self.model, "pooler", None) is not None and not any("pooler." in key for key in checkpoint.entries):
             self.model.register_module("pooler", None)  # which files of a model that filled in words are without
         #: That of the language model, or of the decoder.
         self.config = config_of_text(self.model.config)

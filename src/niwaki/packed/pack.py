@@ -219,11 +219,11 @@ class Packed(Conversion):
         )
 
     def check_groups(self, name: str) -> None:
-        """UsageError where only zeros could make a matrix smaller, as the groups of the grids show."""
+        """UsageError where only zeros could make matrices smaller, as the groups of the grids show."""
         grid = self._grid or self._embedding_grid
         if grid and grid.group and grid.group % WORD and not any(map(self._can_pack, self._embeddings)):
             raise UsageError(
-                f"no matrix of {name} would be smaller without its zeros; whole numbers need groups of a multiple of "
+                f"{name} on {grid} would hardly be smaller packed: whole numbers are in groups of a multiple of "
                 f"{WORD}, as in int{grid.bits}:{WORD}"
             )
 

@@ -211,7 +211,8 @@ class Pruning(Task):
         request, model, chosen = self.request, self.model, self.chosen
         tf32 = run.compute.tf32 if has_tf32(model.device) else "never"
         has_no_solver, grid = request.rounds_to_nearest or request.only_fits, request.grid
-        pattern = NO_ZEROS if has_no_solver else str(request.wanted)
+        before = model.checkpoint.pruning.pattern if grid and grid.keeps_zeros else None
+        pattern = (before or NO_ZEROS) if has_no_solver else str(request.wanted)
         if request.mask_model is not None:
             within = "" if request.wanted is None else f", within {request.wanted}"
             pattern = f"the mask of {request.mask_model}{within}"

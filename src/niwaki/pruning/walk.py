@@ -211,7 +211,7 @@ class Walk:
     def _measure(self, streams: Streams, heldout: Windows | None) -> None:
         """Puts sparsity and perplexity into the record, after the last block."""
         model, record, run = self.model, self.record, self.run
-        zeros = "" if run.earlier else _zeros_before(record, self.request.revive)  # of another stage they are no news
+        zeros = "" if run.earlier else _zeros_before(record, self.request)  # of another stage they are no news
         run.note(record, *filter(None, (zeros, _kept_at_zero(record))))
         record.sparsity = sum(run.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())
         if streams.heldout_dense:
@@ -224,21 +224,22 @@ class Walk:
         run.clock.lap("perplexity")
 
 
-def _zeros_before(record: Record, revive: bool) -> str:
+def _zeros_before(record: Record, request: Request) -> str:
     """What to note of the weights that were zero in the model that was given; else ""."""
     zeros, revived = (
         sum(int(matrix.stats.get(name, 0)) for matrix in record.matrices) for name in ("zeros_before", "revived")
     )
     weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
+    revive = request.revive
     if revived:
         share = f"{100 * revived / zeros:.3g} %"
         allowed = ", as --revive allows" if revive else ""
         return f"{revived:,} of the {zeros:,} weights that were zero in the model no longer are ({share}){allowed}"
     if revive or zeros < FEW_ZEROS * weights:
         return ""
+    hint = "" if request.only_rounds else "; --revive prunes as if they were not"
     return (
-        f"{zeros:,} weights ({100 * zeros / weights:.3g} %) were zero in the model that was given, and stay zero; "
-        "--revive prunes as if they were not"
+        f"{zeros:,} weights ({100 * zeros / weights:.3g} %) were zero in the model that was given, and stay zero{hint}"
     )
 
 

@@ -17,6 +17,7 @@ from niwaki.models.sensitivity import measured, pilot_of, row_weights
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
+from niwaki.records.wording import counted
 from niwaki.runs.duration import passes
 from niwaki.runs.stage import Run, joined, written
 from niwaki.runs.store import Kept
@@ -166,7 +167,7 @@ class Combination:
         return {**({"blocks": len(self.blocks)} if self.blocks else {}), **self.units}
 
     def __str__(self) -> str:
-        return ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items())
+        return ", ".join(counted(count, kind.removesuffix("s")) for kind, count in self.counts.items())
 
 
 @dataclass(frozen=True)
@@ -282,14 +283,17 @@ def best_of(ways: Sequence[Combination], costs: Sequence[float]) -> Combination:
     return alone[0][1] if alone and least > (1 - _MARGIN) * alone[0][0] else best
 
 
-def note_on(chosen: str, costs: Mapping[str, float], few: int = 3) -> str:
+def note_on(chosen: str, costs: Mapping[str, float], predicts: bool, few: int = 3) -> str:
     """What the record says of the ``chosen`` combination, and of the ``few`` that cost least."""
     best = sorted(costs, key=costs.__getitem__)[:few]
     others = ", ".join(f"{words}: {costs[words]:.3g}" for words in best if words != chosen)
     beside = f" ({others})" if others else ""
+    changed = "the predictions on the calibration text change by {} nats"
+    if not predicts:
+        changed = "the states behind the last block change by {} of their squares on the calibration text"
     return (
-        f"without {chosen} the predictions on the calibration text change by {costs[chosen]:.3g} nats, before blocks "
-        f"are fitted; that was chosen of {len(costs)} ways to this size{beside}"
+        f"without {chosen} {changed.format(f'{costs[chosen]:.3g}')}, before blocks are fitted; that was chosen of "
+        f"{len(costs)} ways to this size{beside}"
     )
 
 
@@ -396,5 +400,5 @@ def planned(
     )
     run.clock.lap("influence")
     way, tried = best_of(ways, found), {str(each): cost for each, cost in zip(ways, found, strict=True)}
-    run.note(record, note_on(str(way), tried))
+    run.note(record, note_on(str(way), tried, model.has_head))
     return replace(plan, dropped=[*way.blocks], units={**way.units}, tried=tried)

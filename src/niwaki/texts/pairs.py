@@ -17,7 +17,7 @@ from torch import Tensor
 
 from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.choices import Order
-from niwaki.errors import CalibrationError, first_line, panics_as_errors, raised_as, shown
+from niwaki.errors import CalibrationError, CheckpointError, first_line, panics_as_errors, raised_as, shown
 from niwaki.files import given_path
 from niwaki.models.pairs import SOURCES, rows_of
 from niwaki.models.streamed import StreamedModel
@@ -196,5 +196,11 @@ def _first(model: StreamedModel, labels: list[int]) -> int:
     """What the decoder begins with to write ``labels``; of some models that is a language, which is in these."""
     shift = getattr(model.model, "prepare_decoder_input_ids_from_labels", None)
     if shift is None or not labels:
-        return int(model.config.decoder_start_token_id or 0)
-    return int(shift(labels=torch.tensor([labels]))[0, 0])
+        return int(getattr(model.config, "decoder_start_token_id", None) or 0)
+    try:
+        return int(shift(labels=torch.tensor([labels]))[0, 0])
+    except (AttributeError, ValueError) as error:  # of a configuration that does not say it
+        raise CheckpointError(
+            f"{model.checkpoint.path / 'config.json'} has no decoder_start_token_id, with which the decoder begins; "
+            "add it (of T5 it is pad_token_id)"
+        ) from error

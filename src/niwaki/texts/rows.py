@@ -60,17 +60,24 @@ def rendered(
 
 
 def rendered_each(
-    template: str, conversations: Sequence[Sequence[Mapping[str, Any]]], special: Mapping[str, Any], *, ask: bool
+    template: str,
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    special: Mapping[str, Any],
+    tools: Sequence[Any] = (),
+    *,
+    ask: bool,
 ) -> list[str | TemplateError]:
     """What ``template`` makes of each of ``conversations``; with ``ask`` up to where the model's answer begins.
 
-    ``special`` are the names and texts of special tokens. Of one that it refuses that is the error. TemplateError is
+    ``special`` are the names and texts of special tokens, and ``tools`` the definitions of those that each may call.
+    Of a conversation that it refuses that is the error. TemplateError is
     raised where it takes too long, too much memory, or makes too much of all.
     """
     if len(template) > _LONGEST:
         raise TemplateError(0, f"it has {len(template):,} characters, and at most {_LONGEST:,} are allowed")
     seconds = math.ceil(_SECONDS + _SECONDS_EACH * len(conversations))
     asked = {"template": template, "conversations": conversations, "special": special, "ask": ask, "seconds": seconds}
+    asked["tools"] = [*tools] or [None] * len(conversations)
     made = _rendered(json.dumps(asked, default=str), len(conversations), seconds)
     return [TemplateError(i, error) if error else text for i, (text, error) in enumerate(made)]
 
@@ -123,10 +130,11 @@ def _render(asked: dict[str, Any]) -> Iterator[dict[str, str]]:
         most = pages * resource.getpagesize() + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     left = _LONGEST_TEXTS
-    for messages in asked["conversations"]:
+    for messages, tools in zip(asked["conversations"], asked["tools"], strict=True):
         try:
             made: Any = render_jinja_template(
                 conversations=[messages],
+                tools=tools,
                 chat_template=asked["template"],
                 add_generation_prompt=asked["ask"],
                 **asked["special"],
@@ -213,7 +221,13 @@ class ChatTemplate:
         return cls(template, tokenizer.special_tokens_map, begins)
 
     def texts(
-        self, wheres: Sequence[str], conversations: Sequence[Messages], refused: list[str], *, ask: bool = False
+        self,
+        wheres: Sequence[str],
+        conversations: Sequence[Messages],
+        refused: list[str],
+        tools: Sequence[Any] = (),
+        *,
+        ask: bool = False,
     ) -> list[str | None]:
         """What it makes of each of ``conversations``; None where it refuses one, and why goes to ``refused``.
 
@@ -225,7 +239,7 @@ class ChatTemplate:
             return f"{wheres[error.number]}: the model's chat template fails: {first_line(error)}"
 
         try:
-            made = rendered_each(self.template, conversations, self.special, ask=ask)
+            made = rendered_each(self.template, conversations, self.special, tools, ask=ask)
         except TemplateError as error:
             raise CalibrationError(said(error)) from error
         refused += (said(each) for each in made if isinstance(each, TemplateError))
@@ -286,9 +300,11 @@ class Talk(Form):
 
     def texts(self, rows: Rows) -> Iterator[str]:
         size = _FIRST
-        while batch := [(where, self.messages(row, where)) for where, row in itertools.islice(rows, size)]:
-            wheres, conversations = zip(*batch, strict=True)
-            made = self.template.texts(wheres, conversations, self.refused)
+        while batch := [
+            (where, self.messages(row, where), _tools(row, where)) for where, row in itertools.islice(rows, size)
+        ]:
+            wheres, conversations, tools = zip(*batch, strict=True)
+            made = self.template.texts(wheres, conversations, self.refused, tools)
             if size == _FIRST and not any(text is not None for text in made):
                 raise CalibrationError(self.refused[0])
             yield from (text for text in made if text is not None)
@@ -296,14 +312,17 @@ class Talk(Form):
 
     def messages(self, row: Any, where: str) -> Messages:
         """The conversation in a row."""
-        if len(self.columns) > 1:
+        parts = [_talk(row.get(column)) if isinstance(row, dict) else [] for column in self.columns]
+        if len(self.columns) > 1 and not parts[0]:
             asked, answer = _task(self.columns, row, where)
             return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-        (column,) = self.columns
-        messages = row.get(column) if isinstance(row, dict) else None
-        if not isinstance(messages, list) or not messages:
-            raise CalibrationError(f"{where}: no messages in a field {column!r}; got {shown(row)}")
-        return [message_of(each, where) for each in messages]
+        if not all(parts):
+            raise CalibrationError(f"{where}: no messages in a field {self.columns[-1]!r}; got {shown(row)}")
+        messages = [message_of(each, where) for part in parts for each in part]
+        before = row.get("system")
+        if isinstance(before, str) and before.strip() and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": before})
+        return messages
 
 
 @dataclass(frozen=True)
@@ -333,14 +352,16 @@ def form_of(row: Any, where: str, field: str | None, template: ChatTemplate | No
         raise CalibrationError(f"{where}: no column {field!r}, only {_names(row)}")
     if field is None and TEXT in row:
         field = TEXT
-    talk = next((name for name in ([field] if field else _TALKS) if _is_talk(row.get(name))), None)
+    talks: list[tuple[str, ...]] = [(name,) for name in ([field] if field else _TALKS)]
+    talks += [] if field else [("prompt", "completion"), ("prompt", "response")]
+    talk = next((names for names in talks if all(_talk(row.get(name)) for name in names)), None)
     if talk and template is None:
         raise CalibrationError(
-            f"{where}: the model has no chat template, which conversations need ({talk!r}); give a text, or --field "
+            f"{where}: the model has no chat template, which conversations need ({talk[0]!r}); give a text, or --field "
             "with a column of texts"
         )
     if talk and template:
-        return Talk((talk,), template)
+        return Talk(talk, template)
     if field:
         return Column(field)
     for task, more, answer in _TASKS:
@@ -402,6 +423,8 @@ def message_of(given: Any, where: str) -> dict[str, Any]:
         parts = [each.get("text") for each in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     calls = "tool_calls" in message
+    if calls:
+        message["tool_calls"] = _read(message["tool_calls"])
     if isinstance(message.get("tool_calls"), list):
         message["tool_calls"] = [_with_objects(each) for each in message["tool_calls"]]
     if not isinstance(role, str) or not (isinstance(content, str) or (calls and content is None)):
@@ -422,8 +445,26 @@ def _with_objects(call: Any) -> Any:
     return call
 
 
-def _is_talk(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+def _talk(value: Any) -> list[Any]:
+    """The messages of a conversation, which some files have as JSON text; none of what is no conversation."""
+    value = _read(value)
+    return value if isinstance(value, list) and value and isinstance(value[0], dict) else []
+
+
+def _tools(row: Any, where: str) -> Any:
+    """The definitions of tools beside a conversation."""
+    tools = _read(row.get("tools")) or None
+    if tools is not None and not isinstance(tools, list):
+        raise CalibrationError(f"{where}: tools are not a list of definitions; got {shown(tools)}")
+    return tools
+
+
+def _read(value: Any) -> Any:
+    """What a list of objects is that is there as JSON text; other values as they are."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def _names(row: dict[Any, Any]) -> str:
