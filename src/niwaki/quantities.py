@@ -187,10 +187,10 @@ def check_how_small(
     elif runtime == "transformers" and size is not None:
         raise UsageError("transformers takes parameters, such as 0.75, and no size: it reads no packed weights")
     elif runtime not in (None, "transformers") and parameters is not None:
-        others = "a size or a loss" if runtime == "llama.cpp" else "a size, a loss or a speed"
+        others = "a size or a loss" if runtime in ("llama.cpp", "vllm") else "a size, a loss or a speed"
         raise UsageError(f"parameters are for transformers; {runtime} takes {others}")
-    elif runtime == "llama.cpp" and speed is not None:
-        raise UsageError("the speed of llama.cpp is not measured here; give a size or a loss")
+    elif runtime in ("llama.cpp", "vllm") and speed is not None:
+        raise UsageError(f"the speed of {runtime} is not measured here; give a size or a loss")
 
 
 def parse_vocabulary(given: float | str) -> tuple[int | None, float | None, float | None]:

@@ -444,7 +444,7 @@ def test_layers_that_servers_fuse_have_the_same_bits(tmp_path: Path) -> None:
     assert any("take the space of more" in note for note in said)
     for name in ("both", "packed"):
         config = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
-        (usual, default), *named = [
+        *named, (usual, default) = [
             (each["weights"]["num_bits"], each["targets"]) for each in config["config_groups"].values()
         ]
         assert default == ["Linear"]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import niwaki
@@ -34,7 +35,7 @@ from niwaki.runs.workplace import Workplace
 from niwaki.stages import make_stage
 from support.command import Command
 from support.covering import FULL, some
-from support.models import CASES, FEW_TOKENS, add_small_tokenizer, random_model, random_tokens, save_random
+from support.models import CASES, FEW_TOKENS, add_small_tokenizer, message, random_model, random_tokens, save_random
 from support.pairs import save_pair_model
 from support.runs import StopAt, files
 
@@ -698,6 +699,21 @@ def test_models_that_a_format_has_not(tmp_path: Path) -> None:
     for name, said in (("narrow", "groups of 32"), ("gpt2", "cannot be exported to GGUF")):
         with pytest.raises(UnsupportedModelError, match=said):
             plan_compression(add_small_tokenizer(tmp_path / name), 0.9, runtime="llama.cpp", **LOOKED)
+
+
+@pytest.mark.slow
+def test_for_vllm(model: Path, tmp_path: Path) -> None:
+    """Packed integers, with what is not rounded as it is, and no more bytes than asked for."""
+    record = niwaki.compress(model, tmp_path / "out", 0.6, runtime="vllm", **LOOKED)
+    assert [stage.name for stage in record.stages] == ["quantize", "export"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    made = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    assert made <= 0.6 * Checkpoint(model).size
+    before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    said = message(lambda: niwaki.compress(model, tmp_path / "again", speed=2, runtime="vllm"), UsageError)
+    assert said == "the speed of vllm is not measured here; give a size or a loss"
 
 
 @pytest.mark.slow

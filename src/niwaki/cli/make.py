@@ -276,9 +276,10 @@ def compress(
         speed: Speed as a multiple of the dense model's, such as 2.0. It is measured on this machine, in tokens per
             second; the largest model that reaches it is written.
         parameters: Parameters to keep, such as 0.75 or 110M; for transformers.
-        runtime: What will run the result: niwaki, llama.cpp, ollama, transformers or 2:4. niwaki gets a packed model,
-            llama.cpp and Ollama a GGUF file, transformers a smaller dense model; 2:4, for hardware with that sparsity,
-            is a dense model with two zeros in every four weights. [default: niwaki; transformers with --parameters]
+        runtime: What will run the result: niwaki, llama.cpp, ollama, vllm, transformers or 2:4. niwaki gets a packed
+            model, llama.cpp and Ollama a GGUF file, vLLM packed integers, transformers a smaller dense model; 2:4, for
+            hardware with that sparsity, a dense model with two zeros in every four weights. [default: niwaki;
+            transformers with --parameters]
         max_time: Heal the result until this much time has passed, such as 1h. Healing trains it to match the original
             model. With --loss or --speed the time is for each trial. [default: no healing]
         plan: Only show the plan and its alternatives. Losses are foreseen from a short look at the model.
@@ -324,6 +325,8 @@ def _next(output: str) -> str:
     if (directory / PACKED_INDEX).exists():
         return f'niwaki generate {output} "PROMPT"'
     checkpoint = Checkpoint(directory)
+    if checkpoint.config.get("quantization_config") is not None:
+        return f"vllm serve {output}"
     try:
         check_continues(checkpoint, "generate")
     except UnsupportedModelError:

@@ -203,8 +203,9 @@ def plan_compression(
 
     It looks at the model on a little of the calibration text, which takes seconds to minutes, and takes the way that is
     foreseen to lose least. For "niwaki": matrices of 2 to 8 bits, with more bits where they matter most, and embeddings
-    and head of 4 to 8. For "llama.cpp": 4 to 8 bits in groups of 32, with embeddings and head in Q8_0, Q5_0 or Q4_0.
-    For "transformers": a smaller dense model in the same dtype. All of them may have fewer tokens, if their tokenizer
+    and head of 4 to 8. For "llama.cpp": types of 2.6 to 8.5 bits, with embeddings and head in one of them. For "vllm":
+    2 to 8 bits, the same for matrices that it computes as one. For "transformers": a smaller dense model in the same
+    dtype. All of them may have fewer tokens, if their tokenizer
     is of a known kind and the calibration text is long enough to choose them by: four tokens of it for each of the
     model's. It does not look at the model if there is only one way: for "2:4", and for sizes of 8 bits a weight or
     more.
@@ -327,7 +328,7 @@ def _limit(asked: Asked) -> float:
 def _with_foresight(ways: Ways, asked: Asked, calibration: Calibration, compute: Compute, progress: Progress) -> Ways:
     """``ways``, with what they are foreseen to cost; nothing is known of smaller dense models that do not predict."""
     try:
-        sight = foresee(asked.checkpoint, ways.grid, [*ways.ends], calibration, compute, progress, asked.look)
+        sight = foresee(asked.checkpoint, ways.grid, ways.rounded_ends, calibration, compute, progress, asked.look)
     except UnsupportedModelError:
         if ways.grid:
             raise
@@ -388,9 +389,10 @@ def compress(
             tried that reaches it.
         also: With ``loss``, more texts on which the limit must hold, such as other kinds of text that the model is
             for: kinds other than that of ``calibration`` lose more. As many windows of each as of ``measurement``.
-        runtime: The program that will run the result: "niwaki" (a packed model), "llama.cpp" (a GGUF file),
-            "transformers" (a smaller dense model) or "2:4" (a dense model with two zeros in every four weights, which
-            has no sizes). By default transformers if ``parameters`` are given, and niwaki otherwise.
+        runtime: The program that will run the result: "niwaki" (a packed model), "llama.cpp" (a GGUF file), "vllm"
+            (packed integers of compressed-tensors, embeddings and head as they are), "transformers" (a smaller dense
+            model) or "2:4" (a dense model with two zeros in every four weights, which has no sizes). By default
+            transformers if ``parameters`` are given, and niwaki otherwise.
         max_time: Heal the result until this much time has passed since the beginning, such as "1h", instead of the
             ``training``.
         training: Whether rounded matrices are trained towards the dense model's predictions, on as many tokens as they

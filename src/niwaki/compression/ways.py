@@ -1,9 +1,9 @@
 """Ways to a size: which stages bring a model there, for the program that runs it, how large it is then, at what loss.
 
 Of all ways to a size the one is taken that is foreseen to lose least (:mod:`niwaki.compression.foresight`). For
-niwaki's own format these are matrices of 2 to 8 bits, with embeddings and head of 8 to 4; for llama.cpp matrices of 4
-to 8 bits, with embeddings and head of 8, 5 or 4. transformers runs smaller dense models alone. For all of them a model
-can have fewer tokens too.
+niwaki's own format these are matrices of 2 to 8 bits, with embeddings and head of 8 to 4; for llama.cpp matrices in its
+types, and embeddings and head too; for vLLM matrices of 2 to 8 bits. transformers runs smaller dense models alone. For
+all of them a model can have fewer tokens too.
 """
 
 import contextlib
@@ -38,9 +38,11 @@ from niwaki.shrinking.units import mlps
 from niwaki.shrinking.vocabulary import ShrinkVocabulary
 
 #: Weights that share a scale.
-_GROUPS = {"niwaki": 64, "llama.cpp": 32}
+_GROUPS = {"niwaki": 64, "llama.cpp": 32, "vllm": 64}
 #: Bits that embeddings and head can have, the most first; for llama.cpp those of types.
-_ENDS = {"niwaki": (8, 6, 5, 4), "llama.cpp": (8.5, 6.5625, 5.5, 4.5, 3.4375)}
+_ENDS = {"niwaki": (8, 6, 5, 4), "llama.cpp": (8.5, 6.5625, 6.0, 5.5, 4.5, 3.4375)}
+#: Where these stay as they are stored.
+_AS_STORED = "as stored"
 #: The most that a matrix has for llama.cpp.
 _MOST_BITS = 8.5
 #: What a foreseen size may be too small by, relative; and what headers of files have beside names, in all and for each
@@ -105,7 +107,7 @@ class Way:
 
 def _mixed(runtime: Runtime, group: int | None) -> AnyGrid:
     """The grid of matrices of as many bits as suit each."""
-    return Grid(8, group, 8.0) if runtime == "niwaki" else BlockGrid(_MOST_BITS, average=_MOST_BITS)
+    return BlockGrid(_MOST_BITS, average=_MOST_BITS) if runtime == "llama.cpp" else Grid(8, group, 8.0)
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ class Composition:
 
     The tokenizer is in the same file for llama.cpp, and has no bytes elsewhere. ``group`` is how many weights share a
     scale (None for a row, in niwaki's format where rows are no multiples of its groups), and ``scale`` the bytes of
-    scales for each weight; ``least`` are the fewest bits that matrices have in the mean, and ``width`` is that of a row
-    of the embeddings.
+    scales for each weight; ``least`` are the fewest bits that matrices have in the mean, ``width`` is that of a row of
+    the embeddings, and ``stored`` their bits as they are now.
     """
 
     matrices: int
@@ -127,6 +129,7 @@ class Composition:
     scale: float
     least: float
     width: int
+    stored: int
 
     @classmethod
     def of(cls, model: StreamedModel, runtime: Runtime) -> "Composition":
@@ -167,6 +170,7 @@ class Composition:
             least=sum(matrix.size * grid.choices(matrix.shape[1])[0] for matrix in matrices)
             / sum(matrix.size for matrix in matrices),
             width=entries[next(iter(keys))].shape[1] if keys else 0,
+            stored=8 * max((DTYPES[entries[key].dtype].itemsize for key in keys), default=2),
         )
 
 
@@ -186,6 +190,11 @@ class Ways(ABC):
     def ends(self) -> dict[str, float]:
         """The grids that embeddings and head can have, those of most bits first, with the bits of a weight."""
         return {}
+
+    @property
+    def rounded_ends(self) -> list[str]:
+        """Those of them that are grids."""
+        return [grid for grid in self.ends if grid != _AS_STORED]
 
     @property
     def costs(self) -> TokenCosts:
@@ -316,7 +325,7 @@ class DenseWays(Ways):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWays(Ways):
-    """Ways for "niwaki" and "llama.cpp": fewer bits. A limit is a number of bytes.
+    """Ways for "niwaki", "llama.cpp" and "vllm": fewer bits. A limit is a number of bytes.
 
     Healing comes before embeddings and head are put on their grid. Without foresight there are the largest and the
     smallest way alone.
@@ -335,6 +344,8 @@ class PackedWays(Ways):
 
     @cached_property
     def ends(self) -> dict[str, float]:
+        if self.runtime == "vllm":  # whose embeddings on a grid cannot be the head too
+            return {_AS_STORED: self.parts.stored - 8 * self.parts.scale}
         if self.runtime == "niwaki":
             return {str(Grid(int(bits), self.parts.group)): bits for bits in _ENDS["niwaki"]}
         found = self.grid.choices(self.parts.width)
@@ -360,7 +371,7 @@ class PackedWays(Ways):
 
     @property
     def _most(self) -> float:
-        return 8.0 if self.runtime == "niwaki" else _MOST_BITS
+        return _MOST_BITS if self.runtime == "llama.cpp" else 8.0
 
     @property
     def reach(self) -> tuple[Way, ...]:
@@ -425,13 +436,16 @@ class PackedWays(Ways):
         else:
             text = f"int{bits:g}" if bits in (4, 8) else f"int{bits:.2f}"
             words, last = f"{bits:g} bits a weight, embeddings and head of {self.ends[ends]:g}", Pack()
+            if self.runtime == "vllm":
+                words, last = f"{bits:g} bits a weight, embeddings and head {ends}", Export("compressed-tensors")
             if self.parts.group:
                 text += f":{self.parts.group}"
             else:
                 words += ", one scale for each row"
         lost = self.foresight.of_matrices(bits) if self.foresight else 0.0
         trains = self.trains and lost >= _WORTH
-        stages = (Quantize(text, effort=_TRAINING if trains else None), *self.heal, QuantizeEmbeddings(ends), last)
-        nats = (_LEFT if trains else 1.0) * lost + self.foresight.ends[ends] if self.foresight else None
+        on_grid = () if ends == _AS_STORED else (QuantizeEmbeddings(ends),)
+        stages = (Quantize(text, effort=_TRAINING if trains else None), *self.heal, *on_grid, last)
+        nats = (_LEFT if trains else 1.0) * lost + self.foresight.ends.get(ends, 0.0) if self.foresight else None
         way = Way.fitted(words, self._bytes(bits, ends), stages, nats)
         return way if self.tokens is None else way.with_tokens(self.tokens, self.costs)

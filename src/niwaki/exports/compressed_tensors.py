@@ -167,15 +167,20 @@ def _config(model: StreamedModel, grid: Grid, bits: dict[str, int]) -> dict[str,
     others = [key for key, entry in model.checkpoint.entries.items() if len(entry.shape) > 1 and key not in stored]
     ignored = [name for name in linear if name not in modules]
     ignored += [key.removesuffix(".weight") for key in others if key.endswith(".weight")]
-    # Experts, or else most others, are all linear layers that are not named; transformers takes experts' first.
+    # Experts, or else most others, are all linear layers that are not named.
     usual = max(Counter(bits.values()).items(), key=lambda each: each[::-1])[0]
-    usual = next((bits[matrix.key] for matrix in model.matrices() if matrix.expert is not None), usual)
+    of_experts = {bits[matrix.key] for matrix in model.matrices() if matrix.expert is not None}
+    usual = next(iter(of_experts), usual)
     named: dict[int, list[str]] = {}
     for matrix in model.matrices():
         if bits[matrix.key] != usual:
             names = (model.places[matrix.block] + matrix.name, matrix.key.removesuffix(".weight"))
             named.setdefault(bits[matrix.key], []).extend(dict.fromkeys(names))
     groups = {"strategy": "group" if grid.group else "channel", "group_size": grid.group}
+    # transformers takes the first group for experts, and warns of names that come after all linear layers.
+    in_order = sorted(
+        [*named.items(), (usual, ["Linear"])], key=lambda each: (each[1] == ["Linear"]) != bool(of_experts)
+    )
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -185,7 +190,7 @@ def _config(model: StreamedModel, grid: Grid, bits: dict[str, int]) -> dict[str,
                 "targets": targets,
                 "weights": {"num_bits": each, "type": "int", "symmetric": True, **groups, "dynamic": False},
             }
-            for i, (each, targets) in enumerate([(usual, ["Linear"]), *sorted(named.items())])
+            for i, (each, targets) in enumerate(in_order)
         },
         "ignore": list(dict.fromkeys(ignored)),
     }
