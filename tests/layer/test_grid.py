@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import UsageError
-from niwaki.layer.grid import Grid, lies_on_q4_0, parse_grid, scale_dtype, usable
+from niwaki.layer.grid import AnyGrid, Grid, lies_on_q4_0, parse_grid, scale_dtype, usable
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import NM, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem, Solution
@@ -346,6 +346,20 @@ def test_what_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     found, in_strips = onto_grid(problem, before, grid, dtype)
     assert torch.equal(found.W, whole.W)
     assert torch.equal(in_strips, scales)
+
+
+@pytest.mark.parametrize("grid", [Grid(2, 32), Grid(3, 32), Grid(4, 64), parse_grid("iq4_nl")], ids=str)
+def test_sweeps_in_bfloat16_come_as_near(monkeypatch: pytest.MonkeyPatch, grid: AnyGrid) -> None:
+    """Beside the same in float64."""
+    monkeypatch.setattr("niwaki.layer.rounding.has_bfloat16_products", lambda: True)
+    ratios = []
+    for seed in range(6):
+        problem = make_problem(rows=32, columns=128, seed=seed)
+        single = LayerProblem(problem.W.float(), problem.gram.H.float())
+        exact, _ = onto_grid(problem, unsolved(problem), grid, torch.float16)
+        found, _ = onto_grid(single, unsolved(single), grid, torch.float16)
+        ratios.append(problem.error(found.W.double()) / exact.error)
+    assert geometric_mean(ratios) < 1.01
 
 
 def best_codes(w: Tensor, H: Tensor, kept: list[int], scales: Tensor, bits: int) -> float:

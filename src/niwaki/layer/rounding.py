@@ -8,7 +8,7 @@ from torch import Tensor
 
 from niwaki.layer.floats import TiledFloats
 from niwaki.layer.grid import AnyGrid, Grid
-from niwaki.layer.linalg import STRIP, conjugate_gradients, resolvent, with_unit_diagonal
+from niwaki.layer.linalg import STRIP, conjugate_gradients, has_bfloat16_products, resolvent, with_unit_diagonal
 from niwaki.layer.problem import Gram, LayerProblem, Normalized, Solution, damping_for
 
 _SWEEPS = 20
@@ -48,7 +48,8 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: AnyGrid, dtype: t
     (:func:`.damping_for`). A kept weight may be 0 on the grid; those of dead inputs are only rounded.
 
     Cost: a factorization and an inverse of (in, in), once for all matrices with the same inputs; 25 products of
-    (out, in) with (in, in); memory of two (in, in) matrices, a copy of W and some of 1,024 rows.
+    (out, in) with (in, in), 20 of them in bfloat16 on processors that have it; memory of two (in, in) matrices, a copy
+    of W and some of 1,024 rows.
     References: ADMM on a grid, Leng et al. 2018, arXiv 1707.09870; with the layer's own Hessian in the step for X, Boza
     2024, arXiv 2401.02938, there for masks.
     """
@@ -143,10 +144,15 @@ def flops(rows: int, columns: int) -> float:
 
 
 def _resolvent(gram: Gram) -> Tensor:
-    """(in, in): rho (H + rho I)^-1 of the H with unit diagonal, for weights that are not normalized."""
+    """(in, in): rho (H + rho I)^-1 of the H with unit diagonal, for weights that are not normalized.
+
+    In bfloat16 where a processor has products of such: what the sweeps change is rounded, by 0.4 % at most, and not the
+    weights.
+    """
     R, _ = resolvent(gram.live, _RHO)
     norm = torch.where(gram.norm > 0, gram.norm, 1.0)
-    return R.mul_(norm.unsqueeze(1)).div_(norm)
+    R.mul_(norm.unsqueeze(1)).div_(norm)
+    return R.bfloat16() if R.dtype == torch.float32 and R.device.type == "cpu" and has_bfloat16_products() else R
 
 
 def _swept(W: Tensor, start: Tensor, R: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:
@@ -155,7 +161,8 @@ def _swept(W: Tensor, start: Tensor, R: Tensor, nearest: Callable[[Tensor], Tens
     growth = _LAST_PENALTY / _FIRST_PENALTY
     for sweep in range(_SWEEPS):
         gamma = _FIRST_PENALTY * growth ** (sweep / (_SWEEPS - 1))
-        X = torch.addmm(W, (Z - U).sub_(W), R)
+        change = (Z - U).sub_(W)
+        X = torch.addmm(W, change, R) if R.dtype == W.dtype else W + change.to(R.dtype) @ R
         Z = nearest(torch.add(X, U, alpha=_RHO / gamma))
         U.add_(X).sub_(Z)
     return Z
