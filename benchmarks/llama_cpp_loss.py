@@ -5,9 +5,11 @@ r"""What files for llama.cpp lose, as llama.cpp computes them.
         --record benchmarks/results/llama_cpp_loss.json
     python benchmarks/llama_cpp_loss.py beside MODEL PEER --calibration books.txt --text held.txt \
         --record benchmarks/results/llama_quantize.json
+    python benchmarks/llama_cpp_loss.py quantized MODEL-GPTQ PEER Q4_0 --text held.txt
 
 "formats" are niwaki's own, rounded to the nearest and on calibration text; "beside" are the files that llama-quantize
-makes with an importance matrix of the same text, and niwaki's of the same bytes.
+makes with an importance matrix of the same text, and niwaki's of the same bytes; "quantized" is a model in GPTQ, AWQ or
+compressed-tensors, with the same whole numbers and rounded a second time.
 
 Each format is written as `niwaki export` rounds the model, and after `niwaki quantize` onto the grid that has the
 format's numbers. Predictions are those of llama.cpp itself, on the same windows; those of F16 are what the others are
@@ -155,6 +157,34 @@ def beside(
                 shutil.rmtree(out)
 
 
+def quantized(
+    model: Model,
+    peer: Annotated[Path, Argument(help="Where npm installed node-llama-cpp.")],
+    mixture: Annotated[str, Argument(help="Of llama-quantize.")],
+    record: Annotated[Path | None, Option(help="Write JSON there after each file, and resume from it.")] = None,
+    text: Held = common.HELD,
+    text_samples: TextSamples = 8,
+    length: Length = 256,
+) -> None:
+    """A quantized model with its own whole numbers, and as llama-quantize rounds it again, both beside F16."""
+    texts = common.by_name(text)
+    settings = {"texts": [*texts], "text_samples": text_samples, "length": length, "processor": common.processor()}
+    sheet, source = common.Sheet(record, settings), Checkpoint(locate_model(str(model)))
+    tokenizer = load_tokenizer(source.path)
+    windows = torch.cat([read_windows(each, tokenizer, length, text_samples).tokens for each in texts.values()])
+    with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+        llama, (dense, ours, theirs) = LlamaCpp(peer), (Path(scratch) / f"{name}.gguf" for name in "abc")
+        niwaki.export(model, dense, "gguf-f16")
+        niwaki.export(model, ours, "gguf")
+        llama.quantize(dense, theirs, mixture, {})
+        for by, file in {"niwaki": ours, "llama-quantize": theirs}.items():
+            found = compared(llama, dense, file, windows, texts)
+            print(
+                by, f"{file.stat().st_size:,} bytes", *(f"{np.mean(each['divergence']):.5f}" for each in found.values())
+            )
+            sheet.add(model=model.name, mixture=mixture, by=by, bytes=file.stat().st_size, texts=found)
+
+
 def _mean_squares(file: Path) -> dict[str, Tensor]:
     """By tensor, what an importance matrix says of each input."""
     values = {each.name: torch.from_numpy(each.data.copy()) for each in gguf.GGUFReader(file).tensors}
@@ -181,4 +211,4 @@ def compared(
 
 
 if __name__ == "__main__":
-    common.main(formats, beside, about=__doc__)
+    common.main(formats, beside, quantized, about=__doc__)
