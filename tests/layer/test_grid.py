@@ -351,7 +351,7 @@ def test_what_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("grid", [Grid(2, 32), Grid(3, 32), Grid(4, 64), parse_grid("iq4_nl")], ids=str)
 def test_sweeps_in_bfloat16_come_as_near(monkeypatch: pytest.MonkeyPatch, grid: AnyGrid) -> None:
     """Beside the same in float64."""
-    monkeypatch.setattr("niwaki.layer.rounding.has_bfloat16_products", lambda: True)
+    monkeypatch.setattr("niwaki.layer.rounding.has_bfloat16_units", lambda: True)
     ratios = []
     for seed in range(6):
         problem = make_problem(rows=32, columns=128, seed=seed)

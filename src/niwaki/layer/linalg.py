@@ -15,6 +15,8 @@ from niwaki.errors import NumericalError
 # How products of float32 matrices are computed: in TF32 on a GPU, by oneDNN on AMD's processors.
 
 _ONEDNN = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+#: Of processors, for products of bfloat16 matrices: the names that torch has for them.
+_UNITS = ("amx_bf16", "avx512_bf16")
 #: Sizes of the products that show whether oneDNN rounds factors.
 _SIZES = (16, 100, 512)
 
@@ -65,11 +67,10 @@ def onednn_is_faster() -> bool:
         return all(torch.equal(factor @ torch.eye(len(factor)), factor) for factor in factors)
 
 
-@functools.cache
-def has_bfloat16_products() -> bool:
-    """Whether the processor multiplies matrices in bfloat16 twice as fast as in float32, or faster."""
-    found = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(is_there is not None and is_there() for is_there in found)
+def has_bfloat16_units() -> bool:
+    """Whether the processor has any of ``_UNITS``, which is not known before torch 2.13."""
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(unit) for unit in _UNITS)
 
 
 def _vendor() -> str:

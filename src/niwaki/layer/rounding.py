@@ -8,7 +8,7 @@ from torch import Tensor
 
 from niwaki.layer.floats import TiledFloats
 from niwaki.layer.grid import AnyGrid, Grid
-from niwaki.layer.linalg import STRIP, conjugate_gradients, has_bfloat16_products, resolvent, with_unit_diagonal
+from niwaki.layer.linalg import STRIP, conjugate_gradients, has_bfloat16_units, resolvent, with_unit_diagonal
 from niwaki.layer.problem import Gram, LayerProblem, Normalized, Solution, damping_for
 
 _SWEEPS = 20
@@ -152,7 +152,7 @@ def _resolvent(gram: Gram) -> Tensor:
     R, _ = resolvent(gram.live, _RHO)
     norm = torch.where(gram.norm > 0, gram.norm, 1.0)
     R.mul_(norm.unsqueeze(1)).div_(norm)
-    return R.bfloat16() if R.dtype == torch.float32 and R.device.type == "cpu" and has_bfloat16_products() else R
+    return R.bfloat16() if R.dtype == torch.float32 and R.device.type == "cpu" and has_bfloat16_units() else R
 
 
 def _swept(W: Tensor, start: Tensor, R: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:

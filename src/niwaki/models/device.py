@@ -5,20 +5,18 @@ import ctypes
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError, raised_as
+from niwaki.layer.linalg import has_bfloat16_units
 from niwaki.models.processes import World
 from niwaki.options import DTYPES, check_device, check_dtype
 from niwaki.records.wording import counted
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
-#: Of processors, for products of bfloat16 matrices: the names that torch has for them.
-_UNITS = ("amx_bf16", "avx512_bf16")
 
 
 def find_device(name: str) -> torch.device:
@@ -56,14 +54,8 @@ def writing_dtype(dtype: torch.dtype, device: torch.device, checkpoint: Checkpoi
 
 
 def _has_units(device: torch.device, checkpoint: Checkpoint) -> bool:
-    """Whether ``device`` is a processor with any of ``_UNITS``, and files are in the bfloat16 that they are for.
-
-    What a processor has is not known before torch 2.13.
-    """
-    if device.type != "cpu" or stored_dtype(checkpoint) != torch.bfloat16:
-        return False
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(unit) for unit in _UNITS)
+    """Whether ``device`` is a processor with units for bfloat16, and files are in it."""
+    return device.type == "cpu" and stored_dtype(checkpoint) == torch.bfloat16 and has_bfloat16_units()
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -111,5 +103,7 @@ def device_name(device: torch.device, world: World) -> str:
     """``Record.device``."""
     gpu = device.type == "cuda"
     detail = torch.cuda.get_device_name(device) if gpu else counted(torch.get_num_threads(), "thread")
+    if not gpu and has_bfloat16_units():  # which sweeps of rounding use
+        detail += ", units for bfloat16"
     first = f"{device} ({detail})"
     return first if world.size == 1 else f"{world.size} processes, the first on {first}"
