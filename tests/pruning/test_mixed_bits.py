@@ -132,11 +132,11 @@ def test_costs_are_those_of_errors_by_sensitivity_and_inputs(model: Path) -> Non
         fitted = [cost(onto_grid(problem, dense, grid, torch.float32)[0].W) for grid in grids]
         nats = [*found[block, name].nats.values()]
         for tried in (0, 3, 5):
-            assert nats[tried] == pytest.approx(fitted[tried], rel=0.02)
+            assert nats[tried] == pytest.approx(fitted[tried], rel=0.05)  # sweeps in bfloat16 end elsewhere
         two, five, eight = (fitted[tried] / nearest[tried] for tried in (0, 3, 5))
         shares = (2 * two + five) / 3, (two + 2 * five) / 3, (2 * five + eight) / 3
         for at, share in zip((1, 2, 4), shares, strict=True):
-            assert nats[at] == pytest.approx(share * nearest[at], rel=0.02)
+            assert nats[at] == pytest.approx(share * nearest[at], rel=0.05)
     assert len(found) == 14
 
 

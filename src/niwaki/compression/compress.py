@@ -17,10 +17,11 @@ from niwaki.errors import NiwakiError, UnsupportedModelError, UsageError, first_
 from niwaki.files import weights_size
 from niwaki.healing.heal import Heal
 from niwaki.models.formats import check_one_matrix
+from niwaki.models.layout import fused
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement, Text
-from niwaki.pruning.mixed_bits import CLOSE, COARSE, Look
+from niwaki.pruning.mixed_bits import CLOSE, COARSE, Look, Place, summed
 from niwaki.pruning.prune import Prune
 from niwaki.quantities import check_how_small, parse_compressed_size, parse_parameters, parse_positive
 from niwaki.recipes import begun, run
@@ -333,6 +334,10 @@ def _with_foresight(ways: Ways, asked: Asked, calibration: Calibration, compute:
         if ways.grid:
             raise
         sight = Foresight(TokenCosts())
+    if asked.program == "vllm":  # which computes some matrices as one
+        matrices, first = StreamedModel(asked.checkpoint, "cpu").matrices(), dict[Any, Place]()
+        which = {matrix.place: first.setdefault(fused(matrix), matrix.place) for matrix in matrices}
+        sight = replace(sight, bits=[*summed(dict(sight.bits), which).items()])
     return replace(ways, foresight=sight)
 
 

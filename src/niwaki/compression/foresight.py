@@ -213,7 +213,8 @@ class Foresight:
 
     Attributes:
         tokens: What fewer tokens cost.
-        bits: For each matrix what rounding it to so many bits costs; empty where that was not looked at.
+        bits: For each matrix what rounding it to so many bits costs, or for the first of those that have the same bits
+            what all of them do; empty where that was not looked at.
         ends: By grid what rounding the embeddings and the head costs.
         neurons: For shares of the neurons, in ascending order, what it costs to remove these from each block; empty for
             models that have none of a known kind, and where that was not looked at.

@@ -404,11 +404,10 @@ class Gguf(Conversion):
 
     def _as_it_lies(self, W: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any] | None:
         """The bytes of a matrix that is on the grid of Q4_0 but for the rounding to ``dtype``; None of others."""
-        if not all(lies_on_q4_0(rows, dtype) for rows in (W[:ROWS_TO_SEE], W)):
+        grid = Grid(BITS["Q4_0"], GROUP)
+        if not lies_on_q4_0(W[:ROWS_TO_SEE], dtype) or not bool((scales := grid.exact(W, dtype, torch.float16)).all()):
             return None
         self._lying += 1
-        grid = Grid(BITS["Q4_0"], GROUP)
-        scales = grid.exact(W, dtype, torch.float16)
         return bytes_of_whole_numbers(grid.codes(W, scales), scales, "Q4_0")
 
     def _fits(self, tensor: ExportedTensor, source: Source) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -262,14 +262,19 @@ def choose_alike(
     costs: dict[Place, BitCosts], average: float, matrices: Iterable[Matrix], alike: Callable[[Matrix], Hashable]
 ) -> dict[Place, float]:
     """:func:`choose_bits`, with the same for all ``matrices`` of which ``alike`` says the same."""
-    tensors = {matrix.place: alike(matrix) for matrix in matrices}
-    sums = dict[Hashable, BitCosts]()
+    which = {matrix.place: alike(matrix) for matrix in matrices}
+    chosen = choose_bits(summed(costs, which), average)
+    return {place: chosen[which[place]] for place in costs}
+
+
+def summed(costs: dict[Place, BitCosts], which: Mapping[Place, T]) -> dict[T, BitCosts]:
+    """The ``costs`` of all matrices together that have the same in ``which``."""
+    sums = dict[T, BitCosts]()
     for place, each in costs.items():
-        before = sums.get(tensors[place], BitCosts(0, dict.fromkeys(each.nats, 0.0)))
+        before = sums.get(which[place], BitCosts(0, dict.fromkeys(each.nats, 0.0)))
         nats = {bits: before.nats[bits] + more for bits, more in each.nats.items()}
-        sums[tensors[place]] = BitCosts(before.weights + each.weights, nats)
-    chosen = choose_bits(sums, average)
-    return {place: chosen[tensors[place]] for place in costs}
+        sums[which[place]] = BitCosts(before.weights + each.weights, nats)
+    return sums
 
 
 def choose_bits(costs: dict[T, BitCosts], average: float) -> dict[T, float]:
