@@ -45,6 +45,18 @@ for number in range(torch.cuda.device_count()):
 """
 
 
+SERVED = """
+import sys, transformers, vllm
+path, asked = sys.argv[1], "The tree in the garden"
+tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+model = transformers.AutoModelForCausalLM.from_pretrained(path, device_map="cuda")
+found = model.generate(**tokenizer(asked, return_tensors="pt").to("cuda"), max_new_tokens=16, do_sample=False)
+print("transformers:", tokenizer.decode(found[0]))
+served = vllm.LLM(path, max_model_len=64, enforce_eager=True, gpu_memory_utilization=0.2)
+print("vLLM:", served.generate(asked, vllm.SamplingParams(temperature=0, max_tokens=16))[0].outputs[0].text)
+"""
+
+
 @dataclass(frozen=True)
 class Part:
     """A shell command, run from the root of the checkout.
@@ -142,6 +154,17 @@ PARTS = [
         "cp {out}/healed/niwaki.json {out}/heal.json",
     ),
     Part(
+        "vllm",
+        "whether vLLM loads packed integers of 4, 8 and mixed bits, and writes what transformers does",
+        200,
+        "for grid in int4:64 int8:64 int4.5:64; do\n"
+        "  {python} -m niwaki run demo {out}/$grid -s \"quantize $grid\" -s 'export compressed-tensors' "
+        "--calibration demo --text-samples 4 {few}\n"
+        "  {python} -c {served} {out}/$grid; done",
+        needs=("vllm", "compressed_tensors"),
+        gpu=True,
+    ),
+    Part(
         "efforts",
         "seconds for a block of a 7B model with ADMM-Grad, and with --effort best",
         150,
@@ -207,7 +230,7 @@ def missing(modules: Sequence[str]) -> list[str]:
 def run(part: Part, device: str, limit: float, entry: dict[str, Any]) -> None:
     """Runs a part and puts what came of it into its ``entry``, also where an exception ends the wait."""
     with tempfile.TemporaryDirectory(prefix="gpu-day-", ignore_cleanup_errors=True) as out:
-        words = {"python": sys.executable, "out": out, "device": device, "versions": VERSIONS}
+        words = {"python": sys.executable, "out": out, "device": device, "versions": VERSIONS, "served": SERVED}
         command = part.command.format(**{name: shlex.quote(word) for name, word in words.items()}, **SIZES[device])
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": out}

@@ -183,7 +183,9 @@ def test_the_table(day: ModuleType) -> None:
     assert set(day.SIZES["cpu"]) == set(day.SIZES["cuda"])
     for part in day.PARTS:
         for sizes in day.SIZES.values():
-            words = part.command.format(python="python", out="out", device="cpu", versions="", **sizes).split()
+            words = part.command.format(
+                python="python", out="out", device="cpu", versions="", served="", **sizes
+            ).split()
             assert all(
                 (SCRIPT.parent.parent / word).exists() for word in words if word.endswith(".py") and "*" not in word
             )
