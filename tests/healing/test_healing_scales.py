@@ -103,7 +103,7 @@ def test_all_that_reads_the_model_reads_the_result(tmp_path: Path, grid: str) ->
     dense = wide(tmp_path / "dense", torch.bfloat16)
     options: dict[str, Any] = {"calibration": MORE, "measurement": None, "compute": Compute("cpu", "float32")}
     first, last = f"quantize {grid} effort=fast", "embeddings int8:64"
-    healing = "heal method=scales tokens=3000 rate=0.002 batch=64 own_text=0"
+    healing = "heal method=scales tokens=4000 rate=0.0005 batch=64 own_text=0"
     niwaki.run(dense, tmp_path / "out", [first, healing, last], **options)
     niwaki.run(dense, tmp_path / "alone", [first, last], **options)
     assert (tmp_path / "out" / FILE).read_bytes() != (tmp_path / "alone" / FILE).read_bytes()

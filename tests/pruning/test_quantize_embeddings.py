@@ -230,7 +230,7 @@ def test_damaged_scales(tmp_path: Path, damage: str, said: str) -> None:
 
 def test_groups_that_cannot_be_packed(tmp_path: Path) -> None:
     niwaki.run(wide(tmp_path / "model"), tmp_path / "out", ["embeddings int4:32 effort=none"])
-    with pytest.raises(UsageError, match=r"no matrix of .* would be smaller"):
+    with pytest.raises(UsageError, match="on int4:32 would hardly be smaller packed"):
         niwaki.pack(tmp_path / "out", tmp_path / "packed")
     niwaki.quantize(tmp_path / "model", tmp_path / "both", "int8:64", embeddings="int8:32")
     niwaki.pack(tmp_path / "both", tmp_path / "packed")

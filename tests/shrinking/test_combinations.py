@@ -180,7 +180,9 @@ def test_the_one_that_costs_least_goes(source: Path, tmp_path: Path) -> None:
     assert structure.parameters["after"] == numbers(tmp_path / "out") <= 0.8 * numbers(source)
     units = {"blocks": len(structure.blocks)}
     units |= {kind: len(getattr(structure, kind)[0]) for kind in ("heads", "neurons") if getattr(structure, kind)}
-    chosen = ", ".join(f"{count} {kind}" for kind, count in units.items() if count)
+    chosen = ", ".join(
+        f"{count} {kind.removesuffix('s') if count == 1 else kind}" for kind, count in units.items() if count
+    )
     least = min(structure.combinations.values())
     assert structure.combinations[chosen] == least or len(chosen.split(", ")) == 1
     assert any(note.startswith(f"without {chosen} ") for note in record.notes)
@@ -197,7 +199,7 @@ def test_the_one_that_costs_least_goes(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("costs", "chosen"),
-    [((1.0, 0.99, 1.2), "1 blocks"), ((1.0, 0.94, 1.2), "1 blocks, 5 heads"), ((1.0, 1.1, 0.9), "9 neurons")],
+    [((1.0, 0.99, 1.2), "1 block"), ((1.0, 0.94, 1.2), "1 block, 5 heads"), ((1.0, 1.1, 0.9), "9 neurons")],
 )
 def test_several_kinds_have_to_gain(costs: tuple[float, ...], chosen: str) -> None:
     ways = [Combination((3,), {}), Combination((3,), {"heads": 5}), Combination((), {"neurons": 9})]
