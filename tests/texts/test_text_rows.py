@@ -457,6 +457,10 @@ def test_what_stands_beside_messages(tmp_path: Path, model: Path, row: dict[str,
     assert text_of(written(tmp_path / "a.jsonl", [row]), template=chat(model)) == said
 
 
+def test_text_that_is_json_of_something_else(tmp_path: Path, model: Path) -> None:
+    assert text_of(written(tmp_path / "a.jsonl", [{"text": '[{"a": 1}]'}]), template=chat(model)) == '[{"a": 1}]'
+
+
 def test_tools_that_are_none(tmp_path: Path, model: Path) -> None:
     source = written(tmp_path / "a.jsonl", [{"messages": [USER], "tools": "a hammer"}])
     assert "tools are not a list of definitions; got 'a hammer'" in refused(

@@ -447,8 +447,10 @@ def _with_objects(call: Any) -> Any:
 
 def _talk(value: Any) -> list[Any]:
     """The messages of a conversation, which some files have as JSON text; none of what is no conversation."""
-    value = _read(value)
-    return value if isinstance(value, list) and value and isinstance(value[0], dict) else []
+    read = _read(value)
+    if not (isinstance(read, list) and read and isinstance(read[0], dict)):
+        return []
+    return read if read is value or read[0].keys() & {"role", "from"} else []  # text can be JSON of anything
 
 
 def _tools(row: Any, where: str) -> Any:
