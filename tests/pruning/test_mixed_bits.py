@@ -113,7 +113,8 @@ def test_bits_go_where_they_gain_most(average: float, seed: int) -> None:
     assert foreseen(costs, chosen) == pytest.approx(min(foreseen(costs, each) for each in every))
 
 
-def test_costs_are_those_of_errors_by_sensitivity_and_inputs(model: Path) -> None:
+def test_costs_are_those_of_errors_by_sensitivity_and_inputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("niwaki.layer.rounding.has_bfloat16_units", lambda: False)  # which would end elsewhere
     stream, text = stream_of(model), TEXT[:12]
     found = costs_of_bits(stream, Grid(8, 64, 5.0), text, "auto", World(), Progress())
     whole, sensitive, halves = reference(model), sensitivities(stream, text[::2]), (text[::2], text[1::2])
@@ -132,11 +133,11 @@ def test_costs_are_those_of_errors_by_sensitivity_and_inputs(model: Path) -> Non
         fitted = [cost(onto_grid(problem, dense, grid, torch.float32)[0].W) for grid in grids]
         nats = [*found[block, name].nats.values()]
         for tried in (0, 3, 5):
-            assert nats[tried] == pytest.approx(fitted[tried], rel=0.05)  # sweeps in bfloat16 end elsewhere
+            assert nats[tried] == pytest.approx(fitted[tried], rel=0.02)
         two, five, eight = (fitted[tried] / nearest[tried] for tried in (0, 3, 5))
         shares = (2 * two + five) / 3, (two + 2 * five) / 3, (2 * five + eight) / 3
         for at, share in zip((1, 2, 4), shares, strict=True):
-            assert nats[at] == pytest.approx(share * nearest[at], rel=0.05)
+            assert nats[at] == pytest.approx(share * nearest[at], rel=0.02)
     assert len(found) == 14
 
 

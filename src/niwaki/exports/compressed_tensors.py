@@ -178,9 +178,8 @@ def _config(model: StreamedModel, grid: Grid, bits: dict[str, int]) -> dict[str,
             named.setdefault(bits[matrix.key], []).extend(dict.fromkeys(names))
     groups = {"strategy": "group" if grid.group else "channel", "group_size": grid.group}
     # transformers takes the first group for experts, and warns of names that come after all linear layers.
-    in_order = sorted(
-        [*named.items(), (usual, ["Linear"])], key=lambda each: (each[1] == ["Linear"]) != bool(of_experts)
-    )
+    rest = (usual, ["Linear"])
+    in_order = [rest, *named.items()] if of_experts else [*named.items(), rest]
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
