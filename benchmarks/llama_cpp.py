@@ -1,12 +1,13 @@
 """Writing text on a CPU: packed models beside the dense one in transformers and in llama.cpp, in turns.
 
     npm install --ignore-scripts --prefix PEER node-llama-cpp@3.22.1
-    python benchmarks/llama_cpp.py DENSE PEER PRUNED... --record benchmarks/results/llama_cpp.json
+    python benchmarks/llama_cpp.py DENSE PEER PRUNED... --record benchmarks/results/speed.json
 
 The package brings llama.cpp with kernels for each kind of processor. DENSE is one of the models that `niwaki export
 --gguf` knows, PRUNED are results of `niwaki prune` on it; what zeros are where makes no difference here. In each round
 every form has a turn, in a process of its own, and medians over rounds count. llama.cpp is timed from its
-package's interface, with the greedy choice of the next token, as niwaki's and transformers' times have it.
+package's interface, with the greedy choice of the next token, as niwaki's and transformers' times have it. What was
+measured on other processors, with other instructions, of other models and with other prompts stays in the record.
 """
 
 import json
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +32,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 import niwaki
+from niwaki.choices import NO_ZEROS
 from niwaki.exports.gguf_file import KINDS
 from niwaki.packed import kernels
 
@@ -56,7 +59,8 @@ def form_of(model: Path) -> str:
     record = niwaki.Record.load(model / "niwaki.json")
     before = sum(int(matrix.stats.get("zeros_before", 0)) for matrix in record.matrices)
     there = before / max(1, sum(math.prod(matrix.shape) for matrix in record.matrices))
-    sparsity = max(float(record.pattern.rpartition(":")[2]), there)
+    asked = 0.0 if record.pattern == NO_ZEROS else float(record.pattern.rpartition(":")[2])
+    sparsity = max(asked, there)
     grids = [record.quantization or "", f"embeddings {record.embeddings}" if record.embeddings else ""]
     return ", ".join(["packed", f"{sparsity:.0%} zeros", *filter(None, grids)])
 
@@ -107,9 +111,13 @@ def llama_cpp(
             highlight=False,
             soft_wrap=True,
         )
-    settings = {"prompt": prompt, "tokens": tokens, "rounds": rounds}
-    version = json.loads(package.read_text())["version"]
-    common.save(record, node_llama_cpp=version, kernels=kernels.describe(), **settings, forms=forms)
+    settings = {"prompt": prompt, "tokens": tokens, "rounds": rounds, "threads": torch.get_num_threads()}
+    version, where = json.loads(package.read_text())["version"], common.processor()
+    run = {"machine": where, "kernels": kernels.describe(), "model": dense.name, "node_llama_cpp": version, **settings}
+    if record:
+        keys = ("machine", "kernels", "model", "prompt", "threads")
+        runs = common.with_earlier([{**run, "forms": forms}], record, "runs", itemgetter(*keys))
+        common.save(record, runs=runs)
 
 
 if __name__ == "__main__":

@@ -635,6 +635,31 @@ def experts(made: Any) -> Lines:
     return markdown(["experts removed", "calibrated on", "measured on", "REAP alone", "fitted", "ratio"], rows)
 
 
+def speed(made: Any) -> Lines:
+    """Tokens a second and the first token, packed beside llama.cpp, by processor, model and bits."""
+    rows = []
+    for run in made["runs"]:
+        forms = {form["form"]: form for form in run["forms"]}
+        for bits, theirs in (("8 bits", "llama.cpp, Q8_0"), ("4 bits", "llama.cpp, Q4_0")):
+            ours = next(f for name, f in forms.items() if f"int{bits[0]}:64, embeddings" in name)
+            peer, row = forms[theirs], [_processor(run), _MODELS.get(run["model"], run["model"]), bits]
+            row += [
+                f"{each['tokens_per_second']:.0f} ({each['slowest']:.0f} to {each['fastest']:.0f})"
+                for each in (peer, ours)
+            ]
+            row.append(f"{ours['tokens_per_second'] / peer['tokens_per_second']:.2f}")
+            row += [f"{each['first_token'] * 1e3:.0f}" for each in (peer, ours)]
+            rows.append([*row, f"{forms['transformers, bfloat16']['tokens_per_second']:.0f}"])
+    heads = ["processor", "model", "", "llama.cpp, tokens/s", "packed", "ratio", "first token, ms: llama.cpp", "packed"]
+    return markdown([*heads, "transformers in bfloat16, tokens/s"], rows)
+
+
+def _processor(run: Any) -> str:
+    """A processor and what was used of it, in short."""
+    name = re.sub(r"\((R|TM|r|tm)\)| Processor| CPU.*", "", run["machine"])
+    return f"{name}, {run['kernels'].removeprefix('native, ')}"
+
+
 def llama_cpp(made: Any) -> Lines:
     """The speed of each form of a model, beside transformers'."""
     forms = made["forms"]

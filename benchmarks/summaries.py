@@ -40,9 +40,12 @@ _FORMS = {
 }
 
 
-def fast(made: Any, narrow: Any) -> Lines:
+def fast(made: Any) -> Lines:
     """Tokens a second beside transformers and llama.cpp, on a processor with all instructions and with AVX2 alone."""
-    found = [{form["form"]: form for form in each["forms"]} for each in (made, narrow)]
+    runs = [run for run in made["runs"] if run["model"].startswith("smollm2")]
+    whole = next(run for run in runs if "AVX2" not in run["kernels"])
+    narrow = next(run for run in runs if "AVX2" in run["kernels"] and run["machine"] == whole["machine"])
+    found = [{form["form"]: form for form in each["forms"]} for each in (whole, narrow)]
     rows = [
         [
             name,
@@ -53,7 +56,12 @@ def fast(made: Any, narrow: Any) -> Lines:
         for form, name in _FORMS.items()
     ]
     heads = ["", "size", "tokens/s, AVX-512", "tokens/s, AVX2 alone", "first token, AVX-512"]
-    return [*markdown(heads, rows), "", "Two threads of an AMD EPYC processor; the median of three rounds."]
+    return [
+        *markdown(heads, rows),
+        "",
+        f"Two threads of {whole['machine']}; the median of {whole['rounds']} rounds. "
+        "Other models and processors: [beside llama.cpp](results-speed.md#beside-llamacpp).",
+    ]
 
 
 def zeros(made: Any) -> Lines:

@@ -1,6 +1,6 @@
 // One token through a decoder block with packed matrices: norm, queries, keys and values, rotary positions, attention
-// to the cache, and a gated MLP, in two calls; between them the caller puts keys and values into its cache. And its
-// product with a dense matrix, the head.
+// to the cache, and a gated MLP, in two calls; between them the caller puts keys and values into its cache. Or through
+// all blocks in one call. And its product with a dense matrix, the head.
 //
 // A token's products take less time than the hundreds of calls around them if each is one of its own. What would be
 // rounded to bfloat16 between torch's operations is rounded here too, so that results agree with theirs to the last
@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <thread>
 
 #if defined(NIWAKI_X86)
@@ -230,7 +231,7 @@ class Step {
     std::atomic<std::int64_t> next{0}, done{0};
 };
 
-// Rows that are computed at a time: enough to be read on for long, and a few times as many parts as threads.
+// Rows that are computed at a time: enough to be read on for long, and some times as many parts as threads.
 struct Tiles {
     std::int64_t rows, each, count;
     Tiles(std::int64_t rows, int threads)
@@ -299,26 +300,27 @@ void in_each_thread(int threads, Function&& function) {
     in_threads(threads, [](void* data) { (*static_cast<Function*>(data))(); }, &function);
 }
 
-}  // namespace
-}  // namespace niwaki
+// Where each head's numbers of one position are to be written.
+struct Place {
+    void* numbers;
+    std::int64_t head;  // numbers from one head to the next
+};
 
-using namespace niwaki;
+// The first half of a block: queries, keys and values of a token. All threads of a team work at it together.
+class Projections {
+  public:
+    Projections(const Block& block, int threads)
+        : b(block),
+          all(b.heads + 2 * b.pairs),
+          each(std::max<std::int64_t>(1, all / (4 * std::max(threads, 1)))),
+          found(all * b.size),
+          middles{{b.q, threads}, {b.k, threads}, {b.v, threads}},
+          rights(middles[0].tiles.count + middles[1].tiles.count + middles[2].tiles.count),
+          heads((all + each - 1) / each) {}
 
-extern "C" {
-
-// Queries, keys and values (heads, size) of the token whose state is `x` (width), at the position of these angles.
-void niwaki_block_begin(const Block* block, const void* x, const void* cosines, const void* sines, std::int64_t rotary,
-                        void* queries, void* keys, void* values, int threads) {
-    const Block& b = *block;
-    const Parts& parts = parts_of(b.path);
-    const std::int64_t all = b.heads + 2 * b.pairs;
-    // A part is some heads, as many as are worth a thread's while.
-    const std::int64_t each = std::max<std::int64_t>(1, all / (4 * std::max(threads, 1)));
-    std::vector<float> found(all * b.size);
-    Middle middles[] = {{b.q, threads}, {b.k, threads}, {b.v, threads}};
-    Step rights(middles[0].tiles.count + middles[1].tiles.count + middles[2].tiles.count);
-    Step heads((all + each - 1) / each);
-    in_each_thread(threads, [&] {
+    void work(const void* x, const void* cosines, const void* sines, std::int64_t rotary, Place queries, Place keys,
+              Place values) {
+        const Parts& parts = parts_of(b.path);
         std::vector<float> state, normal;
         std::vector<Operand> operand, own[3];
         const auto normalized = [&]() -> Operand& {
@@ -346,41 +348,63 @@ void niwaki_block_begin(const Block* block, const void* x, const void* cosines, 
                 const std::int64_t before = query ? 0 : key ? b.heads : b.heads + b.pairs;
                 const std::int64_t row = (head - before) * b.size;
                 rows_of_layer(b, layer, seen, row, row + b.size, found.data() + before * b.size);
-                float* place = found.data() + head * b.size;
+                float* numbers = found.data() + head * b.size;
                 if (query || key) {
-                    if (norm.weight) parts.normalize(norm, place, b.size, b.half, place);
-                    rotate(place, cosines, sines, rotary, b.half);
+                    if (norm.weight) parts.normalize(norm, numbers, b.size, b.half, numbers);
+                    rotate(numbers, cosines, sines, rotary, b.half);
                 }
-                void* out = query ? queries : key ? keys : values;
-                for (std::int64_t i = 0; i < b.size; ++i) put(out, b.half, row + i, place[i]);
+                const Place& out = query ? queries : key ? keys : values;
+                for (std::int64_t i = 0; i < b.size; ++i)
+                    put(out.numbers, b.half, (head - before) * out.head + i, numbers[i]);
             }
         });
-    });
-}
+    }
 
-// The state of the token behind the block, from the one before and its queries; keys and values are those of all
-// positions up to its own.
-void niwaki_block_end(const Block* block, const void* x, const void* queries, const Attention* attention, void* out,
-                      int threads) {
-    const Block& b = *block;
-    const Parts& parts = parts_of(b.path);
-    const std::int64_t seen = b.heads * b.size, shared = b.heads / b.pairs;
-    std::vector<float> found(padded(seen)), projected(b.width), state(b.width), gate(padded(b.inner)), up(b.inner),
-        last(b.width);
-    const Tiles narrow(b.width, threads), wide(b.inner, threads);
-    Middle to_output(b.o, threads), to_gate(b.gate, threads), to_up(b.up, threads), to_down(b.down, threads);
-    Step heads(b.heads), outputs(narrow.count), gates(wide.count), downs(narrow.count),
-        output_rights(to_output.tiles.count), gate_rights(to_gate.tiles.count + to_up.tiles.count),
-        down_rights(to_down.tiles.count);
-    in_each_thread(threads, [&] {
+  private:
+    const Block& b;
+    const std::int64_t all, each;  // a part is some heads, as many as are worth a thread's while
+    std::vector<float> found;
+    Middle middles[3];
+    Step rights, heads;
+};
+
+// The second half of a block: attention to the cache, and the MLP.
+class Rest {
+  public:
+    Rest(const Block& block, int threads)
+        : b(block),
+          seen(b.heads * b.size),
+          found(padded(seen)),
+          projected(b.width),
+          state(b.width),
+          gate(padded(b.inner)),
+          up(b.inner),
+          last(b.width),
+          narrow(b.width, threads),
+          wide(b.inner, threads),
+          to_output(b.o, threads),
+          to_gate(b.gate, threads),
+          to_up(b.up, threads),
+          to_down(b.down, threads),
+          heads(b.heads),
+          output_rights(to_output.tiles.count),
+          outputs(narrow.count),
+          gate_rights(to_gate.tiles.count + to_up.tiles.count),
+          gates(wide.count),
+          down_rights(to_down.tiles.count),
+          downs(narrow.count) {}
+
+    void work(const void* x, const void* queries, const Attention& attention, void* out) {
+        const Parts& parts = parts_of(b.path);
         std::vector<float> scores, query, normal;
-        std::vector<Operand> of_output, of_gate, of_up, of_down;
+        std::vector<Operand> of_output, of_gate, of_up, of_down, operand;
         heads.work([&](std::int64_t head) {
-            scores.resize(attention->length);
+            scores.resize(attention.length);
             query.resize(b.size);
             for (std::int64_t i = 0; i < b.size; ++i) query[i] = number(queries, b.half, head * b.size + i);
             float* place = found.data() + head * b.size;
-            parts.attend(*attention, query.data(), head / shared, b.size, b.scaling, b.half, scores.data(), place);
+            const std::int64_t shared = b.heads / b.pairs;
+            parts.attend(attention, query.data(), head / shared, b.size, b.scaling, b.half, scores.data(), place);
             for (std::int64_t i = 0; i < b.size; ++i) place[i] = rounded(place[i], b.half);
         });
         Operand attended = operand_of(b, found.data(), seen);
@@ -391,7 +415,6 @@ void niwaki_block_end(const Block* block, const void* x, const void* queries, co
             for (std::int64_t row = narrow.first(i); row < narrow.last(i); ++row)
                 state[row] = rounded(number(x, b.half, row) + projected[row], b.half);
         });
-        std::vector<Operand> operand;
         const auto normalized = [&]() -> Operand& {
             if (operand.empty()) {
                 normal.resize(padded(b.width));
@@ -401,8 +424,8 @@ void niwaki_block_end(const Block* block, const void* x, const void* queries, co
             return operand[0];
         };
         gate_rights.work([&](std::int64_t i) {
-            const std::int64_t gates = to_gate.tiles.count;
-            i < gates ? to_gate.part(b, normalized(), i) : to_up.part(b, normalized(), i - gates);
+            const std::int64_t count = to_gate.tiles.count;
+            i < count ? to_gate.part(b, normalized(), i) : to_up.part(b, normalized(), i - count);
         });
         gates.work([&](std::int64_t i) {
             Operand& for_gate = to_gate.operand(b, normalized(), of_gate);
@@ -418,6 +441,81 @@ void niwaki_block_end(const Block* block, const void* x, const void* queries, co
             for (std::int64_t row = narrow.first(i); row < narrow.last(i); ++row)
                 put(out, b.half, row, state[row] + last[row]);
         });
+    }
+
+  private:
+    const Block& b;
+    const std::int64_t seen;
+    std::vector<float> found, projected, state, gate, up, last;
+    const Tiles narrow, wide;
+    Middle to_output, to_gate, to_up, to_down;
+    Step heads, output_rights, outputs, gate_rights, gates, down_rights, downs;
+};
+
+// A block among others, with what it hands to the next. Each has its own: a thread that wakes late still reads them.
+struct Link {
+    Projections projections;
+    Rest rest;
+    std::vector<float> queries, out;  // numbers as activations are, for which there is more room than they need
+    Link(const Block& b, int threads)
+        : projections(b, threads), rest(b, threads), queries(b.heads * b.size), out(b.width) {}
+};
+
+}  // namespace
+
+// As niwaki/packed/block.py has it: the caches of all blocks, which have the same shape and room for more positions.
+struct Caches {
+    void *keys, *values;
+    std::int64_t block, head, position;  // numbers from one to the next
+    std::int64_t length;                 // positions, of which the last is the token's
+};
+
+}  // namespace niwaki
+
+using namespace niwaki;
+
+extern "C" {
+
+// Queries, keys and values (heads, size) of the token whose state is `x` (width), at the position of these angles.
+void niwaki_block_begin(const Block* block, const void* x, const void* cosines, const void* sines, std::int64_t rotary,
+                        void* queries, void* keys, void* values, int threads) {
+    Projections projections(*block, threads);
+    const std::int64_t size = block->size;
+    in_each_thread(threads,
+                   [&] { projections.work(x, cosines, sines, rotary, {queries, size}, {keys, size}, {values, size}); });
+}
+
+// The state of the token behind the block, from the one before and its queries; keys and values are those of all
+// positions up to its own.
+void niwaki_block_end(const Block* block, const void* x, const void* queries, const Attention* attention, void* out,
+                      int threads) {
+    Rest rest(*block, threads);
+    in_each_thread(threads, [&] { rest.work(x, queries, *attention, out); });
+}
+
+// The state `out` of a token behind `count` blocks of the same shape, from `x` before them. Its keys and values are
+// written into the caches, of which it sees all positions.
+void niwaki_blocks(const Block* blocks, std::int64_t count, const void* x, const void* cosines, const void* sines,
+                   std::int64_t rotary, const Caches* caches, void* out, int threads) {
+    std::deque<Link> links;
+    for (std::int64_t i = 0; i < count; ++i) links.emplace_back(blocks[i], threads);
+    const std::int64_t bytes = blocks[0].half ? 2 : 4, last = (caches->length - 1) * caches->position;
+    const auto at = [&](void* numbers, std::int64_t i) { return static_cast<char*>(numbers) + i * bytes; };
+    in_each_thread(threads, [&] {
+        const void* state = x;
+        for (std::int64_t i = 0; i < count; ++i) {
+            Link& link = links[i];
+            void *keys = at(caches->keys, i * caches->block), *values = at(caches->values, i * caches->block);
+            void *queries = link.queries.data(), *next = i + 1 < count ? link.out.data() : out;
+            link.projections.work(state, cosines, sines, rotary, {queries, blocks[i].size},
+                                  {at(keys, last), caches->head}, {at(values, last), caches->head});
+            const Attention attention{{keys, caches->head, caches->position},
+                                      {values, caches->head, caches->position},
+                                      nullptr,
+                                      caches->length};
+            link.rest.work(state, queries, attention, next);
+            state = next;
+        }
     });
 }
 

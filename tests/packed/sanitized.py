@@ -7,6 +7,7 @@ From the instructions called PATH on, such as AVX512BW, or from the plainest.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -21,10 +22,10 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import niwaki
-from niwaki.packed import kernels
+from niwaki.packed import decoding, kernels
 from niwaki.packed.matrix import pack
 from support.caches import CACHE
-from support.decoding import counting
+from support.decoding import block_by_block, counting
 from support.models import random_tokens, sparse_model
 from support.sparse import dense_of, in_whole_numbers, is_product, on_grid, sparse, vectors
 
@@ -74,7 +75,8 @@ for dtype, count in itertools.product((torch.int8, torch.bfloat16, torch.float32
         assert kernels.mask_(kept, which, path)
         assert torch.equal(kept, (torch.arange(count) % 2 == 0).to(dtype))
 
-# A token through each kind of block, behind a few others, in caches that end where their numbers do.
+# A token through each kind of block and through all of them, behind others, in caches that end where their numbers do.
+decoding._LEAST_MORE, decoding._MORE = 1, 0.0
 for case, dtype in itertools.product(("llama", "llama biases", "qwen3"), (torch.bfloat16, torch.float32)):
     with tempfile.TemporaryDirectory() as scratch:
         niwaki.pack(sparse_model(Path(scratch) / "model", case, dtype=dtype), Path(scratch) / "packed")
@@ -83,9 +85,10 @@ for case, dtype in itertools.product(("llama", "llama biases", "qwen3"), (torch.
     for path in paths:
         kernels.best_path = functools.partial(kernels.Path, path)
         model = copy.deepcopy(loaded)
-        for grows in (True, False):
+        for grows, at_once in ((True, True), (True, False), (False, False)):
             cache = DynamicCache() if grows else StaticCache(config=model.config, max_cache_len=5)
-            with torch.no_grad(), counting() as steps:
+            alone = contextlib.nullcontext() if at_once else block_by_block()
+            with torch.no_grad(), alone, counting() as steps:
                 model(tokens, **{CACHE: cache})
                 assert model(tokens[:, :1], **{CACHE: cache}).logits.isfinite().all()
             assert len(steps) == len(model.model.layers)  # all of them natively

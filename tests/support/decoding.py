@@ -230,22 +230,53 @@ def _positions(model: PreTrainedModel, start: int, count: int) -> Tensor:
 @contextlib.contextmanager
 def counting() -> Iterator[list[decoding.NativeBlock]]:
     """The blocks that were computed natively in this context, each as often as it was."""
-    found, right = [], decoding.NativeBlock._prepared_for
+    found = list[decoding.NativeBlock]()
+    alone, together, tried = (
+        decoding.NativeBlock._prepared_for,
+        decoding.NativeDecoder._chain_for,
+        decoding.NativeDecoder._tried,
+    )
 
     def counted(self: decoding.NativeBlock, *arguments: Any) -> Any:
-        prepared = right(self, *arguments)
+        prepared = alone(self, *arguments)
         if prepared is not None:
             found.append(self)
         return prepared
 
-    with patch.object(decoding.NativeBlock, "_prepared_for", counted):
+    def counted_together(self: decoding.NativeDecoder, *arguments: Any) -> Any:
+        chain = together(self, *arguments)
+        if chain is not None:
+            found.extend(block.forward for block in self._decoder.layers)
+        return chain
+
+    def not_counted(self: decoding.NativeDecoder, *arguments: Any) -> Any:
+        before = len(found)
+        chain = tried(self, *arguments)
+        del found[before:]
+        return chain
+
+    with (
+        patch.object(decoding.NativeBlock, "_prepared_for", counted),
+        patch.object(decoding.NativeDecoder, "_chain_for", counted_together),
+        patch.object(decoding.NativeDecoder, "_tried", not_counted),
+    ):
         yield found
 
 
 @contextlib.contextmanager
 def by_transformers() -> Iterator[None]:
     """Leaves all blocks to transformers."""
-    with patch.object(decoding.NativeBlock, "_prepared_for", lambda *_: None):
+    with (
+        patch.object(decoding.NativeBlock, "_prepared_for", lambda *_: None),
+        patch.object(decoding.NativeDecoder, "_chain_for", lambda *_: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def block_by_block() -> Iterator[None]:
+    """Leaves nothing to the library but blocks, each by itself."""
+    with patch.object(decoding.NativeDecoder, "_chain_for", lambda *_: None):
         yield
 
 

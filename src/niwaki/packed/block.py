@@ -55,13 +55,19 @@ class _Attention(ctypes.Structure):
     _fields_ = [("keys", _Cache), ("values", _Cache), ("mask", ctypes.c_void_p), ("length", ctypes.c_int64)]
 
 
+class _Caches(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("block", "head", "position", "length")),
+    ]
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A block, for the library."""
 
     native: _Block
     dtype: torch.dtype
-    pointers: list[int]
     tensors: list[Tensor]  # that are there, and stay as long as this does
 
     def accepts(self, x: Tensor, angles: Any) -> bool:
@@ -109,6 +115,45 @@ class Prepared:
         return out
 
 
+class Chain:
+    """Blocks of the same shape, one behind the other, for the library; ValueError where their shapes differ."""
+
+    def __init__(self, blocks: list[Prepared]) -> None:
+        self.first = blocks[0]
+        #: How many blocks there are, and the heads of each cache and their size.
+        self.shape = (len(blocks), self.first.native.pairs, self.first.native.size)
+        if len({_shape(block.native) for block in blocks}) > 1:
+            raise ValueError("blocks of several shapes")
+        self._blocks = blocks  # which stay as long as this does
+        self._native = (_Block * len(blocks))(*(block.native for block in blocks))
+
+    def run(self, x: Tensor, angles: tuple[Tensor, Tensor], caches: Tensor, length: int) -> Tensor:
+        """The state behind all blocks of a token whose state is ``x``.
+
+        Args:
+            x: As in ``first.accepts``, and ``angles`` too.
+            angles: Cosines and sines of its position.
+            caches: Keys and values (2, blocks, 1, heads, room, size), contiguous. The token's own are written here.
+            length: Positions that the token sees, with its own, the last one: at most those that there is room for.
+        """
+        count, heads, size = self.shape
+        room = caches.shape[4]
+        fits = caches.shape == (2, count, 1, heads, room, size) and caches.is_contiguous() and 0 < length <= room
+        if not fits or caches.dtype != x.dtype or caches.device.type != "cpu":
+            raise RuntimeError(f"caches of {caches.dtype} {tuple(caches.shape)} have no room for position {length}")
+        keys, values = (each.data_ptr() for each in caches.unbind())
+        native = _Caches(keys, values, heads * room * size, room * size, size, length)
+        cosines, sines = angles
+        out = torch.empty_like(x)
+        given = (x.data_ptr(), cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1], ctypes.byref(native))
+        kernels.loaded().niwaki_blocks(self._native, count, *given, out.data_ptr(), torch.get_num_threads())
+        return out
+
+
+def _shape(block: _Block) -> tuple[int, ...]:
+    return block.path, block.half, block.width, block.heads, block.pairs, block.size
+
+
 def modules_of(block: nn.Module) -> dict[str, Any]:
     """The modules within a block, by their own names."""
     return {name.rpartition(".")[2]: module for name, module in block.named_modules() if name}
@@ -146,7 +191,7 @@ def is_undisturbed(block: nn.Module) -> bool:
     )
 
 
-def prepare(modules: dict[str, Any], pointers: list[int], tensors: list[Tensor]) -> Prepared | None:
+def prepare(modules: dict[str, Any], tensors: list[Tensor]) -> Prepared | None:
     """None where shapes, dtypes or devices are not those that the library takes."""
     dtype = modules["input_layernorm"].weight.dtype
     size, width = modules["self_attn"].head_dim, modules["q_proj"].in_features
@@ -177,7 +222,7 @@ def prepare(modules: dict[str, Any], pointers: list[int], tensors: list[Tensor])
     numbers = (width, heads, pairs, size, inner, modules["self_attn"].scaling)
     parts = [*(_norm(modules.get(name)) for name in norms), *(_linear(modules[name]) for name in shapes)]
     native = _Block(kernels.best_path(), dtype == torch.bfloat16, kernels.rounds(dtype), *numbers, *parts)
-    return Prepared(native, dtype, pointers, tensors)
+    return Prepared(native, dtype, tensors)
 
 
 def _has_tensors(module: nn.Module) -> bool:

@@ -2,39 +2,55 @@
 
 Where text is generated, a small model spends more time between its products than in them. So blocks of the structure
 that LLaMA has, which most models share, leave single tokens to the library, and so does the head; all else is computed
-by transformers as before.
+by transformers as before. Where a decoder only hands tokens from one such block to the next, all of them are one call.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from niwaki.packed import kernels, replica
-from niwaki.packed.block import Prepared, has_parts, is_undisturbed, modules_of, prepare
+from niwaki.packed.block import Chain, Prepared, has_parts, is_undisturbed, modules_of, prepare
 from niwaki.packed.linear import SparseLinear
 
 #: What a block's cache is called, in transformers from 5.24 on and before.
 CACHES = ("cache", "past_key_values")
+_CACHE_OF_OUTPUT = next(name for name in CACHES if name in BaseModelOutputWithPast.__dataclass_fields__)
 #: What the library reads of a block's arguments, besides the state.
 _READ = {*CACHES, "attention_mask", "position_embeddings"}
 #: What else may be passed to blocks, with any value or the one here. That it has no influence is tried in a replica.
 _PASSED: dict[str, Any] = {"position_ids": ..., "cache_position": ..., "use_cache": ..., "output_attentions": False}
+#: The parts of a decoder that is tried, and what of its configuration limits how far back a token sees.
+_DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+#: Positions that a cache has room for beyond those that it needs: a share of these, and so many.
+_MORE, _LEAST_MORE = 0.25, 256
 
 
 def attach(model: Any, blocks: Iterable[nn.Module]) -> None:
     """Lets ``model``, on the CPU, compute single tokens natively where the structure of ``blocks`` is one for it."""
     if kernels.library() is None:
         return
+    blocks = [*blocks]
     for block in blocks:
         if has_parts(block) and "forward" not in vars(block):
             block.forward = NativeBlock(block)
+    for module in model.modules():
+        if module._modules.keys() == _DECODER and [*module.layers] == blocks and "forward" not in vars(module):
+            module.forward = NativeDecoder(module)
     head: Any = model.get_output_embeddings()
     if type(head) is nn.Linear and getattr(head, "bias", None) is None and "forward" not in vars(head):
         head.forward = NativeHead(head)  # type: ignore[method-assign]
@@ -124,38 +140,237 @@ class NativeBlock:
         return prepared if self._seen.agrees(x.dtype, angles[0].shape[-1], others, cache) else None
 
 
+class NativeDecoder:
+    """The forward of a decoder: one token by one call for all blocks, where it does nothing between them.
+
+    That is tried with copies of its blocks that only take notes, once for each way in which it is called. The cache has
+    its keys and values then in memory with room for more, and is a cache like any other for whoever looks at it.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+        self._watch: _Watch | None = None
+        #: By the names of what is given, all blocks; None where something else is done between them.
+        self._chains: dict[tuple[str, ...], Chain | None] = {}
+        self._rooms = WeakKeyDictionary[DynamicCache, _Room]()
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pointers are of this process
+        return NativeDecoder, (self._decoder,)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        chain = None if positional else self._chain_for(named)
+        if chain is not None:
+            x, angles = self._begin(named)
+            cache = named[_cache_in(named)]
+            if chain.first.accepts(x, angles) and (room := self._room_of(cache, chain, x.dtype)) is not None:
+                room.add_one(cache)
+                out = self._decoder.norm(chain.run(x, angles, room.numbers, room.length))
+                return BaseModelOutputWithPast(last_hidden_state=out, **{_CACHE_OF_OUTPUT: cache})
+        return type(self._decoder).forward(self._decoder, *positional, **named)
+
+    def _begin(self, named: dict[str, Any]) -> tuple[Tensor, Any]:
+        """The token's embedding, and the angles of its position."""
+        x = self._decoder.embed_tokens(named["input_ids"])
+        positions = named.get("position_ids")
+        if positions is None:
+            positions = torch.tensor([[named[_cache_in(named)].get_seq_length()]])
+        return x, self._decoder.rotary_emb(x, position_ids=positions)
+
+    def _chain_for(self, named: dict[str, Any]) -> Chain | None:
+        """All blocks as they are now; None for what they cannot compute in one call."""
+        given, cache = named.get("input_ids"), named.get(_cache_in(named))
+        if not isinstance(given, Tensor) or given.shape != (1, 1) or type(cache) is not DynamicCache or not _plain():
+            return None
+        length = cache.get_seq_length() + 1
+        mask, positions = named.get("attention_mask"), named.get("position_ids")
+        names = [name for name, value in named.items() if value is not None]
+        if (
+            not 1 < length <= self._longest()
+            or len(cache.layers) != len(self._decoder.layers)
+            or any(type(layer) is not DynamicLayer for layer in cache.layers)
+            or (mask is not None and not (isinstance(mask, Tensor) and mask.shape == (1, length) and bool(mask.all())))
+            or (positions is not None and not (isinstance(positions, Tensor) and positions.shape == (1, 1)))
+            or (positions is None and "cache_position" in names)
+            or any(name not in _PASSED and name not in (*CACHES, "input_ids", "attention_mask") for name in names)
+            or named.get("output_attentions")
+        ):
+            return None
+        asked = tuple(sorted(names))
+        if self._watch is None or self._watch.is_old():
+            self._watch = _Watch(self._decoder.modules())
+            self._chains.clear()
+        elif self._watch.has_moved():
+            self._chains.clear()
+        if asked not in self._chains:
+            self._chains[asked] = self._tried(self._watch, named)
+        return self._chains[asked]
+
+    def _longest(self) -> float:
+        """The most positions that a token sees."""
+        limits = (getattr(self._decoder.config, name, None) for name in _WINDOWS)
+        return min((limit for limit in limits if limit is not None), default=math.inf)
+
+    def _tried(self, watch: _Watch, named: dict[str, Any]) -> Chain | None:
+        """All blocks, if the decoder, so called, gives each what the one before made of the token, and nothing else."""
+        blocks = [block for block in self._decoder.layers if isinstance(vars(block).get("forward"), NativeBlock)]
+        if len(blocks) != len(self._decoder.layers) or watch.has_hooks():
+            return None
+        try:
+            given = self._handed_on(blocks, named)
+            found = [block.forward._prepared_for(*each) for block, each in zip(blocks, given, strict=True)]
+            return None if None in found else Chain(found)
+        except Exception:  # whatever a class does with blocks that are not its own; or these have several shapes
+            return None
+
+    def _handed_on(self, blocks: list[Any], named: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """What each of ``blocks`` is given; ValueError where that is not what the one before made."""
+        decoder, notes = self._decoder, list[tuple[Tensor, dict[str, Any]]]()
+        made = list[Tensor]()
+
+        def note(x: Tensor, **given: Any) -> Tensor:
+            notes.append((x, given))
+            made.append(x + 1)
+            return made[-1]
+
+        copies = [_copied(block, forward=note) for block in blocks]
+        parts = {**decoder._modules, "layers": nn.ModuleList(copies)}
+        out = type(decoder).forward(_copied(decoder, _modules=parts), **named)
+        x, angles = self._begin(named)
+        cache, first = named[_cache_in(named)], notes[0][1]
+        if (
+            len(notes) != len(blocks)
+            or any(x is not before for (x, _), before in zip(notes[1:], made[:-1], strict=True))
+            or any(given.keys() != first.keys() for _, given in notes)
+            or any(given[name] is not first[name] for _, given in notes for name in given)
+            or first.get("attention_mask") is not None
+            or first[_cache_in(first)] is not cache
+            or not torch.equal(notes[0][0], x)
+            or not all(map(torch.equal, first["position_embeddings"], angles))
+            or type(out) is not BaseModelOutputWithPast
+            or out.keys() != {"last_hidden_state", _CACHE_OF_OUTPUT}
+            or out[_CACHE_OF_OUTPUT] is not cache
+            or not torch.equal(out["last_hidden_state"], decoder.norm(made[-1]))
+        ):
+            raise ValueError("something is done between blocks")
+        return notes
+
+    def _room_of(self, cache: DynamicCache, chain: Chain, dtype: torch.dtype) -> _Room | None:
+        """What ``cache`` has, with room for a position more; None where that is not what the blocks read."""
+        room = self._rooms.get(cache)
+        if room is None or not room.is_of(cache):
+            layers: list[Any] = cache.layers
+            tensors = [layer.keys for layer in layers] + [layer.values for layer in layers]
+            count, heads, size = chain.shape
+            shape, dtypes = (
+                (1, heads, cache.get_seq_length(), size),
+                {(tensor.dtype, tensor.device) for tensor in tensors},
+            )
+            if any(tensor.shape != shape for tensor in tensors) or dtypes != {(dtype, torch.device("cpu"))}:
+                return None
+            room = self._rooms[cache] = _Room(tensors, count)
+        return room
+
+
+class _Room:
+    """Keys and values of all blocks in one tensor, which has room for more positions than there are."""
+
+    def __init__(self, tensors: list[Tensor], blocks: int) -> None:
+        self._views = tensors
+        self._blocks = blocks
+        self.length = tensors[0].shape[2]
+        self._grow()
+
+    def _grow(self) -> None:
+        length = self.length + max(_LEAST_MORE, int(self.length * _MORE))
+        _, heads, _, size = self._views[0].shape
+        #: (2, blocks, 1, heads, room, size)
+        self.numbers = self._views[0].new_empty(2, self._blocks, 1, heads, length, size)
+        torch.stack(self._views, out=self.numbers.flatten(0, 1)[..., : self.length, :])
+
+    def is_of(self, cache: DynamicCache) -> bool:
+        """Whether ``cache`` has what was last handed to it, and this nothing more."""
+        layers: list[Any] = cache.layers
+        has = itertools.chain((layer.keys for layer in layers), (layer.values for layer in layers))
+        return self._views[0].shape[2] == self.length and all(map(operator.is_, has, self._views))
+
+    def add_one(self, cache: DynamicCache) -> None:
+        """Hands one more position to ``cache``, whose numbers are still to be written."""
+        if self.length == self.numbers.shape[4]:
+            self._grow()
+        self.length += 1
+        layers: list[Any] = cache.layers
+        self._views = [*self.numbers.flatten(0, 1)[..., : self.length, :].unbind()]
+        for layer, keys, values in zip(layers, self._views, self._views[len(layers) :], strict=False):
+            layer.keys, layer.values = keys, values
+
+
+def _copied(module: nn.Module, **others: Any) -> Any:
+    """``module`` with ``others`` in the place of some attributes; all else is shared."""
+    copied: nn.Module = object.__new__(type(module))
+    vars(copied).update({key: value for key, value in vars(module).items() if key != "forward"}, **others)
+    return copied
+
+
+class _Watch:
+    """Modules as they were when somebody looked at them."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = [*modules]
+        owners = [values for module in modules for values in (module._buffers, module._parameters)]
+        #: Where tensors are.
+        self._owners = [each for each in owners if each]
+        #: Of hooks it matters whether there are any, of tensors where they are, of all else what it is.
+        self._hooks = [each for module in modules for each in (module._forward_hooks, module._forward_pre_hooks)]
+        self._counted = [*owners, *self._hooks]
+        self._values = [*{id(each): each for module in modules for each in _watched(module)}.values()]
+        self._counts, self._copies = [*map(len, self._counted)], [each.copy() for each in self._values]
+        self._pointers = self._where()
+
+    def has_hooks(self) -> bool:
+        """Whether any of the modules had one."""
+        return any(self._hooks)
+
+    def is_old(self) -> bool:
+        """Whether an attribute, a module or a hook is another now."""
+        try:
+            return [*map(len, self._counted)] != self._counts or self._values != self._copies
+        except (RuntimeError, ValueError):  # of tensors that were exchanged for others
+            return True
+
+    def has_moved(self) -> bool:
+        """Whether a tensor is at another place than when this was asked last."""
+        before, self._pointers = self._pointers, self._where()
+        return before != self._pointers
+
+    def tensors(self) -> list[Tensor]:
+        """All that the modules have now."""
+        return [value for values in self._owners for value in values.values() if value is not None]
+
+    def _where(self) -> list[int]:
+        return [*map(Tensor.data_ptr, self.tensors())]
+
+
 class _Seen:
     """A block as it was when somebody looked at it, and whether it still is."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._known = has_parts(block) and is_undisturbed(block)
-        modules = [*block.modules()]
         #: Its number.
         self.layer: int = block.get_submodule("self_attn").layer_idx if self._known else -1  # type: ignore[assignment]
-        #: Where its tensors are.
-        self._owners = [values for module in modules for values in (module._buffers, module._parameters)]
+        self._watch = _Watch(block.modules())
+        self.is_old = self._watch.is_old
         self._modules = modules_of(block)
         self._prepared: Prepared | None = None
         self._agrees: dict[Any, bool] = {}
-        watched = [values for module in modules for values in _watched(module)]
-        self._copies = [(values, values.copy()) for values in watched]
-
-    def is_old(self) -> bool:
-        """Whether an attribute, a module or a hook within the block is another now."""
-        try:
-            return any(now != then for now, then in self._copies)
-        except (RuntimeError, ValueError):  # of tensors that were exchanged for others
-            return True
 
     def prepared(self) -> Prepared | None:
         """The block with its tensors as they are now."""
         if not self._known:
             return None
-        tensors = [value for values in self._owners for value in values.values() if value is not None]
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if self._prepared is None or self._prepared.pointers != pointers:
-            self._prepared = prepare(self._modules, pointers, [tensor.detach() for tensor in tensors])
+        if self._watch.has_moved() or self._prepared is None:
+            self._prepared = prepare(self._modules, [tensor.detach() for tensor in self._watch.tensors()])
         return self._prepared
 
     def agrees(self, dtype: torch.dtype, rotary: int, others: dict[str, Any], cache: str) -> bool:
@@ -168,7 +383,7 @@ class _Seen:
 
 def _watched(module: nn.Module) -> Iterator[Any]:
     """The dicts and lists on which it depends what a module computes, besides its tensors."""
-    yield from (vars(module), module._modules, module._forward_hooks, module._forward_pre_hooks)
+    yield from (vars(module), module._modules)
     for value in vars(module).values():
         if isinstance(value, PreTrainedConfig):
             yield vars(value)

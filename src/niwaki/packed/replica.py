@@ -161,7 +161,7 @@ class _Replica:
         self._modules = modules_of(self._block)
         self._layer = _Number()
         self._modules["self_attn"].layer_idx = self._layer
-        found = prepare(self._modules, [], [])
+        found = prepare(self._modules, [])
         if found is None:
             raise ValueError("sizes that do not fit each other")
         self._prepared: Prepared = found
