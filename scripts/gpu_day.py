@@ -155,12 +155,15 @@ PARTS = [
     ),
     Part(
         "vllm",
-        "whether vLLM loads packed integers of 4, 8 and mixed bits, and writes what transformers does",
-        200,
+        "whether vLLM loads packed integers of 4, 8 and mixed bits, W8A8 and FP8, and writes what transformers does",
+        300,
         "for grid in int4:64 int8:64 int4.5:64; do\n"
         "  {python} -m niwaki run demo {out}/$grid -s \"quantize $grid\" -s 'export compressed-tensors' "
         "--calibration demo --text-samples 4 {few}\n"
-        "  {python} -c {served} {out}/$grid; done",
+        "  {python} -c {served} {out}/$grid; done\n"
+        "{python} -m niwaki run demo {out}/w8a8 -s 'quantize int8' -s 'export w8a8' --text-samples 0\n"
+        "{python} -m niwaki export demo {out}/fp8 --format fp8\n"
+        "for form in w8a8 fp8; do {python} -c {served} {out}/$form; done",
         needs=("vllm", "compressed_tensors"),
         gpu=True,
     ),

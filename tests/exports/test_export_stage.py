@@ -152,7 +152,7 @@ def test_stopped_while_it_is_written(tmp_path: Path, model: Path, form: Any, the
         ([Shrink(neurons=0.25), Export("packed")], "export comes after prune or quantize"),
         ([Prune(0.5, keep_format=True), Export("packed")], "without keep_format"),
         ([*PRUNED, Export("compressed-tensors")], "has no weights on a grid"),
-        (["prune 0.5", "export gguf-q5_0"], "format must be packed, compressed-tensors, gguf, gguf-f16, "),
+        (["prune 0.5", "export gguf-q5_0"], "format must be packed, compressed-tensors, w8a8, fp8, gguf, gguf-f16, "),
         (["prune 0.5", "export form=packed"], "no parameter of the stage export is called 'form'; did you mean format"),
     ],
     ids=str,

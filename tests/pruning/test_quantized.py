@@ -366,7 +366,7 @@ def test_a_packed_model(tmp_path: Path, quantize: str, shards: bool) -> None:
             assert key in load_file(tmp_path / "packed" / shard)
         assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors(tmp_path / "packed").values())
     assert (tmp_path / "packed" / "notes.txt").read_text() == "notes"
-    for name, what in (("README.md", "\n    vllm serve DIR\n"), ("niwaki.json", "weights are packed integers")):
+    for name, what in (("README.md", "\n    vllm serve DIR\n"), ("niwaki.json", "weights are integers in the format")):
         assert "stored as usual" in (tmp_path / "out" / name).read_text()
         assert what in (text := (tmp_path / "packed" / name).read_text())
         assert "stored as usual" not in text

@@ -3,9 +3,10 @@
 Whole numbers of other programs are read in the same way (:mod:`.integers`), and not put back.
 
 FP8 is what DeepSeek V3 uses: float8_e4m3fn, and for each block of (by default) 128 x 128 a factor under the tensor's
-name with "_scale_inv". MXFP4 is what gpt-oss uses: four-bit floating-point numbers (1 sign, 2 exponent and 1 mantissa
-bit) two in a byte, and for each 32 of a row a power of two, of which the model has the transpose. Sources: DeepSeek-V3
-technical report, arXiv 2412.19437, section 3.3; OCP Microscaling Formats (MX) v1.0.
+name with "_scale_inv"; or, in compressed-tensors, for each row, block or matrix under its name with "_scale". MXFP4 is
+what gpt-oss uses: four-bit floating-point numbers (1 sign, 2 exponent and 1 mantissa bit) two in a byte, and for each
+32 of a row a power of two, of which the model has the transpose. Sources: DeepSeek-V3 technical report, arXiv
+2412.19437, section 3.3; OCP Microscaling Formats (MX) v1.0.
 """
 
 from abc import ABC, abstractmethod
@@ -104,8 +105,8 @@ class FP8(EncodedFloats):
     no_numbers: ClassVar[tuple[bytes, ...]] = (b"\x7f", b"\xff")
 
     def __str__(self) -> str:
-        if self.block == self.shape[-2:]:
-            return "FP8, a scale for each matrix"
+        if self.block == self.shape[-2:] or self.block[0] == 1:
+            return f"FP8, a scale for each {'row' if self.block[0] == 1 else 'matrix'}"
         return "FP8, blocks of {} x {}".format(*self.block)
 
     @property
@@ -160,19 +161,25 @@ def find_floats(settings: Mapping[str, Any], entries: Mapping[str, Entry]) -> di
     """
     if settings.get("quant_method") == "fp8":
         powers = settings.get("scale_fmt") == "ue8m0"
-        return _find_fp8(settings.get("weight_block_size", [128, 128]), powers, entries)
+        return _find_fp8(settings.get("weight_block_size", [128, 128]), powers, _FP8_SUFFIX, entries)
+    if settings.get("quant_method") == "compressed-tensors":
+        groups = settings.get("config_groups")
+        weights = [each.get("weights") or {} for each in groups.values()] if isinstance(groups, dict) else []
+        blocks = [each["block_structure"] for each in weights if each.get("block_structure")]
+        return _find_fp8(blocks[0] if blocks else None, False, "_scale", entries)
     return _find_mxfp4(entries) if settings.get("quant_method") == "mxfp4" else {}
 
 
-def _find_fp8(block: Any, powers: bool, entries: Mapping[str, Entry]) -> dict[str, Encoded]:
+def _find_fp8(block: Any, powers: bool, suffix: str, entries: Mapping[str, Entry]) -> dict[str, Encoded]:
     found: dict[str, Encoded] = {}
     for key, codes in entries.items():
         if codes.dtype != "F8_E4M3" or len(codes.shape) < 2:
             continue
-        keys = key, f"{key}{_FP8_SUFFIX}"
+        keys = key, f"{key}{suffix}"
         if (scales := entries.get(keys[1])) is None:
             raise CheckpointError(f"{key!r} is in FP8 without its scales, {keys[1]}")
-        sizes = codes.shape[-2:] if block is None else block
+        in_rows = suffix != _FP8_SUFFIX and scales.shape == (*codes.shape[:-1], 1)
+        sizes = (1, codes.shape[-1]) if in_rows else codes.shape[-2:] if block is None else block
         if not (isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)):
             raise CheckpointError(f"weight_block_size is two whole numbers above 0; got {block!r}")
         wanted = (*codes.shape[:-2], *(-(-n // size) for n, size in zip(codes.shape[-2:], sizes, strict=True)))

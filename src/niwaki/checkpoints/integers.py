@@ -73,6 +73,11 @@ class Integers(Encoded):
         return (*super().parts, *(part for part in (self.zeros, self.order) if part), *self.beside)
 
     @property
+    def is_unpacked(self) -> bool:
+        """Whether each number has a byte of its own, with its sign, as compressed-tensors has them for W8A8."""
+        return self.codes.dtype == "I8"
+
+    @property
     def fits(self) -> bool:
         """Whether the shapes and dtypes of the tensors fit each other."""
         (rows, columns), bits, by = self.shape, self.bits, self.by
@@ -80,6 +85,8 @@ class Integers(Encoded):
         groups = -(-columns // self.group) if self.group > 0 else 0
         inputs = columns if by == "AWQ" else _words(columns, bits)
         outputs = _words(rows, bits)
+        if self.is_unpacked:
+            inputs = columns
         codes = (rows, inputs) if transposed else (inputs, outputs if by == "AWQ" else rows)
         zeros = (outputs, groups) if transposed else (groups, outputs)
         return (
@@ -98,7 +105,9 @@ class Integers(Encoded):
 
     def read(self, read: Callable[[Entry], Tensor], index: int | None) -> Tensor:
         (rows, columns), codes = self.shape, read(self.codes)
-        if self.by == "AWQ":
+        if self.is_unpacked:
+            q = codes.int() + 128
+        elif self.by == "AWQ":
             q = _unpacked(codes, self.bits, rows).unflatten(1, (-1, 8))[:, :, _PLACES].flatten(1).T
         else:
             q = _unpacked(codes.T if self.by == "GPTQ" else codes, self.bits, columns)
@@ -172,6 +181,9 @@ def find_integers(
         return {}
     found = dict[str, Encoded]()
     for key, codes in entries.items():
+        if codes.dtype == "I8" and method == "compressed-tensors" and key.endswith(".weight"):
+            found[key] = _bytes(key, codes, entries)
+            continue
         name = key.removesuffix(needed[0])
         if name == key or codes.dtype != "I32":
             continue
@@ -186,6 +198,21 @@ def find_integers(
             raise CheckpointError(f"{name!r} is quantized, and its tensors do not fit each other: {shapes}")
         found[f"{name}.weight"] = made
     return found
+
+
+def _bytes(key: str, codes: Entry, entries: Mapping[str, Entry]) -> Integers:
+    """A matrix of compressed-tensors with a byte for each number; CheckpointError where its scales are none for it."""
+    scales, zeros = entries.get(f"{key}_scale"), entries.get(f"{key}_zero_point")
+    if scales is not None and zeros is None and len(scales.shape) == len(codes.shape) == 2 and scales.shape[1]:
+        rows, columns = codes.shape
+        keys = key, f"{key}_scale"
+        made = Integers(
+            keys, codes, scales, (rows, columns), "compressed-tensors", 8, columns // scales.shape[1], None, None
+        )
+        if made.fits:
+            return made
+    shapes = ", ".join(f"{each.dtype} {each.shape}" for each in (codes, scales, zeros) if each)
+    raise CheckpointError(f"{key!r} is quantized, and its tensors do not fit each other: {shapes}")
 
 
 def _gptq_or_awq(settings: Mapping[str, Any], less: int | None, name: str, parts: dict[str, Entry]) -> Integers | None:

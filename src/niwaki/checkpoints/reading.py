@@ -148,7 +148,7 @@ class Checkpoint:
         settings = self.config.get("quantization_config")
         if not isinstance(settings, dict) or self.pruning.quantization:  # which niwaki has exported
             return {}
-        if settings.get("quant_method") in ("fp8", "mxfp4"):
+        if settings.get("quant_method") in ("fp8", "mxfp4") or settings.get("format") == "float-quantized":
             return find_floats(settings, self._stored)
         return find_integers(
             settings, self._stored, lambda key, entry: read_tensor(self.path / entry.shard, key, entry)

@@ -18,7 +18,8 @@ Format = Annotated[
     Option(
         "--format",
         case_sensitive=False,
-        help="compressed-tensors: integers of 2 to 8 bits; packed: as 'niwaki pack' writes; gguf-...: for llama.cpp.",
+        help="compressed-tensors: integers of 2 to 8 bits; w8a8, fp8: 8 bits for inputs too; packed: as 'niwaki pack' "
+        "writes; gguf-...: for llama.cpp.",
     ),
 ]
 

@@ -1,10 +1,11 @@
-"""Weights on a grid as packed integers: the format ``pack-quantized`` of compressed-tensors."""
+"""Formats of compressed-tensors, for vLLM, SGLang and transformers: packed integers, and 8 bits for inputs too."""
 
 import copy
 import json
+from abc import abstractmethod
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,9 +15,18 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import Shards
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import replace_file
-from niwaki.layer.grid import Grid
-from niwaki.models.layout import fused
-from niwaki.models.scales import bits_in, read_scales, stored_as_usual, verify_grid, whole_numbers_of, why_no_layer
+from niwaki.layer.floats import E4M3, TiledFloats
+from niwaki.layer.grid import scale_dtype
+from niwaki.models.layout import Matrix, fused
+from niwaki.models.scales import (
+    bits_in,
+    grid_of,
+    read_scales,
+    stored_as_usual,
+    verify_grid,
+    whole_numbers_of,
+    why_no_layer,
+)
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.wording import counted, markdown
@@ -24,10 +34,10 @@ from niwaki.runs.card import check_card, restate, write_card_of_form
 from niwaki.runs.conversion import Conversion
 
 _CARD = """
-# {name}, packed integers
+# {name}, {what}
 
-Weights as integers of {bits} bits in the format compressed-tensors: for vLLM, and for transformers where the package
-compressed-tensors is installed.
+{text} in the format compressed-tensors: for vLLM, and for transformers where the package compressed-tensors is
+installed.
 
     vllm serve DIR
 """
@@ -37,7 +47,7 @@ _BELOW_0 = (
 )
 #: The note that replaces the one that weights are not packed.
 _PACKED = (
-    "weights are packed integers in the format 'pack-quantized' of compressed-tensors, which has to be installed to "
+    "weights are integers in the format {!r} of compressed-tensors, which has to be installed to "
     "load them in transformers"
 )
 #: What all servers have kernels for.
@@ -51,18 +61,27 @@ _WIDER = (
     "others; stages 'quantize' and 'export' in one run choose bits with that in mind"
 )
 #: And of mixtures, whose experts transformers runs as one tensor.
+_NO_EXPERTS = "transformers (up to 5.24) loads no experts in this format; it is for vLLM"
 _EXPERTS = "transformers unpacks experts as it loads them: in memory they are as large as before"
 
 
 class CompressedTensors(Conversion):
-    """A model whose weights are on a grid, to be written as packed integers.
+    """A model whose matrices are to be written as codes and scales.
 
-    A matrix becomes ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and ``weight_shape``;
-    all else is copied, and names are those of the files, also of experts, which transformers unpacks and joins where it
-    loads them. Of mixed bits each matrix has its own, and those that servers make one of have the most of them.
-    ``name`` is what errors call the model: UsageError where its weights are not on a grid; UnsupportedModelError where
-    a matrix is not the weight of a linear layer, or transformers cannot load the result.
+    A matrix becomes what :meth:`parts` makes of it, and all else is copied. Names are those of the files, also of
+    experts, which transformers joins where it loads them. ``name`` is what errors call the model: UsageError where it
+    is not one for the format; UnsupportedModelError where a matrix is not the weight of a linear layer, or transformers
+    cannot load the result.
     """
+
+    #: As config.json calls it, and of which type inputs are that are rounded to 8 bits, a token at a time, if they are.
+    format: ClassVar[str]
+    inputs: ClassVar[str] = ""
+    #: What there is to say of a mixture.
+    of_experts: ClassVar[str] = _EXPERTS
+    #: What the card says that the model is, and that its weights are.
+    what: ClassVar[str]
+    text: ClassVar[str]
 
     def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
         super().__init__(checkpoint, progress)
@@ -72,13 +91,75 @@ class CompressedTensors(Conversion):
                 f"the matrices of {name} are products of two sparse factors, which compressed-tensors does not have; "
                 "'niwaki pack' writes the factors"
             )
+        self._model = StreamedModel(checkpoint, "cpu")
+        #: By key, the bits of each matrix in the files.
+        self._bits: dict[str, int] = {}
+
+    def check(self, name: str) -> None:
+        self._bits = {matrix.key: 8 for matrix in self._model.matrices()}
+
+    @abstractmethod
+    def parts(self, matrix: Matrix, W: Tensor) -> dict[str, Tensor]:
+        """The tensors to store of a matrix, by their names."""
+
+    @abstractmethod
+    def weights(self, bits: int) -> dict[str, Any]:
+        """What config.json says of matrices of so many ``bits``."""
+
+    def restate(self, directory: Path) -> None:
+        """Corrects the notes of the record."""
+
+    def notes(self) -> dict[str, bool]:
+        """What there is to say of the result, each with whether it is true."""
+        return {self.of_experts: any(matrix.expert is not None for matrix in self._model.matrices())}
+
+    def write(self, directory: Path, name: str) -> list[str]:
+        """Writes the shards, and corrects what the other files say of them."""
+        self.restate(directory)
+        bits = " or ".join(map(str, sorted({*self._bits.values()})))
+        text = _CARD.format(name=markdown(name), what=self.what, text=self.text.format(bits=bits))
+        own = "the card of the model that it was made from"
+        write_card_of_form(directory, "transformers", {"niwaki", "compressed-tensors"}, text, own)
+        self._write_shards(directory)
+        config = {**self.checkpoint.config, "quantization_config": _config(self, self._model, self._bits)}
+        replace_file(directory / "config.json", json.dumps(config, indent=2) + "\n")
+        return [note for note, said in self.notes().items() if said]
+
+    def _write_shards(self, directory: Path) -> None:
+        """Writes the shards, in which others take the place of each matrix, and their index."""
+        shards, checkpoint = Shards(directory), self.checkpoint
+        matrices, count = {matrix.key: matrix for matrix in self._model.matrices()}, 0
+        for shard in checkpoint.shards:
+            tensors: dict[str, Tensor] = {}
+            for key in (key for key, entry in checkpoint.entries.items() if entry.shard == shard):
+                W, count = checkpoint.read(key), count + 1
+                self.progress.status("exporting, tensor", count, len(checkpoint.entries))
+                tensors |= self.parts(matrices[key], W) if key in matrices else {key: W}
+            shards.write(shard, tensors, tensors.__getitem__)
+        shards.finish()
+
+
+class PackedIntegers(CompressedTensors):
+    """Weights on a grid, as packed integers.
+
+    A matrix becomes ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and ``weight_shape``.
+    Of mixed bits each matrix has its own, and those that servers make one of have the most of them.
+    """
+
+    format = "pack-quantized"
+    what = "packed integers"
+    text = "Weights as integers of {bits} bits"
+
+    def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
+        super().__init__(checkpoint, name, progress)
         grid, blocks = whole_numbers_of(checkpoint), checkpoint.pruning.blocks
         if grid is None:
             raise UsageError(
                 f"{name} has no weights on a grid, which compressed-tensors needs: quantize it first, as in 'niwaki "
-                "quantize MODEL OUT int4:128'; 'niwaki pack' writes a pruned model without its zeros"
+                "quantize MODEL OUT int4:128', or give the format fp8, for which no text is needed; 'niwaki pack' "
+                "writes a pruned model without its zeros"
             )
-        self._grid, self._model = grid, StreamedModel(checkpoint, "cpu")
+        self._grid, self._least = grid, 0.0
         if blocks is not None:
             mixtures = {matrix.block for matrix in self._model.matrices() if matrix.expert is not None}
             if len(mixtures & {*range(*blocks)}) not in (0, len(mixtures)):
@@ -93,8 +174,6 @@ class CompressedTensors(Conversion):
                     "blocks"
                 )
         _check_loads(self._model, name)
-        #: By key, the bits of each matrix in the files.
-        self._bits: dict[str, int] = {}
 
     def check(self, name: str) -> None:
         """CheckpointError where scales cannot be those of the weights, OutputError where these have left the grid."""
@@ -107,45 +186,85 @@ class CompressedTensors(Conversion):
         self._bits = {matrix.key: most[fused(matrix)] for matrix in matrices}
         self._wider = sum(bits > own[key] for key, bits in self._bits.items())
 
-    def write(self, directory: Path, name: str) -> list[str]:
-        """Writes the shards, and corrects what the other files say of them."""
-        restate(directory, stored_as_usual(self._grid, self._model.matrices()), _PACKED)
-        text, own = (
-            _CARD.format(name=markdown(name), bits=" or ".join(map(str, sorted({*self._bits.values()})))),
-            "the card of the model that it was made from",
-        )
-        write_card_of_form(directory, "transformers", {"niwaki", "compressed-tensors"}, text, own)
-        least = self._write_shards(directory)
-        config = {**self.checkpoint.config, "quantization_config": _config(self._model, self._grid, self._bits)}
-        replace_file(directory / "config.json", json.dumps(config, indent=2) + "\n")
-        has_experts = any(matrix.expert is not None for matrix in self._model.matrices())
-        notes = {
-            _BELOW_0: least < 0,
-            _EXPERTS: has_experts,
+    def parts(self, matrix: Matrix, W: Tensor) -> dict[str, Tensor]:
+        key, scales = matrix.key, read_scales(self.checkpoint, matrix, self._grid)
+        self._least = min(self._least, float(scales.min()))
+        codes = self._grid.codes(W.float(), scales.float())
+        return {**self.codes(key, codes), f"{key}_scale": scales}
+
+    def codes(self, key: str, codes: Tensor) -> dict[str, Tensor]:
+        """The tensors for the whole numbers of a matrix."""
+        return {f"{key}_packed": packed_integers(codes, self._bits[key]), f"{key}_shape": torch.tensor(codes.shape)}
+
+    def weights(self, bits: int) -> dict[str, Any]:
+        group = self._grid.group
+        kind = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
+        return {**kind, "strategy": "group" if group else "channel", "group_size": group}
+
+    def restate(self, directory: Path) -> None:
+        restate(directory, stored_as_usual(self._grid, self._model.matrices()), _PACKED.format(self.format))
+
+    def notes(self) -> dict[str, bool]:
+        return {
+            _BELOW_0: self._least < 0,
+            **super().notes(),
             _NEW: not {*self._bits.values()} <= _USUAL,
             _WIDER.format(counted(self._wider, "matrix", "matrices")): self._wider > 0,
         }
-        return [note for note, said in notes.items() if said]
 
-    def _write_shards(self, directory: Path) -> float:
-        """Writes the shards, in which three tensors replace each matrix, and their index; the least of all scales."""
-        shards, checkpoint, grid = Shards(directory), self.checkpoint, self._grid
-        matrices, count, least = {matrix.key: matrix for matrix in self._model.matrices()}, 0, 0.0
-        for shard in checkpoint.shards:
-            tensors: dict[str, Tensor] = {}
-            for key in (key for key, entry in checkpoint.entries.items() if entry.shard == shard):
-                W, count = checkpoint.read(key), count + 1
-                self.progress.status("exporting, tensor", count, len(checkpoint.entries))
-                if key not in matrices:
-                    tensors[key] = W
-                    continue
-                scales = read_scales(checkpoint, matrices[key], grid)
-                least = min(least, float(scales.min()))
-                packed = packed_integers(grid.codes(W.float(), scales.float()), self._bits[key])
-                tensors |= {f"{key}_packed": packed, f"{key}_scale": scales, f"{key}_shape": torch.tensor(W.shape)}
-            shards.write(shard, tensors, tensors.__getitem__)
-        shards.finish()
-        return least
+
+class W8A8(PackedIntegers):
+    """Weights of 8 bits with a scale for each row, for products with inputs that are rounded to 8 bits.
+
+    A matrix becomes ``weight`` (out, in) int8 and ``weight_scale`` (out, 1).
+    """
+
+    format, inputs, of_experts = "int-quantized", "int", _NO_EXPERTS
+    what = "8 bits for weights and inputs"
+    text = "Weights as integers of 8 bits, for inputs that are rounded to 8 bits as they come,"
+
+    def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
+        super().__init__(checkpoint, name, progress)
+        if (self._grid.bits, self._grid.group, self._grid.average) != (8, None, None):
+            raise UsageError(
+                f"{name} is on the grid {self._grid}, and w8a8 has integers of 8 bits and one scale for each row: "
+                "'niwaki quantize MODEL OUT int8' makes these"
+            )
+
+    def codes(self, key: str, codes: Tensor) -> dict[str, Tensor]:
+        return {key: codes.to(torch.int8)}
+
+
+class Float8(CompressedTensors):
+    """Weights in FP8 (E4M3) with the scale of each row that loses least, for inputs that are rounded to FP8.
+
+    A matrix becomes ``weight`` (out, in) float8_e4m3fn and ``weight_scale`` (out, 1). Zeros stay zeros, and no other
+    weight becomes one.
+    """
+
+    format, inputs = "float-quantized", "float"
+    what = "FP8"
+    text = "Weights in FP8 (E4M3) with a scale for each row, for inputs that are rounded to FP8 as they come,"
+
+    def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
+        super().__init__(checkpoint, name, progress)
+        if (grid := grid_of(checkpoint)) is not None:
+            raise UsageError(
+                f"{name} has weights on the grid {grid}, and FP8 would round them once more; give the model that it "
+                "was made from, or another format"
+            )
+        _check_loads(self._model, name)
+
+    def parts(self, matrix: Matrix, W: Tensor) -> dict[str, Tensor]:
+        numbers = TiledFloats(E4M3, (1, W.shape[1]), scale_dtype(W.dtype))
+        V = W.float()
+        scales = numbers.scales(V, V.new_ones(V.shape[1]), V.new_zeros(len(V), 1))
+        codes = numbers.codes(V, numbers.factors(scales, V.shape), V != 0)
+        key = matrix.key
+        return {key: codes.view(torch.float8_e4m3fn), f"{key}_scale": scales.to(scale_dtype(W.dtype))}
+
+    def weights(self, bits: int) -> dict[str, Any]:
+        return {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False, "strategy": "channel"}
 
 
 def packed_integers(codes: Tensor, bits: int) -> Tensor:
@@ -159,7 +278,7 @@ def packed_integers(codes: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).view("<i4"))
 
 
-def _config(model: StreamedModel, grid: Grid, bits: dict[str, int]) -> dict[str, Any]:
+def _config(form: CompressedTensors, model: StreamedModel, bits: dict[str, int]) -> dict[str, Any]:
     """``quantization_config`` of config.json, of matrices that have these ``bits`` by key."""
     modules, stored = _modules(model), {matrix.key for matrix in model.matrices()}
     linear = [name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)]
@@ -176,18 +295,19 @@ def _config(model: StreamedModel, grid: Grid, bits: dict[str, int]) -> dict[str,
         if bits[matrix.key] != usual:
             names = (model.places[matrix.block] + matrix.name, matrix.key.removesuffix(".weight"))
             named.setdefault(bits[matrix.key], []).extend(dict.fromkeys(names))
-    groups = {"strategy": "group" if grid.group else "channel", "group_size": grid.group}
+    inputs = {"num_bits": 8, "type": form.inputs, "symmetric": True, "strategy": "token", "dynamic": True}
     # transformers takes the first group for experts, and warns of names that come after all linear layers.
     rest = (usual, ["Linear"])
     in_order = [rest, *named.items()] if of_experts else [*named.items(), rest]
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": form.format,
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{i}": {
                 "targets": targets,
-                "weights": {"num_bits": each, "type": "int", "symmetric": True, **groups, "dynamic": False},
+                "weights": form.weights(each),
+                **({"input_activations": inputs} if form.inputs else {}),
             }
             for i, (each, targets) in enumerate(in_order)
         },

@@ -12,7 +12,7 @@ from niwaki.arguments import checked, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
 from niwaki.errors import UsageError
-from niwaki.exports.compressed_tensors import CompressedTensors
+from niwaki.exports.compressed_tensors import W8A8, CompressedTensors, Float8, PackedIntegers
 from niwaki.exports.gguf_file import KINDS, Gguf, write_gguf
 from niwaki.files import is_gguf_file
 from niwaki.models.locate import locate_model
@@ -21,6 +21,9 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.conversion import Conversion, convert, model_name, write_form
 from niwaki.runs.stage import Run, Stage, Task
+
+#: Those of compressed-tensors.
+_FOR_SERVERS: dict[str, type[CompressedTensors]] = {"compressed-tensors": PackedIntegers, "w8a8": W8A8, "fp8": Float8}
 
 
 @checked
@@ -35,6 +38,8 @@ def export(
     | format | what it is | for which models |
     |---|---|---|
     | "compressed-tensors" | packed integers, for transformers and vLLM | on a grid, as by ``quantize`` |
+    | "w8a8" | the same of 8 bits, for inputs that are rounded to 8 bits too | on the grid "int8" |
+    | "fp8" | weights in FP8, for inputs that are rounded to FP8 too | any that is not on a grid |
     | "packed" | a mask and values, for :func:`niwaki.load` | pruned, or on a grid |
     | "gguf-f16", "gguf-q8_0", "gguf-q4_0" | one file, for llama.cpp and Ollama | LLaMA, Qwen, Gemma and more |
 
@@ -71,8 +76,8 @@ def _opened(
     """The model ``name`` as the format ``how`` has it; ``changes`` are what stages to come change in config.json."""
     if how == "packed":
         return Packed(checkpoint, progress)
-    if how == "compressed-tensors":
-        return CompressedTensors(checkpoint, name, progress)
+    if how in _FOR_SERVERS:
+        return _FOR_SERVERS[how](checkpoint, name, progress)
     form = Gguf(checkpoint, KINDS[how], changes, progress)
     if checkpoint.pruning.has_factors:
         progress.note(f"{how} has no factors: matrices are written as the products of their two, dense")

@@ -1,0 +1,236 @@
+"""Models in FP8, and in 8 bits for products with inputs of 8 bits: written, loaded by transformers, and read again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import niwaki
+from niwaki.checkpoints.reading import SINGLE_NAME, Checkpoint
+from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
+from support.models import (
+    FEW_TOKENS,
+    add_small_tokenizer,
+    edit_json,
+    message,
+    random_model,
+    random_tokens,
+    reference,
+    save_model,
+)
+
+TOKENS = random_tokens(4, 24)
+MIXTURES = ("mixtral", "deepseek_v3")
+CASES = ("llama biases", "qwen3", "gemma3", *MIXTURES)
+
+
+def scheme_of(path: Path) -> Any:
+    """What its config.json says of matrices, as compressed-tensors understands it."""
+    quantization: Any = pytest.importorskip("compressed_tensors.quantization")
+    settings = json.loads((path / "config.json").read_text())["quantization_config"]
+    (group,) = quantization.QuantizationConfig.model_validate(settings).config_groups.values()
+    return group
+
+
+def by_compressed_tensors(path: Path) -> dict[str, Tensor]:
+    """All matrices, as its own code restores them."""
+    compressors: Any = pytest.importorskip("compressed_tensors.compressors")
+    settings = json.loads((path / "config.json").read_text())["quantization_config"]
+    kinds = {"float-quantized": "Float", "int-quantized": "Int"}
+    compressor = getattr(compressors, f"{kinds[settings['format']]}QuantizationCompressor")
+    stored, scheme = load_file(path / SINGLE_NAME), scheme_of(path)
+    return {
+        key: compressor.decompress({"weight": stored[key], "weight_scale": stored[f"{key}_scale"]}, scheme)["weight"]
+        for key in stored
+        if f"{key}_scale" in stored
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp8(tmp_path: Path, case: str) -> None:
+    """Each weight is the nearest number of its row's scale, which loses no more than that of the largest weight."""
+    model = save_model(tmp_path / "model", case, dtype=torch.bfloat16)
+    niwaki.export(model, tmp_path / "out", "fp8")
+    dense, stored, restored = Checkpoint(model), load_file(tmp_path / "out" / SINGLE_NAME), {}
+    restored = by_compressed_tensors(tmp_path / "out")
+    assert restored
+    better = 0
+    for key, W in restored.items():
+        right, scales = dense.read(key).double(), stored[f"{key}_scale"].double()
+        assert stored[key].dtype == torch.float8_e4m3fn
+        assert scales.shape == (len(right), 1)
+        assert stored[f"{key}_scale"].dtype == torch.bfloat16
+        nearest = (right / scales).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * scales
+        found = stored[key].double() * scales
+        assert (found - right).norm() <= (nearest - right).norm() * (1 + 1e-6)
+        usual = (right.abs().amax(1, keepdim=True) / 448).bfloat16().double()
+        usual = (right / usual).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * usual
+        better += bool((found - right).norm() < (usual - right).norm())
+        assert torch.allclose(W.double(), found, rtol=2**-7)
+    assert better > 0.8 * len(restored)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    group = config["config_groups"]["group_0"]
+    assert group["targets"] == ["Linear"]
+    assert group["input_activations"] == {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True
+    }  # fmt: skip
+    assert "lm_head" in config["ignore"] or case == "gemma3"
+    others = {key for key in stored if key not in restored and not key.endswith("_scale")}
+    assert all(torch.equal(stored[key], dense.read(key)) for key in others)
+    assert "vllm serve" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("case", "form"), [*((case, "fp8") for case in CASES), *((case, "w8a8") for case in CASES if case not in MIXTURES)]
+)
+@pytest.mark.slow
+def test_transformers_loads_them(tmp_path: Path, case: str, form: Any) -> None:
+    """Its inputs are rounded too, to 8 bits a token: that is near what all have in 16 bits."""
+    pytest.importorskip("compressed_tensors")
+    model = save_model(tmp_path / "model", case, dtype=torch.bfloat16)
+    if form == "w8a8":
+        niwaki.quantize(model, tmp_path / "int8", "int8", measurement=None)
+        niwaki.export(tmp_path / "int8", tmp_path / "out", form)
+    else:
+        niwaki.export(model, tmp_path / "out", form)
+    with torch.no_grad():
+        right, found = (reference(path, torch.bfloat16)(TOKENS).logits.float() for path in (model, tmp_path / "out"))
+    assert (found - right).norm() < 0.15 * right.norm()
+
+
+def test_zeros_stay(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", dtype=torch.bfloat16)
+    niwaki.prune(model, tmp_path / "pruned", "2:4", effort="fast", calibration=TOKENS, measurement=None)
+    niwaki.export(tmp_path / "pruned", tmp_path / "out", "fp8")
+    dense, found = Checkpoint(tmp_path / "pruned"), Checkpoint(tmp_path / "out")
+    for key in dense.entries:
+        assert torch.equal(dense.read(key) == 0, found.read(key) == 0), key
+
+
+def test_w8a8(tmp_path: Path) -> None:
+    """Numbers and scales are those that quantize made."""
+    model = save_model(tmp_path / "model", dtype=torch.bfloat16)
+    niwaki.run(model, tmp_path / "out", ["quantize int8", "export w8a8"], measurement=None)
+    niwaki.quantize(model, tmp_path / "int8", "int8", measurement=None)
+    dense, restored = Checkpoint(tmp_path / "int8"), by_compressed_tensors(tmp_path / "out")
+    assert len(restored) == 2 * 7
+    for key, W in restored.items():
+        assert torch.equal(W.bfloat16(), dense.read(key))
+    assert load_file(tmp_path / "out" / SINGLE_NAME)["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
+    assert scheme_of(tmp_path / "out").input_activations.strategy == "token"
+
+
+def test_experts_that_transformers_does_not_load(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "mixtral", dtype=torch.bfloat16)
+    niwaki.quantize(model, tmp_path / "int8", "int8", measurement=None)
+    notes = niwaki.export(tmp_path / "int8", tmp_path / "out", "w8a8")
+    assert any("no experts in this format" in note for note in notes)
+    dense = Checkpoint(tmp_path / "int8")
+    assert all(torch.equal(W.bfloat16(), dense.read(key)) for key, W in by_compressed_tensors(tmp_path / "out").items())
+
+
+@pytest.mark.parametrize(
+    ("grid", "form", "said"),
+    [
+        ("", "w8a8", "has no weights on a grid, which compressed-tensors needs"),
+        ("int4", "w8a8", "is on the grid int4, and w8a8 has integers of 8 bits and one scale for each row"),
+        ("int8:16", "w8a8", "is on the grid int8:16, and w8a8 has"),
+        ("int4", "fp8", "has weights on the grid int4, and FP8 would round them once more"),
+    ],
+)
+def test_what_they_cannot_be_made_of(tmp_path: Path, grid: str, form: Any, said: str) -> None:
+    model = save_model(tmp_path / "model", dtype=torch.bfloat16)
+    if grid:
+        niwaki.quantize(model, tmp_path / "grid", grid, effort="none", measurement=None)
+        model = tmp_path / "grid"
+    assert said in message(lambda: niwaki.export(model, tmp_path / "out", form), UsageError)
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "gpt_oss", dtype=torch.bfloat16)
+    said = message(lambda: niwaki.export(model, tmp_path / "out", "fp8"), UnsupportedModelError)
+    assert "it is one tensor with the matrices of all experts" in said
+
+
+def saved(path: Path, format_: str, weights: dict[str, Any], stored: dict[str, Tensor]) -> None:
+    save_file(stored, path / SINGLE_NAME, {"format": "pt"})
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    edit_json(
+        path / "config.json",
+        quantization_config={"quant_method": "compressed-tensors", "format": format_, "config_groups": groups},
+    )
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
+def test_fp8_of_others_is_a_model(tmp_path: Path, strategy: str) -> None:
+    """Read as what it stands for, pruned, and, if asked, put back into FP8."""
+    save_model(tmp_path / "model", dtype=torch.bfloat16)
+    generator, stored, meant = torch.Generator().manual_seed(0), dict[str, Tensor](), dict[str, Tensor]()
+    high, wide = {"tensor": (0, 0), "channel": (1, 0), "block": (16, 20)}[strategy]
+    for key, value in load_file(tmp_path / "model" / SINGLE_NAME).items():
+        stored[key] = value
+        if "_proj" not in key:
+            continue
+        rows, columns = value.shape
+        shape = (-(-rows // (high or rows)), -(-columns // (wide or columns)))
+        scales = (torch.rand(shape, generator=generator) / 1000 + 1e-4).bfloat16()
+        codes = (torch.randn(value.shape, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        down, across = torch.arange(rows) // (high or rows), torch.arange(columns) // (wide or columns)
+        meant[key] = (codes.double() * scales.double()[down][:, across]).bfloat16()
+        stored |= {key: codes, f"{key}_scale": scales.reshape(1) if strategy == "tensor" else scales}
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy}
+    saved(
+        tmp_path / "model", "float-quantized", {**weights, "block_structure": [high, wide]} if wide else weights, stored
+    )
+    found = Checkpoint(tmp_path / "model")
+    assert (
+        f"a scale for each {strategy}".replace("tensor", "matrix").replace("channel", "row") in found.encoded_as or wide
+    )
+    assert all(torch.equal(found.read(key), value) for key, value in meant.items())
+    record = niwaki.prune(
+        tmp_path / "model", tmp_path / "out", 0.5, solver="magnitude", calibration=TOKENS, measurement=None
+    )
+    assert abs(record.sparsity - 0.5) < 0.02
+    key = next(iter(meant))
+    broken = {**stored, f"{key}_scale": torch.ones(3, 7)}
+    saved(tmp_path / "model", "float-quantized", weights, broken)
+    assert "is FP8" in message(lambda: Checkpoint(tmp_path / "model"), CheckpointError)
+
+
+def test_bytes_of_others_go_to_llama_cpp_as_they_are(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    model = tmp_path / "model"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": FEW_TOKENS}
+    random_model("llama grouped", dtype=torch.float16, **sizes).save_pretrained(model)
+    add_small_tokenizer(model)
+    generator, stored, meant = torch.Generator().manual_seed(0), dict[str, Tensor](), dict[str, Any]()
+    for key, value in load_file(model / SINGLE_NAME).items():
+        stored[key] = value
+        if "_proj" in key:
+            codes = torch.randint(-127, 128, value.shape, generator=generator, dtype=torch.int8)
+            scales = (torch.rand(len(value), 1, generator=generator) / 1000 + 1e-4).half()
+            meant[key] = codes, scales
+            stored |= {key: codes, f"{key}_scale": scales}
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    saved(model, "int-quantized", weights, stored)
+    for key, (codes, scales) in meant.items():
+        assert torch.equal(Checkpoint(model).read(key), (codes.double() * scales.double()).half())
+    niwaki.export(model, tmp_path / "out.gguf", "gguf")
+    (tensor,) = (each for each in gguf.GGUFReader(tmp_path / "out.gguf").tensors if each.name == "blk.1.ffn_up.weight")
+    assert tensor.tensor_type.name == "Q8_0"
+    codes, scales = meant["model.layers.1.mlp.up_proj.weight"]
+    found = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type)))
+    assert torch.equal(found, codes.float() * scales.float())
+    key = next(iter(meant))
+    for wrong in (None, torch.ones(3, 1).half(), torch.ones(len(meant[key][0])).half()):
+        broken = {name: value for name, value in stored.items() if name != f"{key}_scale"}
+        saved(model, "int-quantized", weights, broken if wrong is None else {**broken, f"{key}_scale": wrong})
+        assert "do not fit each other" in message(lambda: Checkpoint(model), CheckpointError)
