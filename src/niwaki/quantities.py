@@ -82,7 +82,8 @@ def parse_bits(text: str) -> tuple[int, int | None, float | None]:
     if match is None:
         raise UsageError(
             f"{text!r} is not a valid grid; try int4:128, int8, or int5.5:64 for mixed bits; q4_k, or "
-            "q4.25 for mixed types, are for llama.cpp"
+            "q4.25 for mixed types, are for llama.cpp; FP8 and W8A8 are formats, as in 'niwaki export MODEL OUT "
+            "--format fp8'"
         )
     average = float(match[1]) if "." in match[1] else None
     bits, group = int(match[1]) if average is None else 8, int(match[2]) if match[2] else None

@@ -78,6 +78,7 @@ _REFUSED = {
     "compress demo out --size 0.4 --also demo": "--also is for --loss",
     "compress demo out --loss 0.1 --also nowhere.txt": "there is no file nowhere.txt",
     "compress demo out --size small": "such as 0.4 or 40%, or bytes, such as 80MB; got 'small'",
+    "quantize demo out fp8": "FP8 and W8A8 are formats, as in 'niwaki export MODEL OUT --format fp8'",
     "export demo out --format Q4_K_M": "for a type such as q4_k, 'niwaki quantize MODEL OUT q4_k' comes first",
     "compress demo out --size 40": "did you mean 0.4 (40 %) or 40MB?",
     "compress demo out --size 0.4 --loss 0.1": "give only one of these",

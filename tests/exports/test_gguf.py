@@ -188,7 +188,12 @@ Q_PROJ = "model__layers__1__self_attn__q_proj__weight"
     [
         (too_large, "F16", CheckpointError, "has the token 4096, of 4096"),
         (lambda path: (path / "tokenizer.json").unlink(), "F16", CalibrationError, "tokenizer.json"),
-        (lambda path: None, "Q5_0", UsageError, "format must be packed, compressed-tensors, w8a8, fp8, gguf, gguf-f16, "),
+        (
+            lambda path: None,
+            "Q5_0",
+            UsageError,
+            "format must be packed, compressed-tensors, w8a8, fp8, gguf, gguf-f16, ",
+        ),
         (change(**{Q_PROJ: None}), "F16", CheckpointError, "layers.1.self_attn.q_proj.weight"),
         (change(**{Q_PROJ: torch.ones(32, 8)}), "F16", CheckpointError, "(32, 8)"),
     ],

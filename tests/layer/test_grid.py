@@ -49,7 +49,8 @@ def test_grids_by_name(text: str, grid: Grid) -> None:
             (
                 text,
                 f"{text!r} is not a valid grid; try int4:128, int8, or int5.5:64 for mixed bits; "
-                "q4_k, or q4.25 for mixed types, are for llama.cpp",
+                "q4_k, or q4.25 for mixed types, are for llama.cpp; FP8 and W8A8 are formats, as in 'niwaki export "
+                "MODEL OUT --format fp8'",
             )
             for text in ("", "4", "fp4", "int", "int4:", "int4:-8", "int4:8:8", "int4.", "int٤")
         ),
