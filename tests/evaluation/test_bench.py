@@ -81,11 +81,12 @@ def test_times_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(measuring, "_now", clock.wait)
     monkeypatch.setattr(measuring, "peak_memory", lambda _: {"resident": 123})
+    monkeypatch.setattr(measuring, "_read_for_a_token", lambda _: 40)
     for name, size in (("a.safetensors", 10), ("b.safetensors", 20), ("packed.json", 5), ("tokenizer.json", 7)):
         (tmp_path / name).write_bytes(bytes(size))
     found = measuring.measure(tmp_path, 8, 4, 3, Compute("cpu"))
     assert found == Speed(
-        "packed", "bfloat16", 30, 47, 123, load=3, first_token=7, tokens_per_second=2, slowest=0.125, fastest=4
+        "packed", "bfloat16", 30, 47, 123, load=3, first_token=7, tokens_per_second=2, slowest=0.125, fastest=4, read=40
     )
     assert model.lengths == [8] * 4
     said = message(lambda: measuring.check_positions(LlamaConfig(max_position_embeddings=12), 9, 4))
@@ -141,6 +142,10 @@ def test_a_model_of_which_nothing_can_be_packed(tmp_path: Path, monkeypatch: pyt
     assert speed.disk == sum(file.stat().st_size for file in model.glob("*.safetensors"))
     assert speed.tokens_per_second > 0
     assert "packed" not in found.conditions()
+    loaded: Any = niwaki.load(model, "cpu")
+    apart = 0 if loaded.config.tie_word_embeddings else loaded.get_input_embeddings().weight.nbytes
+    assert speed.read == speed.resident - apart
+    assert found.conditions().endswith(f"read at {speed.read * speed.tokens_per_second / 1e9:.1f} (dense) GB/s")
     (note,) = notes.said
     assert "only the dense model is measured" in note
     assert ("F64" if kind == "float64" else f"no matrix of {model} would be smaller") in note

@@ -62,10 +62,12 @@ def test_the_same_numbers_as_block_by_block(kind: str, dtype: torch.dtype) -> No
     model, tokens = model_of(kind, dtype), random_tokens(1, TOKENS)
     for given in (1, 5):
         found = decoded(model, tokens, given)
+        assert decoding.one_by_one(model) == 0
         with block_by_block():
             assert torch.equal(found, decoded(model, tokens, given))
     assert chains(model) == [True]
-    assert decoding.one_by_one(model) == 0
+    model(tokens)
+    assert decoding.one_by_one(model) == 7 * model.config.num_hidden_layers
 
 
 def test_every_path_and_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,8 +202,21 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Co
         tokens_per_second=1 / statistics.median(rest),
         slowest=1 / max(rest),
         fastest=1 / min(rest),
+        read=_read_for_a_token(model),
         one_by_one=one_by_one(model),
     )
+
+
+def _read_for_a_token(model: Any) -> int:
+    """Bytes of all weights but those of token embeddings that are not the head too; 0 for mixtures of experts."""
+    if any("experts" in name for name, _ in model.named_modules()):
+        return 0
+    tensors = {value.data_ptr(): value.nbytes for value in [*model.parameters(), *model.buffers()]}
+    embeddings, head = (
+        {value.data_ptr() for value in [*end.parameters(), *end.buffers()]} if end else set()
+        for end in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
+    return sum(size for place, size in tensors.items() if place not in embeddings - head)
 
 
 def _now(model: Any) -> float:

@@ -164,6 +164,8 @@ class NativeDecoder:
             x, angles = self._begin(named)
             cache = named[_cache_in(named)]
             if chain.first.accepts(x, angles) and (room := self._room_of(cache, chain, x.dtype)) is not None:
+                for block in self._decoder.layers:
+                    vars(block)["forward"].was_native = True
                 room.add_one(cache)
                 out = self._decoder.norm(chain.run(x, angles, room.numbers, room.length))
                 return BaseModelOutputWithPast(last_hidden_state=out, **{_CACHE_OF_OUTPUT: cache})

@@ -25,6 +25,7 @@ class Speed:
             ``fastest``.
         one_by_one: Packed matrices in blocks that transformers computed, on a CPU with native kernels, which compute
             blocks whole where they can.
+        read: Bytes of weights that are read for each token; 0 where that depends on the token.
     """
 
     weights: Name
@@ -38,6 +39,7 @@ class Speed:
     slowest: Rate
     fastest: Rate
     one_by_one: Count = 0
+    read: Count = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class SpeedRecord(JsonFile):
                 where += f"; packed weights: {self.kernels}"
             if any(packed):
                 where += f", for {counted(max(packed), 'matrix', 'matrices')} one by one in blocks of transformers"
+        rates = [
+            f"{speed.read * speed.tokens_per_second / 1e9:.1f} ({speed.weights})" for speed in self.speeds if speed.read
+        ]
+        where += f"; weights are read at {' and '.join(rates)} GB/s" if rates else ""
         prompt = counted(self.prompt, "token")
         apart = max(speed.fastest / speed.slowest - 1 for speed in self.speeds)
         noise = f", tokens/s up to {100 * apart:.2g} % apart" if self.repeats > 1 else ""
