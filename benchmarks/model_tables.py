@@ -306,6 +306,26 @@ def grids(made: Any) -> Lines:
     ]
 
 
+def smaller(made: Any) -> Lines:
+    """A large model made as small as a small one, beside that one: nats a token above or below it."""
+    dense, large = [cell for cell in made["cells"] if cell["way"] == "dense" and not cell["target"]]
+    rows = []
+    for cell in made["cells"]:
+        found = [paired(cell["losses"][text], dense["losses"][text]) for text in dense["losses"]]
+        shown = ["" if cell is dense else f"{difference:+.3f} ±{error:.3f}" for difference, error in found]
+        mean = "" if cell is dense else f"{fmean(difference for difference, _ in found):+.3f}"
+        stages = [f"`{stage.removesuffix(' effort=fast')}`" for stage in cell.get("stages", [])]
+        way = "`compress --size` " * (cell["way"] == "compress") + (", ".join(stages) or "as it is, in 16 bits")
+        rows.append([_MODELS[cell["model"]], way, f"{cell['size'] / 2**20:,.0f}", *shown, mean])
+    return [
+        *markdown(["model", "way", "MiB", *dense["losses"], "mean"], rows),
+        "",
+        f"Calibrated on {made['samples']} x {made['length']} tokens of books by `fast`; nats a token above those of "
+        f"{_MODELS[dense['model']]} as it is, on {made['text_samples']} x {made['length']} tokens of each text, of "
+        f"which the books are others: below 0, {_MODELS[large['model']]} made small is better than the small model.",
+    ]
+
+
 def recipes(made: Any) -> Lines:
     """Nats a token above the dense model for each size: the recipe of compress, and the best of the others."""
     whole, rows = _dense(made), []

@@ -98,6 +98,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/structured.md", "shrunk", summaries.shrunk, ("removals", "combinations")),
     ("docs/tutorial.md", "tutorial", model_tables.tutorial, ("tutorial",)),
     ("docs/tutorial.md", "tutorial_steps", model_tables.tutorial_steps, ("tutorial",)),
+    ("docs/when-to-prune.md", "smaller", model_tables.smaller, ("smaller",)),
     ("docs/two-factors.md", "factors", summaries.factors, ("two_factors_answers",)),
 ]
 
