@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import niwaki
+from niwaki import Record
 from niwaki.checkpoints.reading import SINGLE_NAME, Checkpoint
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from support.models import (
@@ -117,7 +118,9 @@ def test_zeros_stay(tmp_path: Path) -> None:
 def test_w8a8(tmp_path: Path) -> None:
     """Numbers and scales are those that quantize made."""
     model = save_model(tmp_path / "model", dtype=torch.bfloat16)
-    niwaki.run(model, tmp_path / "out", ["quantize int8", "export w8a8"], measurement=None)
+    record = niwaki.run(model, tmp_path / "out", ["quantize int8", "export w8a8"], measurement=None)
+    assert Record.load(tmp_path / "out" / "niwaki.json").size == record.size
+    assert record.size["after"] == (tmp_path / "out" / SINGLE_NAME).stat().st_size < 0.8 * record.size["before"]
     niwaki.quantize(model, tmp_path / "int8", "int8", measurement=None)
     dense, restored = Checkpoint(tmp_path / "int8"), by_compressed_tensors(tmp_path / "out")
     assert len(restored) == 2 * 7

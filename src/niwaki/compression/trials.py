@@ -288,7 +288,6 @@ def with_notes(record: Record, notes: Iterable[str], directory: Path) -> Record:
     if current_session().world.first and (directory / "niwaki.json").exists():
         written = finished(directory)
         written.notes += notes
-        written.size, written.loss = record.size, record.loss  # of its last form, as packed
         written.save(directory / "niwaki.json")
     return record
 

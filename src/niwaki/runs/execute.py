@@ -214,6 +214,10 @@ def _finish(run: Run, record: Record) -> None:
         record.size = {"before": weights_size(run.source), "after": weights_size(place.directory)}
     if {"before", "after"} <= record.perplexity.keys():
         record.loss = record.perplexity["after"].lost_from(record.perplexity["before"]).nats
+    if stage.is_format and (there := place.directory / "niwaki.json").exists():  # written by the stage before
+        written = Record.load(there)
+        written.size = record.size
+        written.save(there)
     is_format, *after = (each.is_format for each in run.stages[run.number :])
     made = None
     if run.recipe and not after:  # reading all weights takes its time, and nobody waits for it here
