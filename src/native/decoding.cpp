@@ -465,9 +465,10 @@ struct Link {
 
 // As niwaki/packed/block.py has it: the caches of all blocks, which have the same shape and room for more positions.
 struct Caches {
-    void *keys, *values;
-    std::int64_t block, head, position;  // numbers from one to the next
-    std::int64_t length;                 // positions, of which the last is the token's
+    void* const* keys;  // of each block
+    void* const* values;
+    std::int64_t head, position;  // numbers from one to the next
+    std::int64_t length;          // positions, of which the last is the token's
 };
 
 }  // namespace niwaki
@@ -505,7 +506,7 @@ void niwaki_blocks(const Block* blocks, std::int64_t count, const void* x, const
         const void* state = x;
         for (std::int64_t i = 0; i < count; ++i) {
             Link& link = links[i];
-            void *keys = at(caches->keys, i * caches->block), *values = at(caches->values, i * caches->block);
+            void *keys = caches->keys[i], *values = caches->values[i];
             void *queries = link.queries.data(), *next = i + 1 < count ? link.out.data() : out;
             link.projections.work(state, cosines, sines, rotary, {queries, blocks[i].size},
                                   {at(keys, last), caches->head}, {at(values, last), caches->head});

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -142,7 +143,7 @@ def test_experts_that_transformers_does_not_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("grid", "form", "said"),
     [
-        ("", "w8a8", "has no weights on a grid, which compressed-tensors needs"),
+        ("", "w8a8", "as in 'niwaki quantize MODEL OUT int8', or give the format fp8"),
         ("int4", "w8a8", "is on the grid int4, and w8a8 has integers of 8 bits and one scale for each row"),
         ("int8:16", "w8a8", "is on the grid int8:16, and w8a8 has"),
         ("int4", "fp8", "has weights on the grid int4, and FP8 would round them once more"),
@@ -236,4 +237,81 @@ def test_bytes_of_others_go_to_llama_cpp_as_they_are(tmp_path: Path) -> None:
     for wrong in (None, torch.ones(3, 1).half(), torch.ones(len(meant[key][0])).half()):
         broken = {name: value for name, value in stored.items() if name != f"{key}_scale"}
         saved(model, "int-quantized", weights, broken if wrong is None else {**broken, f"{key}_scale": wrong})
-        assert "do not fit each other" in message(lambda: Checkpoint(model), CheckpointError)
+        assert "those with scales for each row are read" in message(lambda: Checkpoint(model), CheckpointError)
+
+
+@pytest.mark.parametrize(
+    "kind", ["BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM", "FalconForCausalLM"]
+)
+def test_heads_that_are_in_no_file(tmp_path: Path, kind: str) -> None:
+    """They share the weights of embeddings, and stay as they are; Falcon has nothing that looks for packed weights."""
+    pytest.importorskip("compressed_tensors")
+    sizes: dict[str, Any] = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "dim": 32}
+    sizes |= {"hidden_size": 32, "intermediate_size": 48, "hidden_dim": 48, "n_heads": 4, "n_layers": 2}
+    right = getattr(transformers, kind)(getattr(transformers, kind).config_class(**sizes)).to(torch.bfloat16).eval()
+    right.save_pretrained(tmp_path / "model")
+    niwaki.export(tmp_path / "model", tmp_path / "out", "fp8")
+    found, loaded = getattr(transformers, kind).from_pretrained(
+        tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not loaded["missing_keys"]
+    tokens = torch.randint(5, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        a, b = right(input_ids=tokens).logits.float(), found.eval()(input_ids=tokens).logits.float()
+    assert (a - b).norm() < 0.1 * a.norm()
+
+
+def mixed(path: Path) -> dict[str, Tensor]:
+    """A model with its head and its first block in FP8 and the rest in bytes; what they stand for."""
+    save_model(path, dtype=torch.bfloat16)
+    stored, meant = dict[str, Tensor](), dict[str, Tensor]()
+    for key, value in load_file(path / SINGLE_NAME).items():
+        stored[key] = meant[key] = value
+        if "_proj" in key or key == "lm_head.weight":
+            number = "layers.1" in key
+            scales = (value.float().abs().amax(1, keepdim=True) / (127 if number else 448)).bfloat16()
+            codes = value.float() / scales.float()
+            codes = codes.round().clamp(-127, 127).to(torch.int8) if number else codes.to(torch.float8_e4m3fn)
+            meant[key] = (codes.double() * scales.double()).bfloat16()
+            stored |= {key: codes, f"{key}_scale": scales}
+    stored["model.layers.0.mlp.up_proj.input_scale"] = torch.ones(1)
+    stored["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    saved(path, "mixed-precision", {"num_bits": 8, "type": "float"}, stored)
+    return meant
+
+
+def test_both_kinds_in_one_model(tmp_path: Path) -> None:
+    """All are weights; scales of inputs and of caches are of no use to what is written."""
+    meant = mixed(tmp_path / "model")
+    found = Checkpoint(tmp_path / "model")
+    assert found.entries.keys() == meant.keys()
+    assert all(torch.equal(found.read(key), value) for key, value in meant.items())
+    niwaki.prune(
+        tmp_path / "model",
+        tmp_path / "out",
+        0.5,
+        solver="magnitude",
+        blocks=(1, 2),
+        calibration=TOKENS,
+        measurement=None,
+    )
+    made = load_file(tmp_path / "out" / SINGLE_NAME)
+    assert made.keys() == meant.keys()
+    assert {value.dtype for value in made.values()} == {torch.bfloat16}
+
+
+def test_codes_that_nothing_says_the_scales_of(tmp_path: Path) -> None:
+    mixed(tmp_path)
+    key = "model.layers.0.mlp.up_proj.weight"
+    stored = load_file(tmp_path / SINGLE_NAME)
+    saved(tmp_path, "mixed-precision", {}, {**stored, key: stored[key].view(torch.float8_e5m2)})
+    said = message(lambda: Checkpoint(tmp_path), CheckpointError)
+    assert f"{key!r} is quantized (F8_E5M2), and not as other matrices" in said
+
+
+@pytest.mark.parametrize("groups", [None, [], {"group_0": None}, {"FP8": ["Linear"]}, {"group_0": {"weights": "x"}}])
+def test_settings_that_say_nothing(tmp_path: Path, groups: Any) -> None:
+    meant = mixed(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    edit_json(tmp_path / "config.json", quantization_config={**settings, "config_groups": groups})
+    assert all(torch.equal(Checkpoint(tmp_path).read(key), value) for key, value in meant.items())

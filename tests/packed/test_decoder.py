@@ -170,6 +170,26 @@ def test_two_caches_in_turns() -> None:
     assert len(native(model)._rooms) == 0
 
 
+def test_a_cache_that_is_saved_has_no_more_than_its_room() -> None:
+    model, tokens = model_of(), random_tokens(1, TOKENS)
+    cache = begun(model, tokens[:, :4])
+    continued(model, cache, tokens[:, 4:8])
+    there: list[Any] = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]  # type: ignore[union-attr]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in there}) == len(there)
+    assert all(tensor.untyped_storage().nbytes() == 4 * 2 * (4 + 256) * 16 for tensor in there)
+    assert all(tensor._base[:, :, 8:].eq(0).all() for tensor in there)
+
+
+def test_room_is_given_back_when_several_tokens_come() -> None:
+    model, tokens = model_of(), random_tokens(1, TOKENS)
+    cache = begun(model, tokens[:, :4])
+    continued(model, cache, tokens[:, 4:8])
+    assert len(native(model)._rooms) == 1
+    with torch.no_grad():
+        model(input_ids=tokens[:, 8:10], **{CACHE: cache})
+    assert not native(model)._rooms
+
+
 def test_copies_of_the_model() -> None:
     model, tokens = model_of(), random_tokens(1, TOKENS)
     usual = decoded(model, tokens, 3)
@@ -240,6 +260,17 @@ def test_decoders_that_do_more(other: type[nn.Module]) -> None:
     assert not torch.allclose(found, usual)
     with by_transformers():
         torch.testing.assert_close(found, decoded(model, tokens, 3))
+
+
+def test_embeddings_that_are_scaled_where_the_first_token_has_none() -> None:
+    model = packed_model("granite", residual_multiplier=1.0, embedding_multiplier=12.0, sliding_window=None)
+    model.get_input_embeddings().weight.data[0] = 0  # type: ignore[operator]
+    tokens = random_tokens(1, TOKENS)
+    tokens[0, 5] = 0
+    found = decoded(model, tokens, 5)
+    assert True not in chains(model)
+    with by_transformers():
+        torch.testing.assert_close(found, decoded(model, tokens, 5), atol=1e-4, rtol=1e-4)
 
 
 def _embeddings(decoder: Any) -> None:
@@ -335,16 +366,18 @@ def test_shapes_that_do_not_fit() -> None:
         block.Chain([first, wider])
     chain = block.Chain([first, first])
     x, angles = torch.randn(1, 1, 64), (torch.ones(1, 1, 16), torch.zeros(1, 1, 16))
-    right = torch.zeros(2, 2, 1, 2, 7, 16)
+    right = [torch.zeros(1, 2, 7, 16) for _ in range(4)]
     assert chain.run(x, angles, right, 7).isfinite().all()
-    assert right[..., :6, :].eq(0).all()
-    assert right[..., 6, :].ne(0).any()
+    for each in right:
+        assert each[..., :6, :].eq(0).all()
+        assert each[..., 6, :].ne(0).any()
     for wrong, length in (
         (right, 8),
         (right, 0),
-        (right[:, :1], 3),
-        (right.bfloat16(), 3),
-        (torch.zeros(2, 2, 1, 2, 16, 7).mT, 3),
+        (right[:2], 3),
+        ([*right[:3], right[3][:, :1]], 3),
+        ([*right[:3], right[3].bfloat16()], 3),
+        ([*right[:3], torch.zeros(1, 2, 16, 7).mT], 3),
     ):
         with pytest.raises(RuntimeError, match="have no room for position"):
             chain.run(x, angles, wrong, length)

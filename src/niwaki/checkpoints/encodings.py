@@ -164,8 +164,12 @@ def find_floats(settings: Mapping[str, Any], entries: Mapping[str, Entry]) -> di
         return _find_fp8(settings.get("weight_block_size", [128, 128]), powers, _FP8_SUFFIX, entries)
     if settings.get("quant_method") == "compressed-tensors":
         groups = settings.get("config_groups")
-        weights = [each.get("weights") or {} for each in groups.values()] if isinstance(groups, dict) else []
-        blocks = [each["block_structure"] for each in weights if each.get("block_structure")]
+        weights = (
+            [each.get("weights") for each in groups.values() if isinstance(each, dict)]
+            if isinstance(groups, dict)
+            else []
+        )
+        blocks = [each["block_structure"] for each in weights if isinstance(each, dict) and each.get("block_structure")]
         return _find_fp8(blocks[0] if blocks else None, False, "_scale", entries)
     return _find_mxfp4(entries) if settings.get("quant_method") == "mxfp4" else {}
 
@@ -173,7 +177,7 @@ def find_floats(settings: Mapping[str, Any], entries: Mapping[str, Entry]) -> di
 def _find_fp8(block: Any, powers: bool, suffix: str, entries: Mapping[str, Entry]) -> dict[str, Encoded]:
     found: dict[str, Encoded] = {}
     for key, codes in entries.items():
-        if codes.dtype != "F8_E4M3" or len(codes.shape) < 2:
+        if codes.dtype != "F8_E4M3" or len(codes.shape) < 2 or (suffix != _FP8_SUFFIX and not key.endswith(".weight")):
             continue
         keys = key, f"{key}{suffix}"
         if (scales := entries.get(keys[1])) is None:

@@ -212,7 +212,10 @@ def _bytes(key: str, codes: Entry, entries: Mapping[str, Entry]) -> Integers:
         if made.fits:
             return made
     shapes = ", ".join(f"{each.dtype} {each.shape}" for each in (codes, scales, zeros) if each)
-    raise CheckpointError(f"{key!r} is quantized, and its tensors do not fit each other: {shapes}")
+    raise CheckpointError(
+        f"{key!r} is quantized to whole numbers of a byte ({shapes}); those with scales for each row are read, without "
+        "zero points"
+    )
 
 
 def _gptq_or_awq(settings: Mapping[str, Any], less: int | None, name: str, parts: dict[str, Entry]) -> Integers | None:

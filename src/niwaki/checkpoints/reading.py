@@ -39,6 +39,10 @@ PACKED_INDEX = "packed.json"
 #: Where a directory that was made from a GGUF file says so, see :mod:`niwaki.models.gguf`.
 ORIGIN = ".gguf.json"
 _SAMPLE = 4096  # bytes
+#: What weights are stored in that stand for others, and how the scales of states end that compressed-tensors has beside
+#: those of weights: nothing reads them here.
+_CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+_OF_STATES = (".input_scale", ".input_zero_point", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
 #: Bytes of codes in FP8 that are looked through before any work, some seconds' worth.
 _LOOKED_THROUGH = 1 << 35
 
@@ -148,11 +152,17 @@ class Checkpoint:
         settings = self.config.get("quantization_config")
         if not isinstance(settings, dict) or self.pruning.quantization:  # which niwaki has exported
             return {}
-        if settings.get("quant_method") in ("fp8", "mxfp4") or settings.get("format") == "float-quantized":
-            return find_floats(settings, self._stored)
-        return find_integers(
+        found = find_floats(settings, self._stored)
+        if settings.get("quant_method") in ("fp8", "mxfp4"):
+            return found
+        found |= find_integers(
             settings, self._stored, lambda key, entry: read_tensor(self.path / entry.shard, key, entry)
         )
+        parts = {id(entry) for each in found.values() for entry in each.parts}
+        for key, entry in self._stored.items() if found else ():
+            if key.endswith(".weight") and entry.dtype in _CODES and id(entry) not in parts:
+                raise CheckpointError(f"{key!r} is quantized ({entry.dtype}), and not as other matrices of {self.path}")
+        return found
 
     def _check_encoded(self) -> None:
         """CheckpointError where scales, or codes if there are not too many, stand for NaN or infinity.
@@ -188,7 +198,11 @@ class Checkpoint:
     def _decoded_entries(self) -> dict[str, Entry]:
         """A place for each tensor, in the file where it is."""
         hidden = {id(entry) for each in self.encoded.values() for entry in each.parts}
-        tensors = {key: entry for key, entry in self._stored.items() if id(entry) not in hidden}
+        tensors = {
+            key: entry
+            for key, entry in self._stored.items()
+            if id(entry) not in hidden and not key.endswith(_OF_STATES)
+        }
         for key, encoded in self.encoded.items():
             size = DTYPES[encoded.dtype].itemsize * math.prod(encoded.shape)
             tensors[key] = Entry(encoded.codes.shard, encoded.dtype, encoded.shape, 0, size)

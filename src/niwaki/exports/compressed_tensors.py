@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import Shards
@@ -77,6 +79,9 @@ class CompressedTensors(Conversion):
     #: As config.json calls it, and of which type inputs are that are rounded to 8 bits, a token at a time, if they are.
     format: ClassVar[str]
     inputs: ClassVar[str] = ""
+    #: A grid for an example of what it is made of, and whether matrices lose the name that transformers has for them.
+    example: ClassVar[str] = "int4:128"
+    renames: ClassVar[bool] = False
     #: What there is to say of a mixture.
     of_experts: ClassVar[str] = _EXPERTS
     #: What the card says that the model is, and that its weights are.
@@ -92,11 +97,34 @@ class CompressedTensors(Conversion):
                 "'niwaki pack' writes the factors"
             )
         self._model = StreamedModel(checkpoint, "cpu")
+        self._check_loads(name)
         #: By key, the bits of each matrix in the files.
         self._bits: dict[str, int] = {}
 
     def check(self, name: str) -> None:
         self._bits = {matrix.key: 8 for matrix in self._model.matrices()}
+
+    def _check_loads(self, name: str) -> None:
+        """UnsupportedModelError where transformers cannot have other tensors in the place of all matrices."""
+        model = self._model
+        for matrix in model.matrices():
+            if why := why_no_layer(matrix):
+                raise UnsupportedModelError(
+                    f"compressed-tensors has linear layers alone, and {matrix.key!r} of {name} is none: {why}; 'niwaki "
+                    "pack' writes it"
+                )
+        if not self.renames:
+            return
+        whole = copy.deepcopy(model.model)
+        for path in _modules(model):
+            del whole.get_submodule(path).weight
+        try:
+            whole.initialize_weights()  # as where it loads a model: some kinds look for the weights that are not there
+        except AttributeError as error:
+            raise UnsupportedModelError(
+                f"{name}: transformers cannot load packed integers into {type(model.model).__name__}; use the model as "
+                "it is, or 'niwaki pack'"
+            ) from error
 
     @abstractmethod
     def parts(self, matrix: Matrix, W: Tensor) -> dict[str, Tensor]:
@@ -146,7 +174,7 @@ class PackedIntegers(CompressedTensors):
     Of mixed bits each matrix has its own, and those that servers make one of have the most of them.
     """
 
-    format = "pack-quantized"
+    format, renames = "pack-quantized", True
     what = "packed integers"
     text = "Weights as integers of {bits} bits"
 
@@ -156,8 +184,8 @@ class PackedIntegers(CompressedTensors):
         if grid is None:
             raise UsageError(
                 f"{name} has no weights on a grid, which compressed-tensors needs: quantize it first, as in 'niwaki "
-                "quantize MODEL OUT int4:128', or give the format fp8, for which no text is needed; 'niwaki pack' "
-                "writes a pruned model without its zeros"
+                f"quantize MODEL OUT {self.example}', or give the format fp8, for which no text is needed; 'niwaki "
+                "pack' writes a pruned model without its zeros"
             )
         self._grid, self._least = grid, 0.0
         if blocks is not None:
@@ -173,7 +201,6 @@ class PackedIntegers(CompressedTensors):
                     f"{checkpoint.path / 'config.json'} says that blocks {blocks} are pruned, but there are no such "
                     "blocks"
                 )
-        _check_loads(self._model, name)
 
     def check(self, name: str) -> None:
         """CheckpointError where scales cannot be those of the weights, OutputError where these have left the grid."""
@@ -219,7 +246,7 @@ class W8A8(PackedIntegers):
     A matrix becomes ``weight`` (out, in) int8 and ``weight_scale`` (out, 1).
     """
 
-    format, inputs, of_experts = "int-quantized", "int", _NO_EXPERTS
+    format, inputs, example, renames, of_experts = "int-quantized", "int", "int8", False, _NO_EXPERTS
     what = "8 bits for weights and inputs"
     text = "Weights as integers of 8 bits, for inputs that are rounded to 8 bits as they come,"
 
@@ -253,7 +280,6 @@ class Float8(CompressedTensors):
                 f"{name} has weights on the grid {grid}, and FP8 would round them once more; give the model that it "
                 "was made from, or another format"
             )
-        _check_loads(self._model, name)
 
     def parts(self, matrix: Matrix, W: Tensor) -> dict[str, Tensor]:
         numbers = TiledFloats(E4M3, (1, W.shape[1]), scale_dtype(W.dtype))
@@ -286,6 +312,7 @@ def _config(form: CompressedTensors, model: StreamedModel, bits: dict[str, int])
     others = [key for key, entry in model.checkpoint.entries.items() if len(entry.shape) > 1 and key not in stored]
     ignored = [name for name in linear if name not in modules]
     ignored += [key.removesuffix(".weight") for key in others if key.endswith(".weight")]
+    ignored += _head(model)
     # Experts, or else most others, are all linear layers that are not named.
     usual = max(Counter(bits.values()).items(), key=lambda each: each[::-1])[0]
     of_experts = {bits[matrix.key] for matrix in model.matrices() if matrix.expert is not None}
@@ -320,21 +347,12 @@ def _modules(model: StreamedModel) -> set[str]:
     return {model.places[matrix.block] + matrix.name for matrix in model.matrices() if matrix.is_module}
 
 
-def _check_loads(model: StreamedModel, name: str) -> None:
-    """UnsupportedModelError where transformers cannot have packed integers in the place of all matrices."""
-    for matrix in model.matrices():
-        if why := why_no_layer(matrix):
-            raise UnsupportedModelError(
-                f"compressed-tensors has linear layers alone, and {matrix.key!r} of {name} is none: {why}; 'niwaki "
-                "pack' writes it"
-            )
-    whole = copy.deepcopy(model.model)
-    for path in _modules(model):
-        del whole.get_submodule(path).weight
-    try:
-        whole.initialize_weights()  # as where it loads a model: some kinds look for the weights that are not there
-    except AttributeError as error:
-        raise UnsupportedModelError(
-            f"{name}: transformers cannot load packed integers into {type(model.model).__name__}; use the model as it "
-            "is, or 'niwaki pack'"
-        ) from error
+def _head(model: StreamedModel) -> list[str]:
+    """The head of the class that config.json names, which can share its weights and be in no file."""
+    kind = getattr(transformers, next(iter(model.config.architectures or ()), ""), None)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        return []
+    with torch.device("meta"):
+        whole = kind(copy.deepcopy(model.config))
+    head = whole.get_output_embeddings()
+    return [name for name, module in whole.named_modules() if module is head]

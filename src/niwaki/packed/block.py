@@ -57,8 +57,8 @@ class _Attention(ctypes.Structure):
 
 class _Caches(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("block", "head", "position", "length")),
+        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("head", "position", "length")),
     ]
 
 
@@ -127,22 +127,27 @@ class Chain:
         self._blocks = blocks  # which stay as long as this does
         self._native = (_Block * len(blocks))(*(block.native for block in blocks))
 
-    def run(self, x: Tensor, angles: tuple[Tensor, Tensor], caches: Tensor, length: int) -> Tensor:
+    def run(self, x: Tensor, angles: tuple[Tensor, Tensor], caches: list[Tensor], length: int) -> Tensor:
         """The state behind all blocks of a token whose state is ``x``.
 
         Args:
             x: As in ``first.accepts``, and ``angles`` too.
             angles: Cosines and sines of its position.
-            caches: Keys and values (2, blocks, 1, heads, room, size), contiguous. The token's own are written here.
+            caches: The keys of each block, then the values, each (1, heads, room, size) and contiguous. The token's
+                own are written here.
             length: Positions that the token sees, with its own, the last one: at most those that there is room for.
         """
         count, heads, size = self.shape
-        room = caches.shape[4]
-        fits = caches.shape == (2, count, 1, heads, room, size) and caches.is_contiguous() and 0 < length <= room
-        if not fits or caches.dtype != x.dtype or caches.device.type != "cpu":
-            raise RuntimeError(f"caches of {caches.dtype} {tuple(caches.shape)} have no room for position {length}")
-        keys, values = (each.data_ptr() for each in caches.unbind())
-        native = _Caches(keys, values, heads * room * size, room * size, size, length)
+        room = caches[0].shape[2] if len(caches) == 2 * count and caches[0].dim() == 4 else 0
+        shape, dtype = (1, heads, room, size), x.dtype
+        if not 0 < length <= room or any(
+            each.shape != shape or each.dtype != dtype or each.device.type != "cpu" or not each.is_contiguous()
+            for each in caches
+        ):
+            raise RuntimeError(f"caches of {[tuple(each.shape) for each in caches]} have no room for position {length}")
+        places = [each.data_ptr() for each in caches]
+        keys, values = ((ctypes.c_void_p * count)(*those) for those in (places[:count], places[count:]))
+        native = _Caches(keys, values, room * size, size, length)
         cosines, sines = angles
         out = torch.empty_like(x)
         given = (x.data_ptr(), cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1], ctypes.byref(native))

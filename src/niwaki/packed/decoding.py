@@ -7,7 +7,6 @@ by transformers as before. Where a decoder only hands tokens from one such block
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator
@@ -169,6 +168,8 @@ class NativeDecoder:
                 room.add_one(cache)
                 out = self._decoder.norm(chain.run(x, angles, room.numbers, room.length))
                 return BaseModelOutputWithPast(last_hidden_state=out, **{_CACHE_OF_OUTPUT: cache})
+        if self._rooms and type(cache := named.get(_cache_in(named))) is DynamicCache:
+            self._rooms.pop(cache, None)  # which now gets other tensors
         return type(self._decoder).forward(self._decoder, *positional, **named)
 
     def _begin(self, named: dict[str, Any]) -> tuple[Tensor, Any]:
@@ -235,10 +236,12 @@ class NativeDecoder:
             made.append(x + 1)
             return made[-1]
 
+        x, angles = self._begin(named)
+        state = torch.linspace(-1, 2, x.numel()).to(x).view(x.shape)  # a token's embedding could be 0
         copies = [_copied(block, forward=note) for block in blocks]
         parts = {**decoder._modules, "layers": nn.ModuleList(copies)}
+        parts["embed_tokens"] = _copied(decoder.embed_tokens, forward=lambda _: state)
         out = type(decoder).forward(_copied(decoder, _modules=parts), **named)
-        x, angles = self._begin(named)
         cache, first = named[_cache_in(named)], notes[0][1]
         if (
             len(notes) != len(blocks)
@@ -247,7 +250,7 @@ class NativeDecoder:
             or any(given[name] is not first[name] for _, given in notes for name in given)
             or first.get("attention_mask") is not None
             or first[_cache_in(first)] is not cache
-            or not torch.equal(notes[0][0], x)
+            or not torch.equal(notes[0][0], state)
             or not all(map(torch.equal, first["position_embeddings"], angles))
             or type(out) is not BaseModelOutputWithPast
             or out.keys() != {"last_hidden_state", _CACHE_OF_OUTPUT}
@@ -261,50 +264,60 @@ class NativeDecoder:
         """What ``cache`` has, with room for a position more; None where that is not what the blocks read."""
         room = self._rooms.get(cache)
         if room is None or not room.is_of(cache):
-            layers: list[Any] = cache.layers
-            tensors = [layer.keys for layer in layers] + [layer.values for layer in layers]
-            count, heads, size = chain.shape
-            shape, dtypes = (
-                (1, heads, cache.get_seq_length(), size),
-                {(tensor.dtype, tensor.device) for tensor in tensors},
-            )
-            if any(tensor.shape != shape for tensor in tensors) or dtypes != {(dtype, torch.device("cpu"))}:
+            self._rooms.pop(cache, None)
+            _, heads, size = chain.shape
+            shape, cpu = (1, heads, cache.get_seq_length(), size), torch.device("cpu")
+            if any((t.shape, t.dtype, t.device) != (shape, dtype, cpu) for t in _tensors_of(cache)):
                 return None
-            room = self._rooms[cache] = _Room(tensors, count)
+            room = self._rooms[cache] = _Room(cache)
         return room
 
 
 class _Room:
-    """Keys and values of all blocks in one tensor, which has room for more positions than there are."""
+    """The keys of each block, then the values, each in memory that has room for more positions than there are."""
 
-    def __init__(self, tensors: list[Tensor], blocks: int) -> None:
-        self._views = tensors
-        self._blocks = blocks
-        self.length = tensors[0].shape[2]
-        self._grow()
+    def __init__(self, cache: DynamicCache) -> None:
+        self.length = cache.get_seq_length()
+        self._views, self.numbers = list[Tensor](), list[Tensor]()
+        self._grow(cache)
 
-    def _grow(self) -> None:
-        length = self.length + max(_LEAST_MORE, int(self.length * _MORE))
-        _, heads, _, size = self._views[0].shape
-        #: (2, blocks, 1, heads, room, size)
-        self.numbers = self._views[0].new_empty(2, self._blocks, 1, heads, length, size)
-        torch.stack(self._views, out=self.numbers.flatten(0, 1)[..., : self.length, :])
+    def _grow(self, cache: DynamicCache) -> None:
+        """Moves ``cache`` to more room, a tensor after the other, so that little is there twice."""
+        room = self.length + max(_LEAST_MORE, int(self.length * _MORE))
+        self._views.clear()
+        self.numbers.clear()
+        layers: list[Any] = cache.layers
+        for name in ("keys", "values"):
+            for layer in layers:
+                there = getattr(layer, name)
+                # Not what something else left in memory: a cache can be saved, and then all of its room is.
+                self.numbers.append(there.new_zeros(*there.shape[:2], room, there.shape[3]))
+                self.numbers[-1][:, :, : self.length] = there
+                setattr(layer, name, self.numbers[-1][:, :, : self.length])
+        self._show(cache)
+
+    def _show(self, cache: DynamicCache) -> None:
+        layers: list[Any] = cache.layers
+        self._views = [each[:, :, : self.length] for each in self.numbers]
+        for layer, keys, values in zip(layers, self._views, self._views[len(layers) :], strict=False):
+            layer.keys, layer.values = keys, values
 
     def is_of(self, cache: DynamicCache) -> bool:
         """Whether ``cache`` has what was last handed to it, and this nothing more."""
-        layers: list[Any] = cache.layers
-        has = itertools.chain((layer.keys for layer in layers), (layer.values for layer in layers))
-        return self._views[0].shape[2] == self.length and all(map(operator.is_, has, self._views))
+        return self._views[0].shape[2] == self.length and all(map(operator.is_, _tensors_of(cache), self._views))
 
     def add_one(self, cache: DynamicCache) -> None:
         """Hands one more position to ``cache``, whose numbers are still to be written."""
-        if self.length == self.numbers.shape[4]:
-            self._grow()
+        if self.length == self.numbers[0].shape[2]:
+            self._grow(cache)
         self.length += 1
-        layers: list[Any] = cache.layers
-        self._views = [*self.numbers.flatten(0, 1)[..., : self.length, :].unbind()]
-        for layer, keys, values in zip(layers, self._views, self._views[len(layers) :], strict=False):
-            layer.keys, layer.values = keys, values
+        self._show(cache)
+
+
+def _tensors_of(cache: DynamicCache) -> list[Tensor]:
+    """The keys of all layers, then the values."""
+    layers: list[Any] = cache.layers
+    return [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
 
 
 def _copied(module: nn.Module, **others: Any) -> Any:
