@@ -97,7 +97,6 @@ class CompressedTensors(Conversion):
                 "'niwaki pack' writes the factors"
             )
         self._model = StreamedModel(checkpoint, "cpu")
-        self._check_loads(name)
         #: By key, the bits of each matrix in the files.
         self._bits: dict[str, int] = {}
 
@@ -201,6 +200,7 @@ class PackedIntegers(CompressedTensors):
                     f"{checkpoint.path / 'config.json'} says that blocks {blocks} are pruned, but there are no such "
                     "blocks"
                 )
+        self._check_loads(name)
 
     def check(self, name: str) -> None:
         """CheckpointError where scales cannot be those of the weights, OutputError where these have left the grid."""
@@ -280,6 +280,7 @@ class Float8(CompressedTensors):
                 f"{name} has weights on the grid {grid}, and FP8 would round them once more; give the model that it "
                 "was made from, or another format"
             )
+        self._check_loads(name)
 
     def parts(self, matrix: Matrix, W: Tensor) -> dict[str, Tensor]:
         numbers = TiledFloats(E4M3, (1, W.shape[1]), scale_dtype(W.dtype))
