@@ -29,6 +29,8 @@ class Planning:
             them when weights are chosen. It is a power, from 0 (not at all) to 1 (in full), for patterns in which rows
             compete.
         pilot: Fraction of the calibration text used for these two, at least one sample per process.
+        together: How many consecutive outputs of a matrix make up for each other's rounding, by what errors of several
+            cost the loss together; 0 where each is rounded alone. It takes up to 4,096 tokens of the calibration text.
 
     Raises:
         UsageError: a value is out of range.
@@ -37,20 +39,23 @@ class Planning:
     allocation: Allocation = "uniform"
     importance: float = 0.0
     pilot: float = 0.0625
+    together: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
         _check("importance", self.importance, 0 <= self.importance <= 1, "from 0 to 1")
         _check("pilot", self.pilot, 0 < self.pilot <= 1, "above 0, to 1")
+        _check("together", self.together, self.together != 1 and 0 <= self.together <= 1024, "0, or 2 to 1,024")
 
     @property
     def is_needed(self) -> bool:
         """Whether the dense model has to be run before pruning."""
-        return self.allocation != "uniform" or self.importance > 0
+        return self.allocation != "uniform" or self.importance > 0 or self.together > 0
 
     def without_predictions(self) -> "Planning":
         """The nearest plan that needs no predictions of the next token."""
-        return replace(self, allocation="error" if self.allocation == "loss" else self.allocation, importance=0.0)
+        allocation: Allocation = "error" if self.allocation == "loss" else self.allocation
+        return replace(self, allocation=allocation, importance=0.0, together=0)
 
 
 @checked_names
@@ -132,7 +137,7 @@ class Effort:
         return replace(self, plan=plan, synthetic=synthetic, fit=replace(self.fit, epochs=epochs))
 
 
-_OF_LOSS = Planning("loss", importance=0.5)
+_OF_LOSS = Planning("loss", importance=0.5, together=256)
 #: By name on the command line.
 EFFORTS: dict[str, Effort] = {
     "fast": Effort(),

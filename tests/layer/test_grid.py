@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from niwaki.errors import UsageError
+from niwaki.errors import NumericalError, UsageError
 from niwaki.layer.grid import AnyGrid, Grid, lies_on_q4_0, parse_grid, scale_dtype, usable
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import NM, Pattern, PerRow, Unstructured
@@ -328,6 +329,72 @@ def test_the_fewer_tokens_the_more_rounding_is_damped() -> None:
     more, less = (0.0 * H + damped(H, 0.02 + min(0.28, 13 * 64 / tokens)) for tokens in (64, 10**9))
     for H_, best, other in ((more, losses[64], losses[10**9]), (less, losses[10**9], losses[64])):
         assert float(((best @ H_) * best).sum()) < float(((other @ H_) * other).sum())
+
+
+def coupled(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """What errors of ``rows`` outputs cost together: the whole matrix, 0 outside of its blocks, and these as given."""
+    gradients = normal(50, 5, seed=3) @ normal(5, rows, seed=4) + 0.3 * normal(50, rows, seed=5)
+    G = gradients.T @ gradients / 50
+    G *= (torch.arange(rows) // width).unsqueeze(1) == torch.arange(rows) // width
+    blocks = torch.zeros(rows, width, dtype=F64)
+    for start in range(0, rows, width):
+        stop = min(start + width, rows)
+        blocks[start:stop, : stop - start] = G[start:stop, start:stop]
+    return G, blocks
+
+
+@pytest.mark.parametrize("width", [23, 10, 64])
+def test_later_rows_make_up_for_the_errors_of_earlier_ones(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Each row is the best for what is left when all later ones are free: by the equations of that, a row at a time."""
+    monkeypatch.setattr("niwaki.layer.rounding._ROWS", 1)
+    problem, grid = make_problem(rows=23, dtype=F64), Grid(3, 8)
+    G, blocks = coupled(23, width)
+    found, scales = onto_grid(LayerProblem(problem.W, problem.gram, blocks), unsolved(problem), grid, F64)
+    for start in range(0, 23, width):
+        of_block = G[start : start + width, start : start + width]
+        own = of_block.diagonal().argsort(descending=True)
+        of_block = (of_block + of_block.diagonal().mean() * torch.eye(len(own), dtype=F64))[own][:, own]
+        own = own + start
+        errors = found.W[own] - problem.W[own]
+        for row in range(len(own)):
+            free = torch.linalg.solve(of_block[row:, row:], -of_block[row:, :row] @ errors[:row])
+            alone = LayerProblem(problem.W[own][row : row + 1] + free[:1], problem.gram)
+            expected, of_row = onto_grid(alone, unsolved(alone), grid, F64)
+            torch.testing.assert_close(found.W[own][row : row + 1], expected.W)
+            torch.testing.assert_close(scales[own][row : row + 1], of_row)
+
+
+@pytest.mark.parametrize("grid", [Grid(3, 16), Grid(4), parse_grid("q4_0"), parse_grid("q4_1")], ids=str)
+def test_errors_cost_less_together(grid: AnyGrid) -> None:
+    problem = make_problem(rows=150, columns=64, dtype=F64)
+    G, blocks = coupled(150, 128)
+    costs = []
+    for together in (None, blocks.half()):
+        given = LayerProblem(problem.W, problem.gram, together)
+        E = onto_grid(given, unsolved(problem), grid, torch.float16)[0].W - problem.W
+        costs.append(float(((G @ E) * (E @ problem.gram.H)).sum()))
+    assert costs[1] < 0.8 * costs[0]
+
+
+@pytest.mark.parametrize(("shape", "value"), [((22, 4), 1.0), ((23,), 1.0), ((23, 0), 1.0), ((23, 4), math.nan)])
+def test_what_cannot_be_the_cost_of_errors_together(shape: tuple[int, ...], value: float) -> None:
+    problem = make_problem(rows=23, dtype=F64)
+    with pytest.raises(NumericalError if math.isnan(value) else UsageError, match="together"):
+        LayerProblem(problem.W, problem.gram, torch.full(shape, value))
+
+
+def test_what_rows_that_count_together_leave_alone() -> None:
+    """Zeros, weights that are on the grid, and all rows of outputs that nothing depends on."""
+    problem, grid = make_problem(rows=100, dtype=F64), Grid(4, 8)
+    _, blocks = coupled(100, 100)
+    before = solved(problem, Unstructured(0.5))
+    after, _ = onto_grid(LayerProblem(problem.W, problem.gram, blocks), before, grid, F64)
+    assert not after.W[~before.mask].any()
+    there = LayerProblem(after.W, problem.gram, blocks)
+    assert torch.equal(onto_grid(there, unsolved(there), grid, F64)[0].W, after.W)
+    idle = LayerProblem(problem.W, problem.gram, torch.zeros(100, 40, dtype=F64))
+    alone, _ = onto_grid(problem, unsolved(problem), grid, F64)
+    torch.testing.assert_close(onto_grid(idle, unsolved(problem), grid, F64)[0].W, alone.W)
 
 
 def test_what_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:

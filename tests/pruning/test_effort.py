@@ -41,7 +41,7 @@ from support.streams import error_by_places, save_starved
 
 TOKENS = random_tokens(24, 24)
 # Where every matrix has half of its weights; how zeros are shared out is for test_planning.
-KNOWN = "allocation, importance, pilot, synthetic, epochs, rate, batch, uniform_epochs, healing"
+KNOWN = "allocation, importance, pilot, together, synthetic, epochs, rate, batch, uniform_epochs, healing"
 FITTED = "fast:epochs=1:batch=48:rate=0.002"  # two samples in a step
 USUAL: dict[str, Any] = {"effort": FITTED, "calibration": TOKENS}
 
@@ -63,7 +63,7 @@ def test_efforts_by_name() -> None:
     assert make_effort(DEFAULT_EFFORT).plan.is_needed
     assert make_effort("fast:importance=0.5").plan.is_needed
     best = make_effort("best:allocation=owl:importance=0.25:pilot=0.5:synthetic=2:epochs=8:rate=0.1:batch=7:healing=2")
-    assert best == Effort(Planning("owl", 0.25, 0.5), 2.0, Fitting(8, 0.1, 7), 2)
+    assert best == Effort(Planning("owl", 0.25, 0.5, 256), 2.0, Fitting(8, 0.1, 7), 2)
 
 
 def test_what_is_done_of_an_effort() -> None:
@@ -71,7 +71,7 @@ def test_what_is_done_of_an_effort() -> None:
     assert balanced.settled(shares_zeros=True) == balanced
     assert balanced.settled(shares_zeros=False) == make_effort("balanced:epochs=0.6")
     images = balanced.settled(shares_zeros=True, predicts=False)
-    assert images == make_effort("balanced:allocation=error:importance=0:synthetic=0")
+    assert images == make_effort("balanced:allocation=error:importance=0:together=0:synthetic=0")
     owl = make_effort("fast:allocation=owl")
     assert owl.settled(shares_zeros=False, predicts=False) == owl
 
@@ -89,6 +89,8 @@ def test_what_is_done_of_an_effort() -> None:
         ("best:importance=2", "importance must be from 0 to 1; got 2.0"),
         ("best:pilot=0", "pilot must be above 0, to 1; got 0.0"),
         ("best:epochs=-1", "epochs must be 0 or more; got -1.0"),
+        ("best:together=1", "together must be 0, or 2 to 1,024; got 1"),
+        ("best:together=2000", "together must be 0, or 2 to 1,024; got 2000"),
         ("best:importance=nan", "importance must be from 0 to 1; got nan"),
         ("best:plan=loss", f"no parameter of best is called 'plan'; known: {KNOWN}"),
         ("best:rate=inf", "rate must be above 0; got inf"),
@@ -111,7 +113,7 @@ def test_methods_that_are_named_are_plain(tmp_path: Path) -> None:
     record = run(model, tmp_path / "named", effort=None)
     assert record.effort == describe(Effort())
     record = run(model, tmp_path / "usual", effort=None, solver=None)
-    assert record.effort == describe(make_effort(DEFAULT_EFFORT))
+    assert record.effort == describe(make_effort(f"{DEFAULT_EFFORT}:together=0"))  # as nothing is rounded
 
 
 # What comes of it
@@ -342,12 +344,14 @@ def test_efforts_in_words() -> None:
     names = {name: described(describe(make_effort(name))) for name in EFFORTS}
     assert names == {
         "fast": "fast",
-        "balanced": "balanced (allocation loss, importance 0.5, synthetic 0.25, epochs 0.3)",
-        "best": "best (allocation loss, importance 0.5, synthetic 0.5, epochs 1, healing 1)",
-        "heal": "heal (allocation loss, importance 0.5, synthetic 0.5, epochs 1, healing 3)",
+        "balanced": "balanced (allocation loss, importance 0.5, together 256, synthetic 0.25, epochs 0.3)",
+        "best": "best (allocation loss, importance 0.5, together 256, synthetic 0.5, epochs 1, healing 1)",
+        "heal": "heal (allocation loss, importance 0.5, together 256, synthetic 0.5, epochs 1, healing 3)",
     }
     other = describe(make_effort("best:epochs=3"))
-    assert described(other) == "best (allocation loss, importance 0.5, synthetic 0.5, epochs 3, healing 1)"
+    assert (
+        described(other) == "best (allocation loss, importance 0.5, together 256, synthetic 0.5, epochs 3, healing 1)"
+    )
 
 
 @pytest.mark.parametrize(

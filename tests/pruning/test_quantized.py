@@ -30,7 +30,7 @@ from support.covering import in_turns
 from support.made import made_once
 from support.models import a_third_of_the_families, edit_json, is_pruned, message, random_tokens, reference, save_model
 from support.problems import geometric_mean
-from support.runs import files, raw, run as run_small, stopped, tensors, zeros
+from support.runs import StopAt, files, raw, run as run_small, stopped, tensors, zeros
 
 TOKENS = random_tokens(24, 24)
 MIXTURES = ("mixtral", "deepseek_v3")
@@ -203,6 +203,36 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_rows_are_rounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the loss loses; resumed to the same bytes; alone where there are no gradients, and where zeros are."""
+    monkeypatch.setattr("niwaki.layer.rounding._ROWS", 4)
+    model = save_model(tmp_path / "model", dtype=torch.bfloat16)
+    given: dict[str, Any] = {"calibration": Calibration(TOKENS), "compute": "cpu", "measurement": None}
+
+    def made(out: str, effort: str = "fast:together=16", **more: Any) -> dict[str, Tensor]:
+        niwaki.quantize(model, tmp_path / out, "int3:16", effort=effort, **given, **more)
+        verify_grid(tmp_path / out, StreamedModel(Checkpoint(model), "cpu").matrices(), Grid(3, 16))
+        return load_file(tmp_path / out / "model.safetensors")
+
+    together, alone = made("together"), made("alone", "fast")
+    changed = [key for key in alone if not torch.equal(together[key], alone[key])]
+    assert changed == [key for key in alone if is_pruned("llama", key)]
+    with pytest.raises(KeyboardInterrupt):
+        made("again", progress=StopAt(8))
+    made("again")
+    assert files(tmp_path / "again", "recipe.toml") == files(tmp_path / "together", "recipe.toml")
+
+    def none(*_: object, **__: object) -> None:
+        raise UnsupportedModelError("a.weight is not used")
+
+    monkeypatch.setattr("niwaki.pruning.plan.measured_couplings", none)
+    assert all(torch.equal(value, alone[key]) for key, value in made("none").items())
+    notes = Record.load(tmp_path / "none" / "niwaki.json").notes
+    assert "each row of a matrix is rounded alone: a.weight is not used" in notes
+    pruned = run(model, tmp_path / "pruned", quantize="int3:16", effort="fast:together=16")
+    assert pruned.effort["together"] == 0
+
+
 def test_with_little_memory(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     for memory in (None, 1):

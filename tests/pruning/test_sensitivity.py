@@ -18,7 +18,7 @@ from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.models import sensitivity, streamed as blocks
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.processes import World
-from niwaki.models.sensitivity import sensitivities
+from niwaki.models.sensitivity import Coupling, couplings, sensitivities
 from niwaki.models.streamed import StreamedModel, Weights
 from niwaki.models.structure import choice
 from support.models import (
@@ -164,6 +164,78 @@ def test_sensitivities_are_those_of_the_whole_model(tmp_path: Path, case: str) -
     for values in found:
         assert all(float(v.std()) > 0.1 * float(v.mean()) for v in values.values() if v.any())
         assert any(v.any() for v in values.values())
+
+
+@pytest.mark.parametrize("case", ["llama grouped", "gpt2", "phi3", "mixtral", "zamba2"])
+def test_gradients_of_outputs_together(tmp_path: Path, case: str) -> None:
+    """Blocks of the Gram matrix of gradients in float64, in all matrices but those of experts and shared ones."""
+    directory, width = save_model(tmp_path / "model", case), 7
+    whole = reference(directory, torch.float32 if case == "mixtral" else torch.float64)  # as its experts are computed
+    whole.get_input_embeddings().weight.requires_grad_(True)
+    gradients: dict[tuple[int, str], Tensor] = {}
+    for index, layer in enumerate(decoder_blocks(whole)):
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear | Conv1D):
+
+                def keep(_: Any, __: Any, y: Tensor, place: tuple[int, str] = (index, name)) -> None:
+                    y.register_hook(lambda gradient: gradients.update({place: gradient.flatten(0, -2)}))
+
+                module.register_forward_hook(keep)
+    logits = whole(TOKENS).logits
+    draws = torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(0)).double()
+    labels = (logits.softmax(-1).cumsum(-1) <= draws.unsqueeze(-1)).sum(-1)
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    model = stream_of(directory)
+    found = couplings(model, TOKENS, width, World())
+    assert_clean(model)
+    for index in range(len(model.blocks)):
+        wanted = [m for m in model.matrices(index) if m.expert is None and ".experts." not in m.name and not m.blocks]
+        assert list(found[index]) == [matrix.name for matrix in wanted]
+        places = {}
+        for matrix in wanted:
+            own = gradients[index, matrix.parameter.removesuffix(".weight")].double()
+            own = own[:, matrix.start : matrix.start + matrix.shape[0]]
+            norms = own.norm(dim=1)
+            places[matrix.name] = norms.view(SAMPLES, LENGTH).mean(dim=0) / norms.mean()
+            G = (own / norms.clamp(min=1e-300).unsqueeze(1)).T @ own  # 0 where a token has no choice
+            value = found[index][matrix.name].outputs.double()
+            assert value.shape == (matrix.shape[0], width)
+            for start in range(0, len(G), width):
+                block = G[start : start + width, start : start + width] / G.diagonal().mean()
+                expected = nn.functional.pad(block, (0, width - len(block)))
+                torch.testing.assert_close(value[start : start + width], expected, rtol=2e-3, atol=2e-4)
+        for same in same_inputs(list(places)):
+            mean = torch.stack([places[name] for name in same]).mean(dim=0)
+            for start, stop in ((1, 2), (2, 4), (4, 8), (8, 16), (16, LENGTH)):
+                mean[start:stop] = mean[start:stop].mean()
+            for name in same:
+                torch.testing.assert_close(found[index][name].positions.double(), mean, rtol=1e-4, atol=1e-6)
+
+
+def same_inputs(names: list[str]) -> list[list[str]]:
+    """The matrices that have the same inputs in the families above, by what they are called."""
+    first = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        path, _, last = name.rpartition(".")
+        groups.setdefault(next(((path, i) for i, each in enumerate(first) if last in each), name), []).append(name)
+    return [*groups.values()]
+
+
+def test_couplings_of_several_processes(tmp_path: Path) -> None:
+    directory, tokens = save_model(tmp_path / "model"), TOKENS[:4]
+    wanted = couplings(stream_of(directory), tokens, 8, World())
+    models = [stream_of(directory) for _ in range(2)]
+
+    def do(world: World) -> list[dict[str, Coupling]]:
+        return couplings(models[world.rank], world.share(tokens), 8, world)
+
+    for found in in_threads(2, do):
+        for one, other in zip(found, wanted, strict=True):
+            assert list(one) == list(other)
+            for name, value in one.items():
+                torch.testing.assert_close(value.outputs, other[name].outputs, rtol=2e-3, atol=1e-3)
+                torch.testing.assert_close(value.positions, other[name].positions)
 
 
 def test_windows_of_one_token(tmp_path: Path) -> None:

@@ -199,6 +199,9 @@ class LayerProblem:
     Attributes:
         W: (out, in) float32 or float64, with a row for each output.
         H: (in, in) of the same dtype, on the same device; a tensor, or a :class:`Gram` that several problems share.
+        together: What errors of outputs cost together, for :func:`.onto_grid` alone: the blocks of so many consecutive
+            outputs on the diagonal of a positive semidefinite (out, out) matrix, below each other, (out, width) with
+            zeros to the right of a smaller last one. None where each output counts alone, and all alike.
 
     Raises:
         UsageError: shapes, dtypes or devices do not match, or H is not a Gram matrix.
@@ -207,6 +210,7 @@ class LayerProblem:
 
     W: Tensor
     H: Tensor | Gram
+    together: Tensor | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "W", _numbers("W", self.W))
@@ -219,6 +223,11 @@ class LayerProblem:
             raise UsageError(
                 f"W ({self.W.dtype}, {self.W.device}) and H ({H.dtype}, {H.device}) must have the same dtype and device"
             )
+        if self.together is not None:
+            if self.together.ndim != 2 or len(self.together) != len(self.W) or not self.together.shape[1]:
+                raise UsageError(f"together is (out, width), for {len(self.W)} rows; got {tuple(self.together.shape)}")
+            if not is_finite(self.together):
+                raise NumericalError("what errors cost together has NaN or infinite entries")
 
     @cached_property
     def gram(self) -> Gram:

@@ -1,7 +1,7 @@
 """Weights, or the two sparse factors of a matrix, on a grid or in a format: others make up for the rounding of each."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ _DAMPING = 0.02
 _FIRST_PENALTY = 0.3
 #: The penalty of that choice in the last sweep.
 _LAST_PENALTY = 0.7
+#: Rows that are rounded at a time, where later ones make up for their errors.
+_ROWS = 64
+#: What is added to the diagonal of what errors of outputs cost together, of its mean.
+_ALONE = 1.0
 #: The penalty of the weights themselves.
 _RHO = math.sqrt(_FIRST_PENALTY * _LAST_PENALTY)
 
@@ -47,20 +51,27 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: AnyGrid, dtype: t
     ridge towards the old ones. H is damped as for the default solver, for text of other kinds
     (:func:`.damping_for`). A kept weight may be 0 on the grid; those of dead inputs are only rounded.
 
+    Where the problem says what errors E of outputs cost ``together``, tr(G E H E^T), rows are rounded 64 at a time, and
+    the later ones of each block of G make up for their errors: they are fitted to W - G_22^-1 G_21 E_1, which is the
+    least of that sum over all that later rows could be. The mean of G's diagonal is added to it, because
+    it is known from few tokens.
+
     Cost: a factorization and an inverse of (in, in), once for all matrices with the same inputs; 25 products of
     (out, in) with (in, in), 20 of them in bfloat16 on processors that have it; memory of two (in, in) matrices, a copy
     of W and some of 1,024 rows.
     References: ADMM on a grid, Leng et al. 2018, arXiv 1707.09870; with the layer's own Hessian in the step for X, Boza
-    2024, arXiv 2401.02938, there for masks.
+    2024, arXiv 2401.02938, there for masks; errors of rows that others make up for, Tseng et al. 2025, arXiv
+    2505.22988.
     """
     gram, W = problem.gram.damped(damping_for(_DAMPING, problem.gram)), problem.W
     R, H = gram.derived("onto grid", lambda: (_resolvent(gram), gram.with_ridge()))
     importance, dead = gram.H.diagonal().clamp(min=0), gram.norm == 0
     weights, scales = torch.empty_like(W), W.new_empty(W.shape[0], grid.groups(W.shape[1]))
     kept = solution.mask if grid.keeps_zeros else torch.ones_like(solution.mask)
-    for start in range(0, W.shape[0], STRIP):
-        rows = slice(start, start + STRIP)
+    for rows, change in _strips(W, weights, problem.together):
         target, mask, solved = W[rows], kept[rows], solution.W[rows]
+        if change is not None:
+            target, solved = target + change, solved + change * mask
         first = grid.scales(solved, importance, dtype)
 
         def nearest(V: Tensor, s: Tensor = first, mask: Tensor = mask) -> Tensor:
@@ -79,6 +90,29 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: AnyGrid, dtype: t
             least = torch.minimum(losses, least)
         weights[rows], scales[rows] = best, grid.finest(best, chosen, dtype)
     return problem.solution(weights, kept, **solution.stats), scales
+
+
+def _strips(W: Tensor, rounded: Tensor, together: Tensor | None) -> Iterator[tuple[slice | Tensor, Tensor | None]]:
+    """Rows to round at a time, and what changes in W for them by the errors of those that are ``rounded`` before."""
+    if together is None:
+        yield from ((slice(start, start + STRIP), None) for start in range(0, len(W), STRIP))
+        return
+    for block in torch.arange(len(W), device=W.device).split(together.shape[1]):
+        G = together[block, : len(block)].to(torch.float64, copy=True)
+        G.diagonal().add_(_ALONE * G.diagonal().mean())
+        if not bool((G.diagonal() > 0).all()):  # nothing depends on these outputs
+            yield block, None
+            continue
+        # Those that cost most come first, when most others are free. The inverse of G is L L^T.
+        order = G.diagonal().argsort(descending=True)
+        L = torch.linalg.cholesky(torch.linalg.inv(G[order][:, order]))
+        change = W.new_zeros(len(block), W.shape[1])
+        for first in range(0, len(block), _ROWS):
+            here, later = slice(first, first + _ROWS), slice(first + _ROWS, None)
+            rows = block[order[here]]
+            yield rows, change[here]
+            factor = torch.linalg.solve_triangular(L[here, here], L[later, here], upper=False, left=False)
+            change[later] += factor.to(W.dtype) @ (rounded[rows] - W[rows] - change[here])
 
 
 def to_nearest(W: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

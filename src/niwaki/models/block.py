@@ -1,7 +1,7 @@
 """One decoder block of a transformers model: its forward pass, its weights, its matrices' inputs."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -128,14 +128,16 @@ class DecoderBlock:
         tf32: TF32 = "auto",
         matrices: list[Matrix] | None = None,
         advance: bool = False,
+        weights: Mapping[str, Tensor] | None = None,
     ) -> list[InputGram]:
         """The Gram matrices of all distinct inputs of ``matrices``, by default of all, over all processes.
 
+        In that of a matrix with ``weights`` (length,) by name tokens count by their place in a window.
         ``states`` stay as they are, unless they are to ``advance`` in the same pass: see :meth:`advance`.
         NumericalError for NaN or infinite activations.
         """
         wanted = self.matrices if matrices is None else matrices
-        grams = InputGrams(wanted, dict(self.module.named_parameters()), tf32)
+        grams = InputGrams(wanted, dict(self.module.named_parameters()), tf32, weights or {})
         for i, hidden in enumerate(states.hidden):
             if advance:
                 grams.watch(partial(self._advance, states, i), to_the_end=True)

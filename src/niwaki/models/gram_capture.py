@@ -7,7 +7,7 @@ experts in three-dimensional parameters, one at a time or all in one call.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -125,6 +125,7 @@ class InputGrams:
     matrices: list[Matrix]
     parameters: Mapping[str, Tensor]  # theirs by path, with the memory that the passes use
     tf32: TF32 = "auto"  # see niwaki.layer.linalg
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # (length,) of tokens by place, by the name of a matrix
 
     def __post_init__(self) -> None:
         self._by_expert: dict[tuple[str, int | None], list[Matrix]] = {}
@@ -208,11 +209,14 @@ class InputGrams:
         if key not in self._seen:
             gram = self._grams.get(names[0]) or self._new(names, X.shape[1], X.device)
             with products(gram_in_tf32(self.tf32, X.dtype)):
+                mean, weights = X.sum(dim=0, dtype=torch.float32), self.weights.get(names[0])
                 X = X.float()
+                if weights is not None:
+                    X = (X.unflatten(0, (-1, len(weights))) * weights.sqrt().to(X.device).unsqueeze(1)).flatten(0, 1)
                 for start in range(0, X.shape[1], _STRIP):  # the upper triangle is enough
                     strip = slice(start, start + _STRIP)
                     gram.H[strip, start:].addmm_(X[:, strip].T, X[:, start:])
-            gram.mean += X.sum(dim=0)
+            gram.mean += mean
             gram.tokens += X.shape[0]
             self._seen[key] = gram, origin
         gram, _ = self._seen[key]

@@ -1,7 +1,10 @@
 """How much a model's loss depends on the outputs of each of its matrices."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +23,8 @@ _Weights = tuple[str, int | None]
 
 #: The least importance of an output, relative to the mean: without any influence its weights still count.
 _LEAST = 1e-4
+#: The largest product of the gradients of two outputs, relative to the mean square: what float16 has.
+_MOST = torch.finfo(torch.float16).max
 #: Rows of gradients that are squared at a time, in float64.
 _ROWS = 512
 #: Logits, probabilities, their sums, and gradients, which are in memory at once.
@@ -57,6 +62,67 @@ def sensitivities(
     """
     world = world or World()
     sums: dict[tuple[str, int | None], Tensor] = {}  # by what a matrix is in the files
+    for squares, predicted in _backwards(model, tokens, world, done, _Squares):
+        found = squares.means(world, predicted)
+        for matrix in squares.matrices:
+            sums[matrix.entry] = sums.get(matrix.entry, 0) + found[matrix.name]
+    return [{matrix.name: sums[matrix.entry] for matrix in model.matrices(i)} for i in range(len(model.blocks))]
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """What errors of several outputs of a matrix cost the loss together, and in which tokens they cost more.
+
+    With g_t the gradient of the loss with respect to the outputs of token t (out,), in whose products the Fisher matrix
+    consists, its nearest Kronecker product has as factors means of g_t g_t^T and of x_t x_t^T in which tokens count by
+    how large the other factor is. Here each takes a root of |g_t|^2.
+
+    Attributes:
+        outputs: (out, width) float16, blocks of so many consecutive outputs on the diagonal of the mean of
+            g_t g_t^T / |g_t|, below each other, relative to the mean of the diagonal.
+        positions: (length,) float32, the mean of |g_t| by the place of a token in its window, of mean 1: of the first,
+            the second, the next two, the next four and so on, and of all matrices with the same inputs.
+    """
+
+    outputs: Tensor
+    positions: Tensor
+
+
+def couplings(
+    model: StreamedModel, tokens: Tensor, width: int, world: World, done: Callable[[], None] = lambda: None
+) -> list[dict[str, Coupling]]:
+    """For each block by name the coupling of each matrix, other than experts' and those that several blocks share.
+
+    Gradients, cost, memory and errors are those of :func:`sensitivities`; beside them a matrix of a block takes
+    (out, width) in float64 while it is looked at.
+
+    References: Tseng et al. 2025, arXiv 2505.22988, for roundings of both factors.
+    """
+    kind = partial(_Coupled, width=width, length=tokens.shape[1])
+    found = {each.block: each.means(world) for each, _ in _backwards(model, tokens, world, done, kind)}
+    return [found.get(i, {}) for i in range(len(model.blocks))]
+
+
+class _Watcher(Protocol):
+    """What looks at the passes of a block.
+
+    ``scale`` is what the gradients of the batch were divided by.
+    """
+
+    scale: float
+
+    def inputs(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None: ...
+
+    def outputs(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None: ...
+
+
+T = TypeVar("T", bound=_Watcher)
+
+
+def _backwards(
+    model: StreamedModel, tokens: Tensor, world: World, done: Callable[[], None], kind: Callable[[DecoderBlock], T]
+) -> Iterator[tuple[T, int]]:
+    """What has looked at each block, from the last one on, and how many tokens all processes have predicted."""
     first = min((matrix.block for matrix in model.matrices()), default=0)
     counts = world.collected(len(tokens))
     # Drawn for all processes, of which each takes its own.
@@ -74,21 +140,18 @@ def sensitivities(
         predicted = sum(world.collected(sum(hidden.shape[:2].numel() for hidden in states.hidden)))
         exponents = _start(model, states, draws.split(counts)[world.rank])
         for block in model.stream(range(len(model.blocks))[::-1]):
-            squares = _Squares(block)
+            watcher = kind(block)
             for i, hidden in enumerate(inputs.pop()):
-                squares.scale = 4.0 ** exponents[i]
+                watcher.scale = 2.0 ** exponents[i]
                 hidden = hidden.to(model.device)
-                gradient = input_gradient(block, hidden, states, i, handed, squares.inputs, squares.outputs)
+                gradient = input_gradient(block, hidden, states, i, handed, watcher.inputs, watcher.outputs)
                 states.hidden[i], change = _normalized(gradient, f"block {block.index}")
                 handed.scale(i, -change)
                 exponents[i] += change
                 done()
-            found = squares.means(world, predicted)
-            for matrix in squares.matrices:
-                sums[matrix.entry] = sums.get(matrix.entry, 0) + found[matrix.name]
+            yield watcher, predicted
             if block.index == first:
                 break
-    return [{matrix.name: sums[matrix.entry] for matrix in model.matrices(i)} for i in range(len(model.blocks))]
 
 
 def _start(model: StreamedModel, states: HiddenStates, draws: Tensor) -> list[int]:
@@ -135,7 +198,7 @@ def _normalized(gradient: Tensor, where: str) -> tuple[Tensor, int]:
 
 
 class _Squares:
-    """Sums of squared gradients, times ``scale``, with respect to the outputs of the matrices of a block."""
+    """Sums of squared gradients with respect to the outputs of the matrices of a block."""
 
     def __init__(self, block: DecoderBlock) -> None:
         self._block, self.matrices = block, [*block.matrices, *block.shared]
@@ -165,7 +228,7 @@ class _Squares:
         if together:
             found = found[self._own[parameter, expert].pop()]
         for rows in found.split(_ROWS):
-            sums.add_(rows.double().square_().sum(dim=0), alpha=self.scale)
+            sums.add_(rows.double().square_().sum(dim=0), alpha=self.scale**2)
 
     def means(self, world: World, tokens: int) -> dict[str, Tensor]:
         """(out,) for each matrix: the means over the ``tokens`` of all processes."""
@@ -179,6 +242,83 @@ class _Squares:
         return {name: value.to("cpu", torch.float32) for name, value in rows.items()}
 
 
+class _Coupled:
+    """The couplings of the matrices of a block, over windows of so many tokens (``length``)."""
+
+    def __init__(self, block: DecoderBlock, width: int, length: int) -> None:
+        self.block, self.scale, self._length = block.index, 1.0, length
+        alone = [m for m in block.matrices if m.expert is None and ".experts." not in m.name and not m.blocks]
+        self._all = torch.zeros(sum(m.shape[0] for m in alone), width, dtype=torch.float64, device=block.device)
+        self._sums = dict(zip((m.name for m in alone), self._all.split([m.shape[0] for m in alone]), strict=True))
+        self._norms = torch.zeros(len(alone), length, dtype=torch.float64, device=block.device)
+        self._matrices = {m.parameter: [each for each in alone if each.parameter == m.parameter] for m in alone}
+        self._places = {m.name: i for i, m in enumerate(alone)}
+        self._shared: dict[str, tuple[int, ...]] = {}  # by parameter, the input in the last pass
+        self._seen: list[Tensor] = []  # which stay, so that no other is where they are
+
+    def inputs(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
+        """Notes, in the forward pass, which parameters have the same inputs."""
+        if parameter not in self._matrices:
+            return
+        if parameter in self._shared:  # the next batch
+            self._shared.clear()
+            self._seen.clear()
+        self._shared[parameter] = (X.data_ptr(), *X.shape, X._version)
+        self._seen.append(X)
+
+    def outputs(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
+        """Adds what gradients ``X`` in the backward pass say."""
+        for matrix in self._matrices.get(parameter, ()):
+            rows = X.flatten(0, -2)[:, matrix.start : matrix.start + matrix.shape[0]].float()
+            norms = torch.linalg.vector_norm(rows, dim=1)
+            if len(norms) % self._length:
+                raise UnsupportedModelError(f"{matrix.label} does not run on all tokens of a window alike")
+            of_places = norms.unflatten(0, (-1, self._length)).sum(dim=0, dtype=torch.float64)
+            self._norms[self._places[matrix.name]].add_(of_places, alpha=self.scale)
+            rows = rows * norms.clamp(min=torch.finfo(norms.dtype).tiny).rsqrt().unsqueeze(1)
+            sums = self._sums[matrix.name]
+            for own in torch.arange(len(sums)).split(sums.shape[1]):
+                start, stop = int(own[0]), int(own[-1]) + 1
+                some = rows[:, start:stop]
+                sums[start:stop, : stop - start].add_(some.T @ some, alpha=self.scale)
+
+    def means(self, world: World) -> dict[str, Coupling]:
+        """The coupling of each matrix by name, over all processes."""
+        if unused := self._matrices.keys() - self._shared.keys():
+            raise UnsupportedModelError(f"{min(unused)} is not used when its block runs")
+        world.sum([self._all, self._norms])
+        _check(self._all, f"block {self.block}")
+        places = _relative(_smooth(self._norms))
+        by_input: dict[tuple[int, ...], list[int]] = {}
+        for parameter, matrices in self._matrices.items():
+            by_input.setdefault(self._shared[parameter], []).extend(self._places[m.name] for m in matrices)
+        for same in by_input.values():
+            places[same] = places[same].mean(dim=0)
+        found = {}
+        for name, sums in self._sums.items():
+            own = sums.gather(1, torch.arange(len(sums), device=sums.device).unsqueeze(1) % sums.shape[1])
+            relative = (sums / own.mean().clamp(min=torch.finfo(sums.dtype).tiny)).clamp_(-_MOST, _MOST)
+            found[name] = Coupling(
+                relative.to("cpu", torch.float16), places[self._places[name]].to("cpu", torch.float32)
+            )
+        return found
+
+
+def _smooth(values: Tensor) -> Tensor:
+    """``values`` (.., length): the first, the second, and the mean of the next two, of the next four and so on."""
+    smooth, start = values.clone(), 1
+    while start < values.shape[-1]:
+        smooth[..., start : 2 * start] = values[..., start : 2 * start].mean(dim=-1, keepdim=True)
+        start *= 2
+    return smooth
+
+
+def _relative(values: Tensor) -> Tensor:
+    """``values`` (.., length) of mean 1; all 1 where they are 0."""
+    mean = values.mean(dim=-1, keepdim=True)
+    return torch.where(mean > 0, values / mean, 1.0)
+
+
 def _check(values: Tensor, where: str) -> None:
     if not is_finite(values):
         raise NumericalError(
@@ -188,9 +328,21 @@ def _check(values: Tensor, where: str) -> None:
 
 def measured(model: StreamedModel, pilot: Tensor, world: World, progress: Progress) -> list[dict[str, Tensor]]:
     """:func:`sensitivities` on the process's share of ``pilot`` (samples, length), with a step for each batch."""
+    _begin(model, pilot, progress)
+    return sensitivities(model, pilot, world, progress.step)
+
+
+def measured_couplings(
+    model: StreamedModel, pilot: Tensor, width: int, world: World, progress: Progress
+) -> list[dict[str, Coupling]]:
+    """:func:`couplings` likewise."""
+    _begin(model, pilot, progress)
+    return couplings(model, pilot, width, world, progress.step)
+
+
+def _begin(model: StreamedModel, pilot: Tensor, progress: Progress) -> None:
     batches = math.ceil(len(pilot) / max(1, TOKENS_PER_BATCH // pilot.shape[1]))
     progress.stage(0, "sensitivity", 2 * len(model.blocks) * batches)
-    return sensitivities(model, pilot, world, progress.step)
 
 
 def pilot_of(samples: Tensor, share: float, world: World) -> Tensor:

@@ -22,7 +22,7 @@ from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.models.sensitivity import measured, pilot_of, row_weights
+from niwaki.models.sensitivity import measured, measured_couplings, pilot_of, row_weights
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.mixed_bits import Place
 from niwaki.pruning.request import PatternOf
@@ -247,6 +247,9 @@ class Plan(Kept):
     importance: dict[Place, Tensor] = field(default_factory=dict)
     synthetic: Tensor | None = None  # (samples, length) int64, text that the dense model wrote, if any
     bits: dict[Place, float] = field(default_factory=dict)  # of each matrix; empty where all have as many
+    #: Of matrices that are rounded, what errors of outputs cost together, how much tokens count: :class:`.Coupling`.
+    together: dict[Place, Tensor] = field(default_factory=dict)
+    positions: dict[Place, Tensor] = field(default_factory=dict)
 
     def pattern(self, matrix: Matrix, usual: PatternOf) -> Pattern:
         """The pattern of ``matrix``, which without a plan would be its ``usual`` one."""
@@ -305,6 +308,19 @@ def plan(
     power = planning.importance
     weights = {place: row_weights(value, power) for place, value in importance.items() if power}
     return Plan(zeros, weights)
+
+
+#: The most tokens on which it is seen what errors cost together.
+_TOKENS = 4096
+
+
+def coupled(made: Plan, model: StreamedModel, width: int, samples: Tensor, world: World, progress: Progress) -> Plan:
+    """The plan ``made``, and the couplings of all matrices, see :func:`.couplings`."""
+    share = min(1.0, _TOKENS / sum(world.collected(samples.numel())))
+    found = measured_couplings(model, pilot_of(samples, share, world), width, world, progress)
+    by_place = {(i, name): coupling for i, here in enumerate(found) for name, coupling in here.items()}
+    outputs, positions = ({k: getattr(v, part) for k, v in by_place.items()} for part in ("outputs", "positions"))
+    return replace(made, together=outputs, positions=positions)
 
 
 @dataclass

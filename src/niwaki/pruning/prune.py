@@ -185,8 +185,12 @@ class Pruning(Task):
         self.effort = given.settled(shares, predicts=not reasons, writes=self.model.pairs is None)
         if reasons and self.effort != given.settled(shares):
             reasons[0] += f", and the effort is {described(describe_effort(self.effort))}"
+        plan = self.effort.plan
         if self.request.only_rounds:  # there are no zeros to share out, and no weights to choose
-            self.effort = dataclasses.replace(self.effort, plan=Planning())
+            plan = Planning(together=plan.together)
+        if not self.request.only_fits:  # it was not shown to gain where there are zeros
+            plan = dataclasses.replace(plan, together=0)
+        self.effort = dataclasses.replace(self.effort, plan=plan)
         if run.compute.tf32 == "always" and not has_tf32(self.model.device):
             reasons.append(f"--tf32 always has no effect: {self.model.device} has no TF32, products are in float32")
         self.notes = tuple(reasons)

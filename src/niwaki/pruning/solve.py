@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from niwaki.models.formats import WeightFormat
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
+from niwaki.pruning.plan import Plan
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord
@@ -39,7 +40,7 @@ class BlockSolver:
     request: Request
     format: WeightFormat
     pattern_of: PatternOf
-    importance: Mapping[tuple[int, str], Tensor]
+    plan: Plan
     world: World
     progress: Progress
 
@@ -116,6 +117,7 @@ class BlockSolver:
         """What a matrix costs each process if all have some of its rows; None if its rows depend on each other."""
         (rows, columns), size = matrix.shape, self.world.size
         separable = self.request.solving.separable_rows and self.format.is_separable(matrix)
+        separable &= matrix.place not in self.plan.together
         if not separable or rows < size or self.pattern_of(matrix).for_rows(self.world.rows(rows)) is None:
             return None
         return self._flops(math.ceil(rows / size), columns)
@@ -137,6 +139,8 @@ class BlockSolver:
             error, stored_as = _error(problem, solution, rows), block.stored_dtype(matrix)
             if self.format.parts_like(matrix, stored_as):
                 solution = _with_stats(solution, error_before_rounding=error)
+                if (together := self.plan.together.get(matrix.place)) is not None:
+                    problem = replace(problem, together=together.to(W.device))
                 # The weights themselves are rounded, not what importance makes of them.
                 solution, parts = self.format.rounded(matrix, problem, solution, rows, stored_as)
                 error = _error(problem, solution, rows)
@@ -152,7 +156,7 @@ class BlockSolver:
         self, matrix: Matrix, W: Tensor, gram: Gram, pattern: Pattern, rows: Rows
     ) -> tuple[LayerProblem, Solution]:
         """(The problem of these ``rows`` of ``matrix``, its solution), which importance has no part in any more."""
-        weights = self.importance.get(matrix.place)
+        weights = self.plan.importance.get(matrix.place)
         if weights is not None:
             weights = rows.own(weights).unsqueeze(1).to(W.device)
             W.mul_(weights)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from niwaki.effort import Effort
+from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.layer.block_types import BlockGrid
 from niwaki.layer.grid import AnyGrid
 from niwaki.models.block import DecoderBlock
@@ -20,7 +21,7 @@ from niwaki.models.layout import Matrix, fused, stacked
 from niwaki.models.streamed import Reference, StreamedModel
 from niwaki.models.training import Fit, samples_to_fit, trained_matrices
 from niwaki.pruning.mixed_bits import choose_alike, costs_of_bits, in_words
-from niwaki.pruning.plan import LaterInputs, Plan, later_inputs, plan
+from niwaki.pruning.plan import LaterInputs, Plan, coupled, later_inputs, plan
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.record import FEW_ZEROS, Record
@@ -59,14 +60,14 @@ class Walk:
         samples, heldout = texts.samples, texts.only
         stop = model.matrices()[-1].block + 1
         run.progress.begin(self.record, len(model.blocks) if heldout else stop, len(model.matrices()))
-        planned = self._planned(samples, texts)
+        self._plan = planned = self._planned(samples, texts)
         if planned.bits:
             assert isinstance(store.format, OnGrid)
             store.format = dataclasses.replace(store.format, bits_of=lambda matrix: planned.bits[matrix.place])
         if isinstance(samples, Tensor):
             samples = joined(run, samples, planned.synthetic)
         pattern_of = partial(planned.pattern, usual=self.pattern_of)
-        self._solver = BlockSolver(self.request, store.format, pattern_of, planned.importance, run.world, run.progress)
+        self._solver = BlockSolver(self.request, store.format, pattern_of, planned, run.world, run.progress)
         self._later = self._later_inputs(samples)
         run.clock.lap("plan")
         streams = self._embedded(samples, heldout)
@@ -137,6 +138,11 @@ class Walk:
             chosen = choose_alike(costs, grid.average, self.model.matrices(), alike)
             run.note(self.record, in_words(costs, chosen, grid))
             made = dataclasses.replace(made, bits=chosen)
+        if effort.plan.together and isinstance(samples, Tensor):
+            try:
+                made = coupled(made, self.model, effort.plan.together, samples, run.world, run.progress)
+            except (NumericalError, UnsupportedModelError) as error:
+                run.note(self.record, f"each row of a matrix is rounded alone: {error}")
         if effort.synthetic and isinstance(samples, Tensor):
             own = written(run, self.model, self.record, effort.synthetic, samples, texts.windows.bos)
             made = dataclasses.replace(made, synthetic=own)
@@ -179,7 +185,8 @@ class Walk:
         """The Gram matrices of all inputs of the block's matrices."""
         run = self.run
         run.progress.stage(block.index, "capture", len(states.hidden))
-        grams = block.input_grams(states, run.progress.step, run.world, self.record.tf32)
+        weights = {name: value for (index, name), value in self._plan.positions.items() if index == block.index}
+        grams = block.input_grams(states, run.progress.step, run.world, self.record.tf32, weights=weights)
         grams = self._later.joined(block, grams)
         run.clock.lap("capture")
         return grams

@@ -80,7 +80,7 @@ class Shrink(Stage):
         effort = usual if self.effort is None else self.effort
         given = make_effort(effort) if isinstance(effort, str) else effort
         settled = given.settled(shares_zeros=False, predicts=predicts, writes=writes)
-        return dataclasses.replace(settled, plan=dataclasses.replace(settled.plan, allocation="uniform"))
+        return dataclasses.replace(settled, plan=dataclasses.replace(settled.plan, allocation="uniform", together=0))
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if others := [stage.name for stage in before if not stage.changes_tokens]:
