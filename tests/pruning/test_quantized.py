@@ -233,6 +233,7 @@ def test_rows_are_rounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert pruned.effort["together"] == 0
 
 
+@pytest.mark.slow
 def test_with_little_memory(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     for memory in (None, 1):

@@ -164,11 +164,8 @@ def find_floats(settings: Mapping[str, Any], entries: Mapping[str, Entry]) -> di
         return _find_fp8(settings.get("weight_block_size", [128, 128]), powers, _FP8_SUFFIX, entries)
     if settings.get("quant_method") == "compressed-tensors":
         groups = settings.get("config_groups")
-        weights = (
-            [each.get("weights") for each in groups.values() if isinstance(each, dict)]
-            if isinstance(groups, dict)
-            else []
-        )
+        every = groups.values() if isinstance(groups, dict) else ()
+        weights = [each.get("weights") for each in every if isinstance(each, dict)]
         blocks = [each["block_structure"] for each in weights if isinstance(each, dict) and each.get("block_structure")]
         return _find_fp8(blocks[0] if blocks else None, False, "_scale", entries)
     return _find_mxfp4(entries) if settings.get("quant_method") == "mxfp4" else {}

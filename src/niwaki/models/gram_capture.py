@@ -209,14 +209,13 @@ class InputGrams:
         if key not in self._seen:
             gram = self._grams.get(names[0]) or self._new(names, X.shape[1], X.device)
             with products(gram_in_tf32(self.tf32, X.dtype)):
-                mean, weights = X.sum(dim=0, dtype=torch.float32), self.weights.get(names[0])
                 X = X.float()
-                if weights is not None:
+                gram.mean += X.sum(dim=0)
+                if (weights := self.weights.get(names[0])) is not None:
                     X = (X.unflatten(0, (-1, len(weights))) * weights.sqrt().to(X.device).unsqueeze(1)).flatten(0, 1)
                 for start in range(0, X.shape[1], _STRIP):  # the upper triangle is enough
                     strip = slice(start, start + _STRIP)
                     gram.H[strip, start:].addmm_(X[:, strip].T, X[:, start:])
-            gram.mean += mean
             gram.tokens += X.shape[0]
             self._seen[key] = gram, origin
         gram, _ = self._seen[key]

@@ -1,7 +1,7 @@
 """How much a model's loss depends on the outputs of each of its matrices."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -62,10 +62,13 @@ def sensitivities(
     """
     world = world or World()
     sums: dict[tuple[str, int | None], Tensor] = {}  # by what a matrix is in the files
-    for squares, predicted in _backwards(model, tokens, world, done, _Squares):
+
+    def add(squares: _Squares, predicted: int) -> None:
         found = squares.means(world, predicted)
         for matrix in squares.matrices:
             sums[matrix.entry] = sums.get(matrix.entry, 0) + found[matrix.name]
+
+    _backwards(model, tokens, world, done, _Squares, add)
     return [{matrix.name: sums[matrix.entry] for matrix in model.matrices(i)} for i in range(len(model.blocks))]
 
 
@@ -98,9 +101,13 @@ def couplings(
 
     References: Tseng et al. 2025, arXiv 2505.22988, for roundings of both factors.
     """
-    kind = partial(_Coupled, width=width, length=tokens.shape[1])
-    found = {each.block: each.means(world) for each, _ in _backwards(model, tokens, world, done, kind)}
-    return [found.get(i, {}) for i in range(len(model.blocks))]
+    found: list[dict[str, Coupling]] = [{} for _ in model.blocks]
+
+    def add(coupled: _Coupled, _: int) -> None:
+        found[coupled.block] = coupled.means(world)
+
+    _backwards(model, tokens, world, done, partial(_Coupled, width=width, length=tokens.shape[1]), add)
+    return found
 
 
 class _Watcher(Protocol):
@@ -120,9 +127,17 @@ T = TypeVar("T", bound=_Watcher)
 
 
 def _backwards(
-    model: StreamedModel, tokens: Tensor, world: World, done: Callable[[], None], kind: Callable[[DecoderBlock], T]
-) -> Iterator[tuple[T, int]]:
-    """What has looked at each block, from the last one on, and how many tokens all processes have predicted."""
+    model: StreamedModel,
+    tokens: Tensor,
+    world: World,
+    done: Callable[[], None],
+    kind: Callable[[DecoderBlock], T],
+    add: Callable[[T, int], None],
+) -> None:
+    """Has one of this ``kind`` look at each block, from the last one on; gives it to ``add``.
+
+    With how many tokens all processes have predicted.
+    """
     first = min((matrix.block for matrix in model.matrices()), default=0)
     counts = world.collected(len(tokens))
     # Drawn for all processes, of which each takes its own.
@@ -149,7 +164,7 @@ def _backwards(
                 handed.scale(i, -change)
                 exponents[i] += change
                 done()
-            yield watcher, predicted
+            add(watcher, predicted)
             if block.index == first:
                 break
 
@@ -277,10 +292,8 @@ class _Coupled:
             self._norms[self._places[matrix.name]].add_(of_places, alpha=self.scale)
             rows = rows * norms.clamp(min=torch.finfo(norms.dtype).tiny).rsqrt().unsqueeze(1)
             sums = self._sums[matrix.name]
-            for own in torch.arange(len(sums)).split(sums.shape[1]):
-                start, stop = int(own[0]), int(own[-1]) + 1
-                some = rows[:, start:stop]
-                sums[start:stop, : stop - start].add_(some.T @ some, alpha=self.scale)
+            for some, own in zip(rows.split(sums.shape[1], dim=1), sums.split(sums.shape[1]), strict=True):
+                own[:, : len(own)].add_(some.T @ some, alpha=self.scale)
 
     def means(self, world: World) -> dict[str, Coupling]:
         """The coupling of each matrix by name, over all processes."""
@@ -296,11 +309,10 @@ class _Coupled:
             places[same] = places[same].mean(dim=0)
         found = {}
         for name, sums in self._sums.items():
-            own = sums.gather(1, torch.arange(len(sums), device=sums.device).unsqueeze(1) % sums.shape[1])
-            relative = (sums / own.mean().clamp(min=torch.finfo(sums.dtype).tiny)).clamp_(-_MOST, _MOST)
-            found[name] = Coupling(
-                relative.to("cpu", torch.float16), places[self._places[name]].to("cpu", torch.float32)
-            )
+            rows = torch.arange(len(sums), device=sums.device)
+            mean = sums[rows, rows % sums.shape[1]].mean().clamp(min=torch.finfo(sums.dtype).tiny)
+            outputs, positions = (sums / mean).clamp_(-_MOST, _MOST), places[self._places[name]]
+            found[name] = Coupling(outputs.to("cpu", torch.float16), positions.to("cpu", torch.float32))
         return found
 
 
