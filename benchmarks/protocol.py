@@ -52,7 +52,7 @@ RATES = (0.01, 0.03, 0.1)
 #: What is changed in the effort "fast", one at a time.
 INGREDIENTS = (
     *("importance=0.5", "epochs=1", "epochs=1:synthetic=0.5"),
-    *("allocation=owl", "allocation=error", "allocation=loss"),
+    *("allocation=error", "allocation=loss"),
 )
 #: Methods and patterns of each experiment. "A+magnitude" is the mask of A with the weights as they were.
 EXPERIMENTS: dict[str, tuple[list[str], list[str]]] = {

@@ -155,9 +155,9 @@ PARTS = [
     ),
     Part(
         "vllm",
-        "whether vLLM loads packed integers of 4, 8 and mixed bits, W8A8 and FP8, and writes what transformers does",
+        "whether vLLM loads integers of 4, 8 and mixed bits, NVFP4, MXFP4, W8A8, FP8, and writes what transformers does",
         300,
-        "for grid in int4:64 int8:64 int4.5:64; do\n"
+        "for grid in int4:64 int8:64 int4.5:64 nvfp4 mxfp4; do\n"
         "  {python} -m niwaki run demo {out}/$grid -s \"quantize $grid\" -s 'export compressed-tensors' "
         "--calibration demo --text-samples 4 {few}\n"
         "  {python} -c {served} {out}/$grid; done\n"

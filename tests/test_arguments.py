@@ -131,11 +131,6 @@ def test_tasks_that_are_not_there() -> None:
         ("prune", {"blocks": range(2)}, "blocks must be (a whole number, a whole number), text or None; got range("),
         ("prune", {"blocks": "0-2"}, "invalid range '0-2'; give FROM:TO, such as 0:2 for the first two"),
         ("prune", {"pattern": [0.5]}, "pattern must be a number, text, a Pattern or None; got [0.5]"),
-        (
-            "prune",
-            {"pattern": "two-factors:0.5", "effort": "fast:allocation=owl"},
-            "allocation=owl does not support two-factors:0.5",
-        ),
         ("prune", {"pattern": "1e9999999%"}, "'1e9999999%' is not a valid pattern"),
         ("prune", {"pattern": "2:4+" * 3000}, "'2:4+"),
         ("prune", {"restart": "yes"}, "restart must be True or False; got 'yes'"),

@@ -40,7 +40,6 @@ from niwaki.layer.problem import (
 from niwaki.layer.solvers import (
     ADMM as ADMM,
     ALPS as ALPS,
-    OBC as OBC,
     RIA as RIA,
     SOLVERS as SOLVERS,
     ConjugateGradients as ConjugateGradients,

@@ -27,7 +27,7 @@ FIRST_PARAMETERS = {
 }
 #: The names of ``niwaki.layer.solvers.SOLVERS``, for help that does not wait for torch; a test compares them. The first
 #: is the default. Solvers choose a mask and weights for it, a mask alone, or weights for a mask.
-SOLVER_NAMES = ("continuation", "admm-grad", "alps", "sparsegpt", "obc", "double-sparse")
+SOLVER_NAMES = ("continuation", "admm-grad", "alps", "sparsegpt", "double-sparse")
 MASK_NAMES = ("magnitude", "wanda", "ria", "obs", "dsnot", "swaps")
 WEIGHT_NAMES = ("admm1", "adam", "sgd", "cg", "exact")
 #: How the text of a pattern of two sparse factors begins, in config.json and records too.
@@ -45,6 +45,8 @@ BLOCK_TYPE_BITS = {
     "q2_k": 2.625, "q3_k": 3.4375, "iq4_xs": 4.25, "q4_k": 4.5, "iq4_nl": 4.5, "q4_0": 4.5, "q4_1": 5.0,
     "q5_k": 5.5, "q5_0": 5.5, "q5_1": 6.0, "q6_k": 6.5625, "q8_0": 8.5,
 }  # fmt: skip
+#: Grids of floating-point numbers of four bits, and how many weights share a scale.
+FLOAT_GRIDS = {"nvfp4": 16, "mxfp4": 32}
 #: How long OpenMP's threads wait by spinning, which takes the core from the thread that they wait for when another
 #: program is busy (docs/methods.md). Briefly costs nothing measurable, except between the small products of one token.
 SPINS, BRIEFLY, LONG = "GOMP_SPINCOUNT", "1000", "10000"

@@ -9,7 +9,7 @@ from niwaki.errors import UsageError
 from niwaki.quantities import changed, check_known, find, name_of, parameters, parse_name, text_of
 from niwaki.records.wording import in_words
 
-Allocation = Literal["uniform", "owl", "error", "loss"]
+Allocation = Literal["uniform", "error", "loss"]
 
 
 def _check(name: str, value: float, is_accepted: bool, range_: str) -> None:
@@ -24,13 +24,14 @@ class Planning:
 
     Attributes:
         allocation: How zeros are shared out among the matrices, where the pattern leaves that open: the same sparsity
-            for all ("uniform"), or by "loss", "error" or "owl", see :mod:`niwaki.pruning.plan`.
+            for all ("uniform"), or by "loss" or "error", see :mod:`niwaki.pruning.plan`.
         importance: How strongly the squared errors of outputs are weighted by the sensitivity of the model's loss to
             them when weights are chosen. It is a power, from 0 (not at all) to 1 (in full), for patterns in which rows
             compete.
         pilot: Fraction of the calibration text used for these two, at least one sample per process.
-        together: How many consecutive outputs of a matrix make up for each other's rounding, by what errors of several
-            cost the loss together; 0 where each is rounded alone. It takes up to 4,096 tokens of the calibration text.
+        together: How many consecutive outputs of a matrix make up for each other's rounding, at most, by what errors of
+            several cost the loss together; 0 where each is rounded alone. It looks at up to about 16,384 tokens, and
+            takes up to 1 GiB.
 
     Raises:
         UsageError: a value is out of range.
@@ -45,7 +46,7 @@ class Planning:
         check_fields(self)
         _check("importance", self.importance, 0 <= self.importance <= 1, "from 0 to 1")
         _check("pilot", self.pilot, 0 < self.pilot <= 1, "above 0, to 1")
-        _check("together", self.together, self.together != 1 and 0 <= self.together <= 1024, "0, or 2 to 1,024")
+        _check("together", self.together, self.together != 1 and 0 <= self.together <= 4096, "0, or 2 to 4,096")
 
     @property
     def is_needed(self) -> bool:
@@ -137,7 +138,7 @@ class Effort:
         return replace(self, plan=plan, synthetic=synthetic, fit=replace(self.fit, epochs=epochs))
 
 
-_OF_LOSS = Planning("loss", importance=0.5, together=256)
+_OF_LOSS = Planning("loss", importance=0.5, together=1024)
 #: By name on the command line.
 EFFORTS: dict[str, Effort] = {
     "fast": Effort(),

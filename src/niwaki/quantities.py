@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
-from niwaki.choices import BLOCK_TYPE_BITS, FIRST_PARAMETERS, TWO_FACTORS
+from niwaki.choices import BLOCK_TYPE_BITS, FIRST_PARAMETERS, FLOAT_GRIDS, TWO_FACTORS
 from niwaki.errors import PatternError, UnknownNameError, UsageError, shown
 
 #: In texts, as short as anybody needs.
@@ -81,9 +81,9 @@ def parse_bits(text: str) -> tuple[int, int | None, float | None]:
     match = re.fullmatch(r"int([0-9]{1,9}(?:\.[0-9]{1,9})?)(?::([0-9]{1,9}))?", text.strip().lower())
     if match is None:
         raise UsageError(
-            f"{text!r} is not a valid grid; try int4:128, int8, or int5.5:64 for mixed bits; q4_k, or "
-            "q4.25 for mixed types, are for llama.cpp; FP8 and W8A8 are formats, as in 'niwaki export MODEL OUT "
-            "--format fp8'"
+            f"{text!r} is not a valid grid; try int4:128, int8, or int5.5:64 for mixed bits; q4_k, or q4.25 for mixed "
+            "types, are for llama.cpp, nvfp4 and mxfp4 for servers; FP8 and W8A8 are formats, as in 'niwaki export "
+            "MODEL OUT --format fp8'"
         )
     average = float(match[1]) if "." in match[1] else None
     bits, group = int(match[1]) if average is None else 8, int(match[2]) if match[2] else None
@@ -106,7 +106,7 @@ def parse_block_types(text: str) -> tuple[str, float] | None:
 
 def check_grid_name(text: str) -> None:
     """UsageError where there is no grid of that name."""
-    if parse_block_types(text) is None:
+    if text.strip().lower() not in FLOAT_GRIDS and parse_block_types(text) is None:
         parse_bits(text)
 
 

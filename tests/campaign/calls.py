@@ -37,7 +37,7 @@ _ODD: tuple[Any, ...] = (
     *("auto", "cpu", "float32", "float16", "quantum", "8GiB", f"{'9' * 240}GiB", "demo", "demo-held", "nope", "./nope"),
     *("2:4", "4:2", "0:1", "0:2", "2:0", "per-row:0.5", "mixed-2:4", "2:4+per-row:0.6", "2:4+" * 60, "block-4x4:0.5"),
     *("wanda", "wanda+exact", "wanda+" * 40, "admm1:rho=-1", "admm1:iterations=1", "fast", "best:epochs=0.1"),
-    *("fast:allocation=owl", "int4", "int4:16", "int9", "which-follows", b"wanda", bytearray(b"2:4"), Ellipsis),
+    *("fast:allocation=error", "int4", "int4:16", "int9", "which-follows", b"wanda", bytearray(b"2:4"), Ellipsis),
     *(Path("nope"), Path(), Path("demo"), Path("text.txt"), _Text("demo"), _Text("wanda"), object(), np.ma, sys),
     *([], (), {}, set(), [0.5], (0,), (0, 1), [0, 2], (0, 1, 2), (0.0, 1), ("0", "1"), ["wanda"], ["demo-held"]),
     *([None], [["a"]], {"rho": 2}, {"rho": "2"}, range(2), iter(()), lambda *_: 0, int, ValueError("no")),
@@ -48,7 +48,7 @@ _ODD: tuple[Any, ...] = (
     *(torch.float32, torch.float16, torch.int8, torch.device("cpu"), torch.device("meta"), torch.nn.Linear(2, 2)),
     *(_TEXT, niwaki.Calibration, _MEASURED, niwaki.Measurement(samples=0), niwaki.Measurement(()), niwaki.Compute()),
     *(niwaki.Compute("cpu", "bfloat16"), niwaki.Compute(max_memory="1GiB"), niwaki.Effort()),
-    *(niwaki.Effort(fit=niwaki.Fitting(epochs=0.1)), niwaki.Effort(niwaki.Planning("owl")), niwaki.Fitting()),
+    *(niwaki.Effort(fit=niwaki.Fitting(epochs=0.1)), niwaki.Effort(niwaki.Planning("loss")), niwaki.Fitting()),
     *(niwaki.Effort, Wanda(), Wanda),
     *(niwaki.NM(2, 4), niwaki.NM, niwaki.PerRow(0.5), Grid(4), Grid(8, 16), niwaki.Progress()),
     *(niwaki.Windows(torch.zeros(2, 8, dtype=torch.int64), "0"),),
@@ -57,7 +57,7 @@ _ODD: tuple[Any, ...] = (
 #: Sparsities that have to be reached exactly, whatever allocates them.
 _SPARSITIES = (0.0, 0.5, "60 %", np.float32(0.7), 0.9, 0.985, 0.99, 0.995, 0.999, 0.9999, 1 - 1e-9, 1 - 1e-16)
 _EFFORTS = (
-    *("fast", "balanced", niwaki.Effort(niwaki.Planning("owl")), niwaki.Effort(niwaki.Planning("error"))),
+    *("fast", "balanced", niwaki.Effort(niwaki.Planning("loss")), niwaki.Effort(niwaki.Planning("error"))),
     "fast:allocation=loss",
 )
 # fmt: on

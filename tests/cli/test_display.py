@@ -243,7 +243,7 @@ def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
         "models/tiny: 3 blocks with 3 matrices, 2:4",
         "wanda",
         "calibration: 4 x 16 tokens of some.txt, on cpu (2 threads) in float32",
-        "effort: balanced (allocation loss, importance 0.5, together 256, synthetic 0.25, epochs 0.3)",
+        "effort: balanced (allocation loss, importance 0.5, together 1024, synthetic 0.25, epochs 0.3)",
         "note: noted before",
         "note: damping raised from 0.1 to 0.2",
     ):

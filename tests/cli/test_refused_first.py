@@ -77,7 +77,7 @@ REFUSED = {
     "run model out -s 'prune 0.5' -s 'embeddings int8:24' --calibration short.txt": "stage 2, embeddings",
     "compress odd out --size 0.3 --for llama.cpp --calibration short.txt": "do not divide into groups of 32",
     "compress odd out --loss 0.3 --for llama.cpp --calibration short.txt": "do not divide into groups of 32",
-    "compare model -o out --solvers wanda,wanda@best:allocation=owl --sparsity 2:4 --calibration short.txt": "short",
+    "compare model -o out --solvers wanda,wanda@best:allocation=error --sparsity 2:4 --calibration short.txt": "short",
     # two factors, which stay such
     "compress factors out --size 0.3 --calibration short.txt": "was pruned to two factors",
     "compress factors out --size 0.45 --for llama.cpp --calibration short.txt": "was pruned to two factors",

@@ -158,6 +158,88 @@ def test_what_they_cannot_be_made_of(tmp_path: Path, grid: str, form: Any, said:
     assert not (tmp_path / "out").exists()
 
 
+def of_floats(path: Path) -> dict[str, Tensor]:
+    """All matrices in NVFP4 or MXFP4, as compressed-tensors restores them."""
+    compressors: Any = pytest.importorskip("compressed_tensors.compressors")
+    scheme, stored = scheme_of(path), load_file(path / SINGLE_NAME)
+    kind = {16: "NVFP4", 32: "MXFP4"}[scheme.weights.group_size]
+    restored = {}
+    for key in (key.removesuffix("_packed") for key in stored if key.endswith("_packed")):
+        parts = {name.replace(key, "weight"): value for name, value in stored.items() if name.startswith(f"{key}_")}
+        restored[key] = getattr(compressors, f"{kind}PackedCompressor").decompress(parts, scheme)["weight"]
+    return restored
+
+
+def wide_model(path: Path, case: str) -> Path:
+    """With rows that can be divided into groups of 32."""
+    wide = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": FEW_TOKENS}
+    random_model(case, dtype=torch.bfloat16, **wide).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("case", ["llama biases", "qwen3", "mixtral"])
+@pytest.mark.parametrize("grid", ["nvfp4", "mxfp4"])
+def test_floats_of_four_bits(tmp_path: Path, grid: str, case: str) -> None:
+    """Each number is what compressed-tensors has, and matrices that servers make one of share a scale."""
+    model = wide_model(tmp_path / "model", case)
+    effort: Any = {"effort": "fast", "calibration": TOKENS, "measurement": None}
+    niwaki.quantize(model, tmp_path / "grid", grid, **effort)
+    notes = niwaki.export(tmp_path / "grid", tmp_path / "out")
+    assert any("no experts" in note for note in notes) == (case in MIXTURES)
+    dense, stored, restored = Checkpoint(tmp_path / "grid"), load_file(tmp_path / "out" / SINGLE_NAME), {}
+    restored = of_floats(tmp_path / "out")
+    assert len(restored) >= 14
+    for key, W in restored.items():
+        assert torch.equal(W.bfloat16(), dense.read(key)), key
+        if grid == "nvfp4" and key.endswith(("gate_proj.weight", "w1.weight")):
+            other = key.replace("gate_proj", "up_proj").replace("w1", "w3")
+            assert torch.equal(stored[f"{key}_global_scale"], stored[f"{other}_global_scale"])
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["format"]
+    assert said == f"{grid}-pack-quantized"
+    assert (tmp_path / "out" / SINGLE_NAME).stat().st_size < 0.7 * (model / SINGLE_NAME).stat().st_size
+    if case in MIXTURES:
+        return
+    with torch.no_grad():
+        right, found = (reference(tmp_path / path, torch.bfloat16)(TOKENS).logits for path in ("grid", "out"))
+    assert torch.equal(right, found)
+
+
+def test_scales_that_servers_cannot_share(tmp_path: Path) -> None:
+    model = wide_model(tmp_path / "model", "llama")
+    weights = load_file(model / SINGLE_NAME)
+    weights["model.layers.0.self_attn.k_proj.weight"] *= 2.0**-18
+    save_file(weights, model / SINGLE_NAME, {"format": "pt"})
+    for grid in ("nvfp4", "mxfp4"):
+        niwaki.quantize(model, tmp_path / grid, grid, effort="none", measurement=None)
+    said = message(lambda: niwaki.export(tmp_path / "nvfp4", tmp_path / "out"), UnsupportedModelError)
+    assert "layers.0.self_attn.k_proj.weight" in said
+    assert "differ by more than numbers in FP8 can; quantize to mxfp4 instead" in said
+    assert not (tmp_path / "out").exists()
+    niwaki.export(tmp_path / "mxfp4", tmp_path / "out")
+    dense = Checkpoint(tmp_path / "mxfp4")
+    assert all(torch.equal(W.bfloat16(), dense.read(key)) for key, W in of_floats(tmp_path / "out").items())
+
+
+def test_where_floats_of_four_bits_do_not_go(tmp_path: Path) -> None:
+    model, out = add_small_tokenizer(wide_model(tmp_path / "model", "llama")), tmp_path / "out"
+    niwaki.quantize(model, tmp_path / "grid", "nvfp4", effort="none", measurement=None)
+    for form, said in (
+        ("packed", "has weights in nvfp4, which are for servers; 'niwaki export' writes the files for them"),
+        ("gguf", "has weights in nvfp4, which a GGUF file would round once more"),
+        ("fp8", "has weights on the grid nvfp4, and FP8 would round them once more"),
+        ("w8a8", "has weights in nvfp4, which are for servers"),
+    ):
+        assert said in message(lambda form=form: niwaki.export(tmp_path / "grid", out, form))  # type: ignore[misc]
+    for stages, said in (
+        (["quantize nvfp4", "heal method=scales"], "the stages before it leave none that can be"),
+        (["quantize int4:16", "embeddings nvfp4"], "no program has embeddings in nvfp4; take int8:64"),
+        (["prune two-factors:0.5 quantize=nvfp4"], "two factors are whole numbers on a grid, and not in nvfp4"),
+    ):
+        asked = [*stages]
+        assert said in message(lambda: niwaki.run(model, out, asked, calibration=TOKENS, measurement=None))  # noqa: B023
+    assert not out.exists()
+
+
 def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "gpt_oss", dtype=torch.bfloat16)
     said = message(lambda: niwaki.export(model, tmp_path / "out", "fp8"), UnsupportedModelError)

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, UsageError
-from niwaki.layer.grid import AnyGrid, Grid, lies_on_q4_0, parse_grid, scale_dtype, usable
+from niwaki.layer.grid import (
+    AnyGrid,
+    FloatGrid,
+    Grid,
+    fp4_codes,
+    lies_on_q4_0,
+    parse_grid,
+    scale_dtype,
+    shared_power,
+)
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import NM, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem, Solution
@@ -32,7 +41,15 @@ each_half = pytest.mark.parametrize("dtype", HALF, ids=str)
 
 
 @pytest.mark.parametrize(
-    ("text", "grid"), [("int4:128", Grid(4, 128)), ("int8", Grid(8)), (" int2:1 ", Grid(2, 1)), ("int4", Grid(4))]
+    ("text", "grid"),
+    [
+        ("int4:128", Grid(4, 128)),
+        ("int8", Grid(8)),
+        (" int2:1 ", Grid(2, 1)),
+        ("int4", Grid(4)),
+        ("nvfp4", FloatGrid()),
+        ("mxfp4", FloatGrid(group=32)),
+    ],
 )
 def test_grids_by_name(text: str, grid: Grid) -> None:
     assert parse_grid(text) == grid
@@ -50,7 +67,8 @@ def test_grids_by_name(text: str, grid: Grid) -> None:
             (
                 text,
                 f"{text!r} is not a valid grid; try int4:128, int8, or int5.5:64 for mixed bits; "
-                "q4_k, or q4.25 for mixed types, are for llama.cpp; FP8 and W8A8 are formats, as in 'niwaki export "
+                "q4_k, or q4.25 for mixed types, are for llama.cpp, nvfp4 and mxfp4 for servers; FP8 and W8A8 are "
+                "formats, as in 'niwaki export "
                 "MODEL OUT --format fp8'",
             )
             for text in ("", "4", "fp4", "int", "int4:", "int4:-8", "int4:8:8", "int4.", "int٤")
@@ -215,7 +233,7 @@ def test_numbers_of_llama_cpp_are_seen_behind_their_rounding(dtype: torch.dtype,
 
 
 def test_scales_that_are_too_small() -> None:
-    assert usable(torch.tensor([1e-9, 1.0, 1e-30]), torch.float16).tolist() == [1.0, 1.0, 1.0]
+    assert Grid(4).usable(torch.tensor([1e-9, 1.0, 1e-30]), torch.float16).tolist() == [1.0, 1.0, 1.0]
     W = torch.full((2, 4), 1e-9)
     scales = Grid(4).scales(W, torch.ones(4), torch.float16)
     assert not Grid(4).project(W, scales, torch.float16).any()
@@ -538,3 +556,87 @@ def test_the_group_has_to_fit() -> None:
     before = Magnitude()(problem, PerRow(0.5))
     with pytest.raises(UsageError, match="32 inputs cannot be divided into groups of 12"):
         onto_grid(problem, before, Grid(4, 12), F64)
+
+
+# Floating-point numbers of four bits
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FLOATS = pytest.mark.parametrize("grid", [FloatGrid(), FloatGrid(group=32)], ids=str)
+
+
+def of_scales(grid: FloatGrid, low: int, high: int) -> Tensor:
+    """All scales of so many powers of two, ascending."""
+    mantissas = (1.0,) if grid.group == 32 else tuple(1 + i / 8 for i in range(8))
+    return torch.tensor([m * 2.0**e for e in range(low, high) for m in mantissas], dtype=F64)
+
+
+@FLOATS
+def test_floats_next_to_weights(grid: FloatGrid) -> None:
+    W, scales = (
+        normal(8, 64, seed=0).float(),
+        of_scales(grid, -3, 1)[torch.arange(8 * 64 // grid.group) % 4].view(8, -1).float(),
+    )
+    levels = torch.tensor([sign * 2 * level for level in E2M1 for sign in (1, -1)], dtype=F64)
+    numbers = scales.double().repeat_interleave(grid.group, 1).unsqueeze(2) * levels
+    right = numbers.gather(2, (numbers - W.double().unsqueeze(2)).abs().argmin(2, keepdim=True)).squeeze(2)
+    assert torch.equal(grid.project(W, scales, torch.bfloat16).double(), right)
+    assert grid.has(grid.project(W, scales, torch.bfloat16), scales.bfloat16())
+
+
+@FLOATS
+@each_half
+def test_scales_of_floats(grid: FloatGrid, dtype: torch.dtype) -> None:
+    """They are numbers that files have, and lose little more than the best of all such; never more than the usual."""
+    W, importance = normal(16, 128, seed=0).float() / 50, normal(128, seed=1).square().float()
+    W[0] = 0
+    found = grid.scales(W, importance, dtype)
+    assert grid.are_scales(found.to(dtype))
+    assert not grid.are_scales(found.to(dtype) * (1.5 if grid.group == 32 else 1.0625))
+
+    def losses(scales: Tensor) -> Tensor:
+        errors = (grid.project(W, scales.float(), dtype) - W).double().square() * importance
+        return errors.view(16, -1, grid.group).sum(2)
+
+    shape, every = found.shape, of_scales(grid, -16, 1)
+    best = torch.stack([losses(s.expand(shape)) for s in every]).amin(0)
+    largest = W.view(16, -1, grid.group).abs().amax(2)
+    usual = losses(grid.usable(largest / 12, dtype))
+    assert bool((losses(found) <= usual * (1 + 1e-6)).all())
+    assert float(losses(found).sum()) <= 1.02 * float(best.sum())
+    assert found[0].unique().numel() == 1
+
+
+@FLOATS
+def test_floats_that_make_up_for_others(grid: FloatGrid) -> None:
+    problem = make_problem(rows=32, columns=64)
+    solution, scales = onto_grid(problem, unsolved(problem), grid, torch.bfloat16)
+    rounded, _ = to_nearest(problem.W, grid, torch.bfloat16)
+    assert grid.are_scales(scales.bfloat16())
+    assert torch.equal(grid.project(solution.W, scales, torch.bfloat16), solution.W)
+    assert solution.error < problem.error(rounded)
+
+
+@FLOATS
+@each_half
+def test_floats_that_are_on_the_grid_stay(grid: FloatGrid, dtype: torch.dtype) -> None:
+    W = normal(8, 128, seed=0).float() / 50
+    W[1] /= 20  # groups without large numbers
+    once, _ = to_nearest(W, grid, dtype)
+    again, scales = to_nearest(once, grid, dtype)
+    assert torch.equal(again, once)
+    assert grid.are_scales(scales.to(dtype))
+
+
+def test_bytes_of_floats() -> None:
+    helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
+    values = torch.tensor([sign * level for level in E2M1 for sign in (1, -1)])
+    pairs = torch.cartesian_prod(values, values).view(16, -1) + 0.0
+    assert torch.equal(fp4_codes(2 * pairs), helpers.pack_fp4_to_uint8(pairs))
+
+
+def test_what_scales_are_multiples_of() -> None:
+    """A power of two, of which the largest is at most 448 times."""
+    assert shared_power(torch.tensor([448.0, 1.0])) == 0
+    assert shared_power(torch.tensor([480.0, 1.0])) == 1
+    assert shared_power(torch.tensor([0.875, 2.0**-14])) == -9
+    assert shared_power(torch.tensor([1.0, 2.0**-17 * 1.125])) is None

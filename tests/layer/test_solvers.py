@@ -17,7 +17,6 @@ from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import (
     ADMM,
     ALPS,
-    OBC,
     SOLVERS,
     Continuation,
     DoubleSparse,
@@ -293,7 +292,6 @@ def test_default_patterns() -> None:
 
 def test_flops_are_bounds() -> None:
     assert Exact().flops(3, 10) == 3 * 10**3 / 3 + 4 * 2 * 3 * 10**2
-    assert OBC().flops(3, 10) == 3 * 10**3 + 10**3 + 2 * 2 * 3 * 10**2
     assert Swaps().flops(3, 10) == 3 * 2 * 3 * 10**2
 
 
@@ -327,7 +325,7 @@ NAN, INF = float("nan"), float("inf")
         ("ria", "power", [-0.1, NAN, INF]),
         ("sparsegpt", "block_size", [0, -1]),
         ("swaps", "iterations", [0, -1]),
-        *((solver, "memory", [0.0, INF]) for solver in ("exact", "obc")),
+        ("exact", "memory", [0.0, INF]),
         *((solver, "damping", [-1e-9, NAN, INF]) for solver, made in SOLVERS.items() if hasattr(made, "damping")),
     ],
 )

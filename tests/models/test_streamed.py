@@ -350,9 +350,10 @@ def test_inputs_are_found_in_half_precision(tmp_path: Path, case: str, dtype: st
             assert (a.H - b.H).norm() < 0.1 * b.H.norm()
 
 
-def test_tokens_count_by_their_place_in_a_window(tmp_path: Path, tokens: Tensor) -> None:
+def test_tokens_that_count_more(tmp_path: Path, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the Gram matrices of matrices that have weights, and not in means of inputs."""
-    directory, weights = save_model(tmp_path / "model"), torch.arange(LENGTH) / 2
+    monkeypatch.setattr("niwaki.models.streamed.TOKENS_PER_BATCH", 2 * LENGTH)
+    directory, weights = save_model(tmp_path / "model"), torch.arange(SAMPLES * LENGTH).view(SAMPLES, LENGTH) / 2
     weighted = dict.fromkeys(("self_attn.q_proj", "mlp.down_proj"), weights)
     model = stream_of(directory)
     states = model.embed(tokens)
@@ -360,7 +361,7 @@ def test_tokens_count_by_their_place_in_a_window(tmp_path: Path, tokens: Tensor)
     inputs = linear_inputs(reference(directory), 0, tokens)
     for gram in block.input_grams(states, weights=weighted):
         X = inputs[gram.names[0]].double()
-        of_rows = weights.double().repeat(SAMPLES).unsqueeze(1) if gram.names[0] in weighted else 1.0
+        of_rows = weights.double().view(-1, 1) if gram.names[0] in weighted else 1.0
         torch.testing.assert_close(gram.H.double(), X.T @ (of_rows * X) / len(X), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(gram.mean.double(), X.mean(dim=0), rtol=1e-4, atol=1e-6)
         assert gram.tokens == len(X)

@@ -281,7 +281,6 @@ def test_errors_of_masks_without_choices(start: Team, model: Path, text: Path, q
         for effort, cases in {
             "fast:epochs=2:batch=192:rate=0.001": ["mixtral", "llama grouped"],
             "fast:allocation=loss:importance=0.5:pilot=1": ["llama grouped", "mixtral"],
-            **({"fast:allocation=owl:pilot=1": ["llama grouped", "mixtral"]} if FULL else {}),
             **({"fast:allocation=error:pilot=1": ["zamba2", "llama grouped"]} if FULL else {}),
         }.items()
         for case in (cases if FULL else cases[:1])

@@ -62,8 +62,9 @@ def test_efforts_by_name() -> None:
     assert not Effort().plan.is_needed
     assert make_effort(DEFAULT_EFFORT).plan.is_needed
     assert make_effort("fast:importance=0.5").plan.is_needed
-    best = make_effort("best:allocation=owl:importance=0.25:pilot=0.5:synthetic=2:epochs=8:rate=0.1:batch=7:healing=2")
-    assert best == Effort(Planning("owl", 0.25, 0.5, 256), 2.0, Fitting(8, 0.1, 7), 2)
+    changes = "allocation=error:importance=0.25:pilot=0.5:synthetic=2:epochs=8:rate=0.1:batch=7:healing=2"
+    best = make_effort(f"best:{changes}")
+    assert best == Effort(Planning("error", 0.25, 0.5, 1024), 2.0, Fitting(8, 0.1, 7), 2)
 
 
 def test_what_is_done_of_an_effort() -> None:
@@ -72,8 +73,8 @@ def test_what_is_done_of_an_effort() -> None:
     assert balanced.settled(shares_zeros=False) == make_effort("balanced:epochs=0.6")
     images = balanced.settled(shares_zeros=True, predicts=False)
     assert images == make_effort("balanced:allocation=error:importance=0:together=0:synthetic=0")
-    owl = make_effort("fast:allocation=owl")
-    assert owl.settled(shares_zeros=False, predicts=False) == owl
+    by_errors = make_effort("fast:allocation=error")
+    assert by_errors.settled(shares_zeros=False, predicts=False) == by_errors
 
 
 @pytest.mark.parametrize(
@@ -84,13 +85,13 @@ def test_what_is_done_of_an_effort() -> None:
         ("best:epoch=1", "no parameter of best is called 'epoch'; did you mean epochs or uniform_epochs?"),
         ("best:epochs", "best:epochs: parameters are written best:NAME=VALUE"),
         ("best:epochs=few", "epochs='few': best wants float here"),
-        ("best:allocation=outliers", "allocation must be uniform, owl, error or loss; got 'outliers'"),
+        ("best:allocation=outliers", "allocation must be uniform, error or loss; got 'outliers'"),
         ("best:per=block", f"no parameter of best is called 'per'; known: {KNOWN}"),
         ("best:importance=2", "importance must be from 0 to 1; got 2.0"),
         ("best:pilot=0", "pilot must be above 0, to 1; got 0.0"),
         ("best:epochs=-1", "epochs must be 0 or more; got -1.0"),
-        ("best:together=1", "together must be 0, or 2 to 1,024; got 1"),
-        ("best:together=2000", "together must be 0, or 2 to 1,024; got 2000"),
+        ("best:together=1", "together must be 0, or 2 to 4,096; got 1"),
+        ("best:together=5000", "together must be 0, or 2 to 4,096; got 5000"),
         ("best:importance=nan", "importance must be from 0 to 1; got nan"),
         ("best:plan=loss", f"no parameter of best is called 'plan'; known: {KNOWN}"),
         ("best:rate=inf", "rate must be above 0; got inf"),
@@ -344,13 +345,13 @@ def test_efforts_in_words() -> None:
     names = {name: described(describe(make_effort(name))) for name in EFFORTS}
     assert names == {
         "fast": "fast",
-        "balanced": "balanced (allocation loss, importance 0.5, together 256, synthetic 0.25, epochs 0.3)",
-        "best": "best (allocation loss, importance 0.5, together 256, synthetic 0.5, epochs 1, healing 1)",
-        "heal": "heal (allocation loss, importance 0.5, together 256, synthetic 0.5, epochs 1, healing 3)",
+        "balanced": "balanced (allocation loss, importance 0.5, together 1024, synthetic 0.25, epochs 0.3)",
+        "best": "best (allocation loss, importance 0.5, together 1024, synthetic 0.5, epochs 1, healing 1)",
+        "heal": "heal (allocation loss, importance 0.5, together 1024, synthetic 0.5, epochs 1, healing 3)",
     }
     other = describe(make_effort("best:epochs=3"))
     assert (
-        described(other) == "best (allocation loss, importance 0.5, together 256, synthetic 0.5, epochs 3, healing 1)"
+        described(other) == "best (allocation loss, importance 0.5, together 1024, synthetic 0.5, epochs 3, healing 1)"
     )
 
 

@@ -23,6 +23,9 @@ from niwaki.errors import CheckpointError, NiwakiError, OutputError, Unsupported
 from niwaki.exports.compressed_tensors import packed_integers
 from niwaki.exports.export import export
 from niwaki.layer.grid import Grid
+from niwaki.models.block import DecoderBlock
+from niwaki.models.gram_capture import InputGram
+from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.scales import FILE, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
@@ -233,6 +236,27 @@ def test_rows_are_rounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert pruned.effort["together"] == 0
 
 
+def test_each_token_counts_as_it_was_seen_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a fit mixes the windows, and of the text that the model wrote."""
+    model, seen = save_model(tmp_path / "model"), dict[tuple[object, ...], Tensor]()
+    usual = DecoderBlock.input_grams
+
+    def watched(self: DecoderBlock, states: HiddenStates, *given: Any, **named: Any) -> list[InputGram]:
+        for name, tokens in named.get("weights", {}).items():
+            for window, row in zip(torch.cat(states.tokens), tokens, strict=True):
+                place = (self.index, name, *window.tolist())
+                torch.testing.assert_close(row, seen.setdefault(place, row))
+        return usual(self, states, *given, **named)
+
+    monkeypatch.setattr(DecoderBlock, "input_grams", watched)
+    for epochs, out in ((1, "all"), (0.5, "mixed")):
+        effort = f"fast:together=16:synthetic=0.5:epochs={epochs}"
+        given: dict[str, Any] = {"calibration": Calibration(TOKENS), "compute": "cpu", "measurement": None}
+        niwaki.quantize(model, tmp_path / out, "int3:16", effort=effort, **given)
+    assert len(seen) == len(TOKENS) * 3 // 2 * len(StreamedModel(Checkpoint(model), "cpu").matrices())
+    assert not torch.equal(*[*seen.values()][:2])
+
+
 @pytest.mark.slow
 def test_with_little_memory(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
@@ -397,7 +421,7 @@ def test_a_packed_model(tmp_path: Path, quantize: str, shards: bool) -> None:
             assert key in load_file(tmp_path / "packed" / shard)
         assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors(tmp_path / "packed").values())
     assert (tmp_path / "packed" / "notes.txt").read_text() == "notes"
-    for name, what in (("README.md", "\n    vllm serve DIR\n"), ("niwaki.json", "weights are integers in the format")):
+    for name, what in (("README.md", "\n    vllm serve DIR\n"), ("niwaki.json", "weights are packed in the format")):
         assert "stored as usual" in (tmp_path / "out" / name).read_text()
         assert what in (text := (tmp_path / "packed" / name).read_text())
         assert "stored as usual" not in text

@@ -18,9 +18,10 @@ from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.models import sensitivity, streamed as blocks
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.processes import World
-from niwaki.models.sensitivity import Coupling, couplings, sensitivities
+from niwaki.models.sensitivity import Coupling, couplings, measured_couplings, sensitivities
 from niwaki.models.streamed import StreamedModel, Weights
 from niwaki.models.structure import choice
+from niwaki.records.progress import Progress
 from support.models import (
     a_third_of_the_families,
     decoder_blocks,
@@ -191,12 +192,12 @@ def test_gradients_of_outputs_together(tmp_path: Path, case: str) -> None:
     for index in range(len(model.blocks)):
         wanted = [m for m in model.matrices(index) if m.expert is None and ".experts." not in m.name and not m.blocks]
         assert list(found[index]) == [matrix.name for matrix in wanted]
-        places = {}
+        counted = {}
         for matrix in wanted:
             own = gradients[index, matrix.parameter.removesuffix(".weight")].double()
             own = own[:, matrix.start : matrix.start + matrix.shape[0]]
             norms = own.norm(dim=1)
-            places[matrix.name] = norms.view(SAMPLES, LENGTH).mean(dim=0) / norms.mean()
+            counted[matrix.name] = norms.view(SAMPLES, LENGTH) / norms.mean()
             G = (own / norms.clamp(min=1e-300).unsqueeze(1)).T @ own  # 0 where a token has no choice
             value = found[index][matrix.name].outputs.double()
             assert value.shape == (matrix.shape[0], width)
@@ -204,12 +205,10 @@ def test_gradients_of_outputs_together(tmp_path: Path, case: str) -> None:
                 block = G[start : start + width, start : start + width] / G.diagonal().mean()
                 expected = nn.functional.pad(block, (0, width - len(block)))
                 torch.testing.assert_close(value[start : start + width], expected, rtol=2e-3, atol=2e-4)
-        for same in same_inputs(list(places)):
-            mean = torch.stack([places[name] for name in same]).mean(dim=0)
-            for start, stop in ((1, 2), (2, 4), (4, 8), (8, 16), (16, LENGTH)):
-                mean[start:stop] = mean[start:stop].mean()
+        for same in same_inputs(list(counted)):
+            mean = torch.stack([counted[name] for name in same]).mean(dim=0)
             for name in same:
-                torch.testing.assert_close(found[index][name].positions.double(), mean, rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(found[index][name].tokens.double(), mean, rtol=1e-3, atol=1e-6)
 
 
 def same_inputs(names: list[str]) -> list[list[str]]:
@@ -235,7 +234,50 @@ def test_couplings_of_several_processes(tmp_path: Path) -> None:
             assert list(one) == list(other)
             for name, value in one.items():
                 torch.testing.assert_close(value.outputs, other[name].outputs, rtol=2e-3, atol=1e-3)
-                torch.testing.assert_close(value.positions, other[name].positions)
+                torch.testing.assert_close(value.tokens, other[name].tokens, rtol=2e-3, atol=1e-5)
+
+
+def test_couplings_of_some_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every second window; tokens of the others count as those seen do at their place."""
+    model = stream_of(save_model(tmp_path / "model"))
+    whole = measured_couplings(model, TOKENS, 8, World(), Progress())
+    assert_same_couplings(whole, couplings(model, TOKENS, 8, World()))
+    monkeypatch.setattr(sensitivity, "_COUPLED", TOKENS.numel() // 2)
+    some, wanted = measured_couplings(model, TOKENS, 8, World(), Progress()), couplings(model, TOKENS[::2], 8, World())
+    for block, of_pilot in zip(some, wanted, strict=True):
+        for name, found in block.items():
+            assert torch.equal(found.outputs, of_pilot[name].outputs)
+            assert torch.equal(found.tokens[::2], of_pilot[name].tokens)
+            mean = of_pilot[name].tokens.double().mean(dim=0)
+            for start, stop in ((1, 2), (2, 4), (4, 8), (8, 16), (16, LENGTH)):
+                mean[start:stop] = mean[start:stop].mean()
+            for other in found.tokens[1::2]:
+                torch.testing.assert_close(other.double(), mean, rtol=1e-3, atol=1e-6)
+
+
+def test_couplings_take_no_more_memory_than_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    monkeypatch.setattr(sensitivity, "_STRIP", 4)
+    whole = measured_couplings(model, TOKENS, 32, World(), Progress())
+    sizes = [value.outputs.nbytes for block in whole for value in block.values()]
+    monkeypatch.setattr(sensitivity, "_BYTES", sum(sizes) - 1)
+    found = measured_couplings(model, TOKENS, 32, World(), Progress())
+    assert_same_couplings(found, couplings(model, TOKENS, 16, World()))
+
+
+def assert_same_couplings(found: list[dict[str, Coupling]], wanted: list[dict[str, Coupling]]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert list(one) == list(other)
+        for name, value in one.items():
+            assert torch.equal(value.outputs, other[name].outputs)
+            assert torch.equal(value.tokens, other[name].tokens)
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "size"), [(576, 1024, 576), (1536, 1024, 768), (2048, 1024, 1024), (8960, 1024, 1024), (50, 7, 7)]
+)
+def test_blocks_of_outputs_are_as_large_as_each_other(rows: int, most: int, size: int) -> None:
+    assert sensitivity._even(rows, most) == size
 
 
 def test_windows_of_one_token(tmp_path: Path) -> None:

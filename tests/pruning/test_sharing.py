@@ -82,9 +82,9 @@ def check(model: Path, out: Path, record: Record, case: str) -> None:
         assert any(f"blocks {', '.join(map(str, blocks))} share" in note for note in record.notes)
 
 
-EFFORTS = ("fast", "balanced", "fast:epochs=1", "balanced:allocation=owl")
+EFFORTS = ("fast", "balanced", "fast:epochs=1", "balanced:allocation=error")
 ALL_EFFORTS = [(case, effort) for case in CASES for effort in EFFORTS]
-SOME_EFFORTS = [("zamba", "fast:epochs=1"), ("zamba2", "fast"), ("zamba2", "balanced:allocation=owl")]
+SOME_EFFORTS = [("zamba", "fast:epochs=1"), ("zamba2", "fast"), ("zamba2", "balanced:allocation=error")]
 
 
 @pytest.mark.parametrize(("case", "effort"), ALL_EFFORTS if FULL else SOME_EFFORTS)

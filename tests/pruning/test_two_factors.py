@@ -509,7 +509,6 @@ def test_files_that_have_changed(grid: str | None, what: str, said: str, tmp_pat
     ("grid", "changes", "said"),
     [
         (None, {"revive": True}, "a product of two factors keeps no zeros"),
-        (None, {"effort": "fast:allocation=owl"}, "allocation=owl does not support two-factors:0.5"),
         (None, {"mask_from": "wanda"}, "two factors have their own masks"),
         (
             None,

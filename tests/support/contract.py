@@ -11,7 +11,6 @@ from niwaki.layer.problem import Solution
 from niwaki.layer.solvers import (
     ADMM,
     ALPS,
-    OBC,
     RIA,
     SOLVERS,
     ConjugateGradients,
@@ -64,7 +63,6 @@ CONTRACT: list[tuple[Solver, Promises]] = [
     *((ADMM(schedule=each), Promises(steps=20)) for each in ("constant", "cubic", "printed")),
     (ADMM(sparsification_steps=1), Promises(steps=20)),
     (Continuation(), Promises(steps=15)),
-    (OBC(), Promises(steps=20)),
     (ALPS(), Promises(steps=310)),
     (Descent(), Promises(steps=100)),
     (Descent("sgd", learning_rate=1.0), Promises(steps=100)),

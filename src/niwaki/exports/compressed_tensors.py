@@ -3,7 +3,9 @@
 import copy
 import json
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +20,7 @@ from niwaki.checkpoints.writing import Shards
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import replace_file
 from niwaki.layer.floats import E4M3, TiledFloats
-from niwaki.layer.grid import scale_dtype
+from niwaki.layer.grid import FloatGrid, Grid, fp4_codes, scale_dtype, shared_power
 from niwaki.models.layout import Matrix, fused
 from niwaki.models.scales import (
     bits_in,
@@ -49,7 +51,7 @@ _BELOW_0 = (
 )
 #: The note that replaces the one that weights are not packed.
 _PACKED = (
-    "weights are integers in the format {!r} of compressed-tensors, which has to be installed to "
+    "weights are packed in the format {!r} of compressed-tensors, which has to be installed to "
     "load them in transformers"
 )
 #: What all servers have kernels for.
@@ -179,7 +181,7 @@ class PackedIntegers(CompressedTensors):
 
     def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
         super().__init__(checkpoint, name, progress)
-        grid, blocks = whole_numbers_of(checkpoint), checkpoint.pruning.blocks
+        grid, blocks = self.grid_of(checkpoint), checkpoint.pruning.blocks
         if grid is None:
             raise UsageError(
                 f"{name} has no weights on a grid, which compressed-tensors needs: quantize it first, as in 'niwaki "
@@ -201,6 +203,10 @@ class PackedIntegers(CompressedTensors):
                     "blocks"
                 )
         self._check_loads(name)
+
+    def grid_of(self, checkpoint: Checkpoint) -> Grid | None:
+        """The grid of the weights; UsageError where it is none for the format."""
+        return whole_numbers_of(checkpoint)
 
     def check(self, name: str) -> None:
         """CheckpointError where scales cannot be those of the weights, OutputError where these have left the grid."""
@@ -238,6 +244,67 @@ class PackedIntegers(CompressedTensors):
             _NEW: not {*self._bits.values()} <= _USUAL,
             _WIDER.format(counted(self._wider, "matrix", "matrices")): self._wider > 0,
         }
+
+
+class PackedFloats(PackedIntegers):
+    """Weights on a :class:`.FloatGrid`, in NVFP4 or MXFP4.
+
+    A matrix becomes ``weight_packed`` (out, in / 2) uint8 and ``weight_scale`` (out, groups): float8_e4m3fn, and with
+    it ``weight_global_scale`` (1) float32, by which it is divided, or the exponents of powers of two, uint8. Matrices
+    that servers make one of have the same global scale.
+    """
+
+    of_experts = _NO_EXPERTS
+    what = "floating-point numbers of 4 bits"
+    text = "Weights as floating-point numbers of {bits} bits"
+
+    def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
+        super().__init__(checkpoint, name, progress)
+        self.format = f"{self._grid}-pack-quantized"  # type: ignore[misc]
+        #: Exponents of what scales are multiples of, by what servers make one of.
+        self._powers: dict[Hashable, int] = {}
+
+    def grid_of(self, checkpoint: Checkpoint) -> Grid | None:
+        grid = grid_of(checkpoint)
+        return grid if isinstance(grid, FloatGrid) else None
+
+    def check(self, name: str) -> None:
+        super().check(name)
+        if str(self._grid) != "nvfp4":
+            return
+        together = defaultdict[Hashable, list[Matrix]](list)
+        for matrix in self._model.matrices():
+            together[self._shares(matrix)].append(matrix)
+        for which, matrices in together.items():
+            scales = [read_scales(self.checkpoint, matrix, self._grid).float().flatten() for matrix in matrices]
+            if (power := shared_power(torch.cat(scales))) is None:
+                raise UnsupportedModelError(
+                    f"{name}: scales of {', '.join(matrix.key for matrix in matrices)}, which servers make one matrix "
+                    "of, differ by more than numbers in FP8 can; quantize to mxfp4 instead"
+                )
+            self._powers[which] = power
+
+    @staticmethod
+    def _shares(matrix: Matrix) -> Hashable:
+        """The same for matrices that servers make one of, also of an expert, of which each has its own scales."""
+        return fused(replace(matrix, expert=None))
+
+    def parts(self, matrix: Matrix, W: Tensor) -> dict[str, Tensor]:
+        key, scales = matrix.key, read_scales(self.checkpoint, matrix, self._grid).float()
+        packed = {f"{key}_packed": fp4_codes(self._grid.codes(W.float(), scales))}
+        # Codes are twice the numbers of E2M1.
+        if (power := self._powers.get(self._shares(matrix))) is None:
+            return {**packed, f"{key}_scale": (torch.frexp(scales)[1] + 127).to(torch.uint8)}
+        shared = torch.tensor([2.0 ** -(power + 1)])
+        return {**packed, f"{key}_scale": torch.ldexp(scales, torch.tensor(-power)).to(torch.float8_e4m3fn)} | {
+            f"{key}_global_scale": shared
+        }
+
+    def weights(self, bits: int) -> dict[str, Any]:
+        kind = {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False, "group_size": self._grid.group}
+        if self._powers:
+            return {**kind, "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+        return {**kind, "strategy": "group", "scale_dtype": "torch.uint8"}
 
 
 class W8A8(PackedIntegers):

@@ -12,10 +12,12 @@ from niwaki.arguments import checked, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
 from niwaki.errors import UsageError
-from niwaki.exports.compressed_tensors import W8A8, CompressedTensors, Float8, PackedIntegers
+from niwaki.exports.compressed_tensors import W8A8, CompressedTensors, Float8, PackedFloats, PackedIntegers
 from niwaki.exports.gguf_file import KINDS, Gguf, write_gguf
 from niwaki.files import is_gguf_file
+from niwaki.layer.grid import FloatGrid
 from niwaki.models.locate import locate_model
+from niwaki.models.scales import grid_of
 from niwaki.packed.pack import Packed
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -76,6 +78,8 @@ def _opened(
     """The model ``name`` as the format ``how`` has it; ``changes`` are what stages to come change in config.json."""
     if how == "packed":
         return Packed(checkpoint, progress)
+    if how == "compressed-tensors" and isinstance(grid_of(checkpoint), FloatGrid):
+        return PackedFloats(checkpoint, name, progress)
     if how in _FOR_SERVERS:
         return _FOR_SERVERS[how](checkpoint, name, progress)
     form = Gguf(checkpoint, KINDS[how], changes, progress)

@@ -34,7 +34,7 @@ from niwaki.exports.gguf_blocks import bytes_of, bytes_of_whole_numbers
 from niwaki.exports.gguf_tokenizer import Tokenizer
 from niwaki.files import check_space, given_path, new_file
 from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid, stored_type
-from niwaki.layer.grid import ROWS_TO_SEE, AnyGrid, Grid, lies_on_q4_0, parse_grid
+from niwaki.layer.grid import ROWS_TO_SEE, AnyGrid, FloatGrid, Grid, lies_on_q4_0, parse_grid
 from niwaki.layer.rounding import to_nearest
 from niwaki.models.outside import embedding_keys, find_extra
 from niwaki.models.scales import bits_in, embedding_grid_of, grid_of, read_embedding_scales, read_scales
@@ -97,6 +97,11 @@ def tensors_on_grids(model: StreamedModel) -> dict[tuple[str, int | None], Tenso
         if isinstance(encoded, Integers) and (on := _as_stored(checkpoint, encoded)):
             found[key, None] = on
     grid, ends = grid_of(checkpoint), embedding_grid_of(checkpoint)
+    if isinstance(grid, FloatGrid):
+        raise UsageError(
+            f"{checkpoint.path} has weights in {grid}, which a GGUF file would round once more; give the model that it "
+            "was made from, or the format compressed-tensors"
+        )
     if grid is not None:
         for matrix in model.matrices():
             if checkpoint.pruning.includes(matrix.block):

@@ -21,6 +21,7 @@ from niwaki.healing.objective import find_logits
 from niwaki.healing.run import HealingRun, choose, trains_parts
 from niwaki.healing.translation import Translation
 from niwaki.healing.whole import WholeRun
+from niwaki.layer.grid import parse_grid
 from niwaki.layer.linalg import products
 from niwaki.models.device import training_dtype
 from niwaki.models.formats import format_of, zeros_of
@@ -209,10 +210,12 @@ class Heal(Stage):
                 "some of them"
             )
         changed = [stage for stage in before if not stage.keeps_matrices]
-        if self.method == "scales" and changed and (changed[-1].grid is None or changed[-1].makes_factors):
+        grid = parse_grid(str(changed[-1].grid)) if changed and changed[-1].grid else None
+        has_scales = grid is not None and grid.trains_scales and not changed[-1].makes_factors
+        if self.method == "scales" and changed and not has_scales:
             raise UsageError(
-                "the method scales trains the scales of a grid, and the stages before it leave none; quantize first, "
-                "or try another method"
+                "the method scales trains the scales of a grid, and the stages before it leave none that can be; "
+                "quantize to whole numbers first, as in int4:64, or try another method"
             )
         if self.method == "lora" and any(stage.makes_factors for stage in before):
             raise UsageError("products of low rank would make dense matrices of two sparse factors: try full or norms")

@@ -61,14 +61,13 @@ def choose(
             f"the weights of {checkpoint.path} are {made[0]}, which products of low rank would leave; try the method "
             f"full{made[1]} or norms"
         )
-    on_grid = bool(weight_format.files) and not weight_format.has_factors
-    if asked == "scales" and not on_grid:
+    if asked == "scales" and not weight_format.trains_scales:
         raise UnsupportedModelError(
-            f"the weights of {checkpoint.path} are on no grid whose scales could be trained; quantize it first, or try "
-            "another method"
+            f"the weights of {checkpoint.path} are on no grid whose scales could be trained; quantize to whole numbers "
+            "first, as in int4:64, or try another method"
         )
     there = device_memory(dense.device) if compute.budget is None else compute.budget
-    first: HealingMethod = "scales" if on_grid else "full"
+    first: HealingMethod = "scales" if weight_format.trains_scales else "full"
     usual: tuple[HealingMethod, ...] = (first, thin) if is_whole else (first, thin, "blocks")
     methods: tuple[HealingMethod, ...] = usual if asked == "auto" else (asked,)
     too_large = list[str]()

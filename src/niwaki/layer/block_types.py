@@ -330,6 +330,7 @@ class BlockGrid:
     average: float | None = None
 
     keeps_zeros = False  # 0 is no number of most types
+    trains_scales = True
 
     def __str__(self) -> str:
         return self.name.lower() if self.average is None else f"q{self.average:g}"

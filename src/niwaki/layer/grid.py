@@ -1,4 +1,4 @@
-"""Grids for weights: whole numbers of a few bits, times a scale for each row and group of inputs."""
+"""Grids for weights: whole or floating-point numbers of a few bits, times a scale for each row and group of inputs."""
 
 import math
 from collections.abc import Iterable
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from niwaki.arguments import check_fields
+from niwaki.choices import FLOAT_GRIDS
 from niwaki.errors import UsageError
 from niwaki.layer.block_types import BlockGrid, parse_block_grid
+from niwaki.layer.floats import E2M1, E4M3
 from niwaki.layer.linalg import AT_ONCE, fitted_scales
 from niwaki.quantities import check_grid, parse_bits
 
@@ -42,6 +44,7 @@ class Grid:
     average: float | None = None
 
     keeps_zeros = True  # 0 is a number of every grid
+    trains_scales = True  # healing can
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -126,10 +129,10 @@ class Grid:
         chosen, least = torch.ones_like(largest), torch.full_like(largest, math.inf)
 
         def rounded(scales: Tensor) -> Tensor:
-            return (W / scales.unsqueeze(2)).round_().clamp_(self.lowest, self.highest)
+            return self.nearest(W / scales.unsqueeze(2))
 
         def best_of(scales: Tensor) -> tuple[Tensor, Tensor]:
-            scales = usable(scales, dtype)
+            scales = self.usable(scales, dtype)
             codes = rounded(scales)
             error = torch.addcmul(W, codes, scales.unsqueeze(2), value=-1, out=codes).square_().mul_(importance).sum(2)
             return torch.where(error < least, scales, chosen), torch.minimum(error, least)
@@ -169,7 +172,7 @@ class Grid:
             outputs = codes[:, columns] @ H[columns]
             A[:, group] = (outputs * codes).view(rows, groups, width).sum(dim=2)
             b[:, group] = outputs.mul_(W).sum(dim=1)
-        return usable(fitted_scales(A, b, scales), dtype)
+        return self.usable(fitted_scales(A, b, scales), dtype)
 
     def _largest_codes(self, width: int) -> list[float]:
         """The numbers, not whole ones, at which scales put the largest of ``width`` weights: candidates.
@@ -213,7 +216,7 @@ class Grid:
             if stored != dtype and len(left):
                 scales = _middle(grouped[left], scales, dtype)
             for to_next in (0, 1, -1):  # numbers above 0 are in the order of their bits
-                s = (usable(scales, stored).to(stored).view(integers) + to_next).view(stored).to(W.dtype)
+                s = (self.usable(scales, stored).to(stored).view(integers) + to_next).view(stored).to(W.dtype)
                 s = torch.where(highest[left] / s > self.highest + 0.5, -s, s)
                 fits = (self.project(grouped[left], s.unsqueeze(1), dtype) == grouped[left]).all(1)
                 found[left[fits]] = s[fits]
@@ -232,10 +235,18 @@ class Grid:
         """``scales`` with other :meth:`free` numbers; gradients go through."""
         return free
 
+    def nearest(self, values: Tensor) -> Tensor:
+        """The whole numbers next to ``values``, which are changed."""
+        return values.round_().clamp_(self.lowest, self.highest)
+
+    def usable(self, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """``scales`` rounded to what they can be in ``dtype``, in their own; 1 where that is 0."""
+        rounded = scales.to(dtype).to(scales.dtype)
+        return torch.where(rounded != 0, rounded, 1.0)
+
     def codes(self, W: Tensor, scales: Tensor) -> Tensor:
         """The whole numbers q nearest to W (out, in), as (out, in) in the dtype of W."""
-        grouped: Tensor = W.unflatten(1, (scales.shape[1], -1)) / scales.unsqueeze(2)
-        return grouped.round_().clamp_(self.lowest, self.highest).flatten(1)
+        return self.nearest(W.unflatten(1, (scales.shape[1], -1)) / scales.unsqueeze(2)).flatten(1)
 
     def values(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """The numbers q s for ``codes`` (out, in), rounded to ``dtype`` and returned in the dtype of ``codes``."""
@@ -278,15 +289,94 @@ def lies_on_q4_0(W: Tensor, dtype: torch.dtype) -> bool:
     return W.shape[1] % 32 == 0 and bool((W != 0).any()) and bool(grid.exact(W, dtype, torch.float16).all())
 
 
-def usable(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scales`` rounded to ``dtype``, in their own; 1 where that is 0."""
-    rounded = scales.to(dtype).to(scales.dtype)
-    return torch.where(rounded != 0, rounded, 1.0)
-
-
 def scale_dtype(stored: torch.dtype) -> torch.dtype:
     """The dtype of the scales of weights that are stored in ``stored``: the same, but not above float32."""
     return torch.float32 if stored == torch.float64 else stored
+
+
+# Floating-point numbers of four bits, which servers compute with.
+
+#: The largest number, and the scale below which a group of a matrix has none, relative to its largest scale: what E4M3
+#: has without losing digits, less what matrices differ by that servers make one of, which share what it is a multiple
+#: of.
+_LARGEST_FLOAT, _LEAST_SCALE = 12, 2.0**-10
+#: Candidates for a scale.
+_FLOAT_CANDIDATES = 16
+
+
+@dataclass(frozen=True)
+class FloatGrid(Grid):
+    """The numbers q s with q = 0, 1, 2, 3, 4, 6, 8 and 12 of either sign, twice those of E2M1, and scales s above 0.
+
+    In "nvfp4" 16 weights share a scale, which is a number of E4M3 times a power of two; in "mxfp4" 32 share one, which
+    is a power of two.
+
+    Reference: Open Compute Project, Microscaling Formats (MX) Specification 1.0, 2023, for E2M1 and MXFP4.
+    """
+
+    bits: int = 4
+    group: int | None = 16
+
+    trains_scales = False  # they have too few digits
+
+    def __str__(self) -> str:
+        return next(name for name, group in FLOAT_GRIDS.items() if group == self.group)
+
+    @property
+    def family(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (str(self),)
+
+    @property
+    def lowest(self) -> int:
+        return -_LARGEST_FLOAT
+
+    @property
+    def highest(self) -> int:
+        return _LARGEST_FLOAT
+
+    @property
+    def _has_powers(self) -> bool:
+        return self.group == FLOAT_GRIDS["mxfp4"]
+
+    def scales(self, W: Tensor, importance: Tensor, dtype: torch.dtype) -> Tensor:
+        found = super().scales(W, importance, dtype)
+        return found.clamp_(min=float(self.usable(W.abs().max() / _LARGEST_FLOAT * _LEAST_SCALE, dtype)))
+
+    def refitted(self, W: Tensor, codes: Tensor, scales: Tensor, H: Tensor, dtype: torch.dtype) -> Tensor:
+        return super().refitted(W, codes, scales, H, dtype).clamp_(min=float(scales.min()))
+
+    def are_scales(self, scales: Tensor) -> bool:
+        return super().are_scales(scales) and torch.equal(self.usable(scales.float(), scales.dtype), scales.float())
+
+    def exact(self, W: Tensor, dtype: torch.dtype, of_scales: torch.dtype | None = None) -> Tensor:
+        """0 for all groups: none is looked for, since :meth:`scales` finds some where weights are on the grid."""
+        return W.new_zeros(len(W), self.groups(W.shape[1]))
+
+    def usable(self, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        mantissa, exponent = torch.frexp(super().usable(scales.abs(), dtype))  # from 0.5 to 1
+        if self._has_powers:  # up where the next power is nearer by its logarithm
+            return torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa < 0.5**0.5).int())
+        return torch.ldexp((mantissa * 16).round_(), exponent - 4)
+
+    def nearest(self, values: Tensor) -> Tensor:
+        return E2M1.nearest(values.float().abs().div_(2)).mul_(2).to(values.dtype).copysign_(values).add_(0.0)
+
+    def _largest_codes(self, width: int) -> list[float]:
+        # At 6, 8 or 12 is the largest of weights that are on the grid already, with one scale or half of it.
+        return [8.0, *(_LARGEST_FLOAT * (0.5 + i / _FLOAT_CANDIDATES) for i in range(_FLOAT_CANDIDATES + 1))]
+
+
+def fp4_codes(codes: Tensor) -> Tensor:
+    """(out, in / 2) uint8: two of the numbers (out, in) in a byte, the first in its lower half, as E2M1 has them."""
+    of = torch.searchsorted(2 * E2M1.magnitudes, codes.abs().contiguous()) | torch.where(codes < 0, E2M1.sign, 0)
+    return (of[:, ::2] | of[:, 1::2] << 4).to(torch.uint8)
+
+
+def shared_power(scales: Tensor) -> int | None:
+    """The exponent of the power of two of which all ``scales`` of "nvfp4" are multiples by numbers of E4M3, if any."""
+    exponent = math.ceil(math.log2(float(scales.max()) / E4M3.highest))
+    multiples = torch.ldexp(scales.double(), torch.tensor(-exponent))
+    return exponent if torch.equal(E4M3.nearest(multiples.float()).double(), multiples) else None
 
 
 #: What weights can be on.
@@ -294,8 +384,10 @@ AnyGrid = Grid | BlockGrid
 
 
 def parse_grid(text: str) -> AnyGrid:
-    """The grid of a text: "int4:128", "int8" for a scale for each row, "q4_k" for a type of llama.cpp's.
+    """The grid of a text: "int4:128", "int8" for a scale for each row, "nvfp4", "q4_k" for a type of llama.cpp's.
 
     UsageError if it is not valid.
     """
+    if group := FLOAT_GRIDS.get(text.strip().lower()):
+        return FloatGrid(group=group)
     return parse_block_grid(text) or Grid(*parse_bits(text))

@@ -318,6 +318,8 @@ def fitted_scales(A: Tensor, b: Tensor, old: Tensor) -> Tensor:
 
 def quadratic_form(A: Tensor, H: Tensor, B: Tensor | None = None) -> float:
     """tr(D H D^T), 0 or more, with D = A - B, or A alone; for A and B (rows, n) and H (n, n)."""
+    if B is not None and torch.equal(A, B):  # which is common, where weights are only rounded, and no product shows
+        return 0.0
     value = _quadratic_form(A, H, B)
     if not _SMALLEST < value < math.inf and A.dtype == torch.float32:
         value = _quadratic_form(A.double(), H.double(), None if B is None else B.double())

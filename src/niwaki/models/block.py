@@ -132,13 +132,16 @@ class DecoderBlock:
     ) -> list[InputGram]:
         """The Gram matrices of all distinct inputs of ``matrices``, by default of all, over all processes.
 
-        In that of a matrix with ``weights`` (length,) by name tokens count by their place in a window.
+        In that of a matrix with ``weights`` (samples, length) by name tokens count so much.
         ``states`` stay as they are, unless they are to ``advance`` in the same pass: see :meth:`advance`.
         NumericalError for NaN or infinite activations.
         """
         wanted = self.matrices if matrices is None else matrices
-        grams = InputGrams(wanted, dict(self.module.named_parameters()), tf32, weights or {})
+        grams = InputGrams(wanted, dict(self.module.named_parameters()), tf32)
+        first = 0
         for i, hidden in enumerate(states.hidden):
+            own = slice(first, first := first + len(hidden))
+            grams.weights = {name: tokens[own] for name, tokens in (weights or {}).items()}
             if advance:
                 grams.watch(partial(self._advance, states, i), to_the_end=True)
             else:

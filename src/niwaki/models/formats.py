@@ -48,6 +48,8 @@ class WeightFormat:
     has_factors = False
     #: Whether a weight of 0 is one of its numbers.
     keeps_zeros = True
+    #: Whether there are scales that healing can train.
+    trains_scales = False
     #: Names of the files beside the checkpoint's own that have the parts.
     files: tuple[str, ...] = ()
 
@@ -135,6 +137,10 @@ class OnGrid(WeightFormat):
     @property
     def keeps_zeros(self) -> bool:  # type: ignore[override]
         return self.grid.keeps_zeros
+
+    @property
+    def trains_scales(self) -> bool:  # type: ignore[override]
+        return self.grid.trains_scales
 
     def grid_of(self, matrix: Matrix) -> AnyGrid:
         """The grid that ``matrix`` is on."""

@@ -125,7 +125,7 @@ class InputGrams:
     matrices: list[Matrix]
     parameters: Mapping[str, Tensor]  # theirs by path, with the memory that the passes use
     tf32: TF32 = "auto"  # see niwaki.layer.linalg
-    weights: Mapping[str, Tensor] = field(default_factory=dict)  # (length,) of tokens by place, by the name of a matrix
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # (tokens) of the next pass, by the name of a matrix
 
     def __post_init__(self) -> None:
         self._by_expert: dict[tuple[str, int | None], list[Matrix]] = {}
@@ -212,7 +212,7 @@ class InputGrams:
                 X = X.float()
                 gram.mean += X.sum(dim=0)
                 if (weights := self.weights.get(names[0])) is not None:
-                    X = (X.unflatten(0, (-1, len(weights))) * weights.sqrt().to(X.device).unsqueeze(1)).flatten(0, 1)
+                    X = X * weights.to(X.device, X.dtype).sqrt().view(-1, 1)
                 for start in range(0, X.shape[1], _STRIP):  # the upper triangle is enough
                     strip = slice(start, start + _STRIP)
                     gram.H[strip, start:].addmm_(X[:, strip].T, X[:, start:])

@@ -11,7 +11,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import Entry, new_shard, read_beside
 from niwaki.errors import CheckpointError, OutputError, UsageError
 from niwaki.layer.block_types import BlockGrid, stored_type
-from niwaki.layer.grid import AnyGrid, Grid, parse_grid
+from niwaki.layer.grid import AnyGrid, FloatGrid, Grid, parse_grid
 from niwaki.models.layout import Matrix
 
 #: In a folder of its own, because some programs load every safetensors file that lies beside config.json.
@@ -41,7 +41,7 @@ def _parsed(checkpoint: Checkpoint, name: str | None) -> AnyGrid | None:
 
 
 def whole_numbers_of(checkpoint: Checkpoint) -> Grid | None:
-    """The grid of a model's weights; UsageError where they have a type of llama.cpp's."""
+    """The grid of a model's weights; UsageError where they are not whole numbers alone."""
     return _whole_numbers(checkpoint, grid_of(checkpoint))
 
 
@@ -55,6 +55,10 @@ def _whole_numbers(checkpoint: Checkpoint, grid: AnyGrid | None) -> Grid | None:
         raise UsageError(
             f"{checkpoint.path} has weights in {grid}, a type of llama.cpp's; 'niwaki export --format gguf' "
             "writes the file for it"
+        )
+    if isinstance(grid, FloatGrid):
+        raise UsageError(
+            f"{checkpoint.path} has weights in {grid}, which are for servers; 'niwaki export' writes the files for them"
         )
     return grid
 

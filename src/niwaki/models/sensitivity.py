@@ -1,8 +1,8 @@
 """How much a model's loss depends on the outputs of each of its matrices."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.layer.linalg import is_finite
 from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates, SpillList, pieces
+from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.training import HandedGradients, gradients, input_gradient
@@ -27,6 +28,12 @@ _LEAST = 1e-4
 _MOST = torch.finfo(torch.float16).max
 #: Rows of gradients that are squared at a time, in float64.
 _ROWS = 512
+#: The most tokens on which it is seen what errors cost together, about.
+_COUPLED = 16384
+#: What couplings may take in memory.
+_BYTES = 1 << 30
+#: Rows that are rounded at a time.
+_STRIP = 64
 #: Logits, probabilities, their sums, and gradients, which are in memory at once.
 _COPIES = 4
 
@@ -82,13 +89,14 @@ class Coupling:
 
     Attributes:
         outputs: (out, width) float16, blocks of so many consecutive outputs on the diagonal of the mean of
-            g_t g_t^T / |g_t|, below each other, relative to the mean of the diagonal.
-        positions: (length,) float32, the mean of |g_t| by the place of a token in its window, of mean 1: of the first,
-            the second, the next two, the next four and so on, and of all matrices with the same inputs.
+            g_t g_t^T / |g_t|, below each other, relative to the mean of the diagonal. They are as large as each other,
+            up to a multiple of 64.
+        tokens: (samples, length) float16, |g_t| of each token of all processes, of mean 1; the mean over all matrices
+            with the same inputs.
     """
 
     outputs: Tensor
-    positions: Tensor
+    tokens: Tensor
 
 
 def couplings(
@@ -262,12 +270,13 @@ class _Coupled:
 
     def __init__(self, block: DecoderBlock, width: int, length: int) -> None:
         self.block, self.scale, self._length = block.index, 1.0, length
-        alone = [m for m in block.matrices if m.expert is None and ".experts." not in m.name and not m.blocks]
-        self._all = torch.zeros(sum(m.shape[0] for m in alone), width, dtype=torch.float64, device=block.device)
-        self._sums = dict(zip((m.name for m in alone), self._all.split([m.shape[0] for m in alone]), strict=True))
-        self._norms = torch.zeros(len(alone), length, dtype=torch.float64, device=block.device)
+        alone = _alone(block.matrices)
+        sizes = {m.name: (m.shape[0], _even(m.shape[0], width)) for m in alone}
+        self._sums = {
+            name: torch.zeros(*size, dtype=torch.float64, device=block.device) for name, size in sizes.items()
+        }
         self._matrices = {m.parameter: [each for each in alone if each.parameter == m.parameter] for m in alone}
-        self._places = {m.name: i for i, m in enumerate(alone)}
+        self._norms: dict[str, list[Tensor]] = {m.name: [] for m in alone}  # of gradients, of each batch
         self._shared: dict[str, tuple[int, ...]] = {}  # by parameter, the input in the last pass
         self._seen: list[Tensor] = []  # which stay, so that no other is where they are
 
@@ -288,8 +297,7 @@ class _Coupled:
             norms = torch.linalg.vector_norm(rows, dim=1)
             if len(norms) % self._length:
                 raise UnsupportedModelError(f"{matrix.label} does not run on all tokens of a window alike")
-            of_places = norms.unflatten(0, (-1, self._length)).sum(dim=0, dtype=torch.float64)
-            self._norms[self._places[matrix.name]].add_(of_places, alpha=self.scale)
+            self._norms[matrix.name].append(norms.double() * self.scale)
             rows = rows * norms.clamp(min=torch.finfo(norms.dtype).tiny).rsqrt().unsqueeze(1)
             sums = self._sums[matrix.name]
             for some, own in zip(rows.split(sums.shape[1], dim=1), sums.split(sums.shape[1]), strict=True):
@@ -299,34 +307,48 @@ class _Coupled:
         """The coupling of each matrix by name, over all processes."""
         if unused := self._matrices.keys() - self._shared.keys():
             raise UnsupportedModelError(f"{min(unused)} is not used when its block runs")
-        world.sum([self._all, self._norms])
-        _check(self._all, f"block {self.block}")
-        places = _relative(_smooth(self._norms))
-        by_input: dict[tuple[int, ...], list[int]] = {}
+        world.sum([*self._sums.values()])
+        by_input: dict[tuple[int, ...], list[str]] = {}
         for parameter, matrices in self._matrices.items():
-            by_input.setdefault(self._shared[parameter], []).extend(self._places[m.name] for m in matrices)
+            by_input.setdefault(self._shared[parameter], []).extend(m.name for m in matrices)
+        tokens: dict[str, Tensor] = {}
         for same in by_input.values():
-            places[same] = places[same].mean(dim=0)
+            of_each = torch.stack([torch.cat(self._norms[name]) for name in same]).cpu()
+            relative = _relative(torch.cat(world.collected(of_each), dim=1)).mean(dim=0)
+            tokens |= dict.fromkeys(same, relative.clamp_(max=_MOST).view(-1, self._length).half())
         found = {}
         for name, sums in self._sums.items():
+            _check(sums, f"block {self.block}")
             rows = torch.arange(len(sums), device=sums.device)
             mean = sums[rows, rows % sums.shape[1]].mean().clamp(min=torch.finfo(sums.dtype).tiny)
-            outputs, positions = (sums / mean).clamp_(-_MOST, _MOST), places[self._places[name]]
-            found[name] = Coupling(outputs.to("cpu", torch.float16), positions.to("cpu", torch.float32))
+            outputs = (sums / mean).clamp_(-_MOST, _MOST)
+            found[name] = Coupling(outputs.to("cpu", torch.float16), tokens[name])
         return found
 
 
-def _smooth(values: Tensor) -> Tensor:
-    """``values`` (.., length): the first, the second, and the mean of the next two, of the next four and so on."""
+def _alone(matrices: Iterable[Matrix]) -> list[Matrix]:
+    """Those that see all tokens once."""
+    return [m for m in matrices if m.expert is None and ".experts." not in m.name and not m.blocks]
+
+
+def _even(rows: int, most: int) -> int:
+    """The size of the fewest blocks of at most so many of the ``rows``, a multiple of 64 where there are several."""
+    count = math.ceil(rows / most)
+    return rows if count == 1 else min(most, math.ceil(rows / count / _STRIP) * _STRIP)
+
+
+def _by_place(tokens: Tensor) -> Tensor:
+    """(length,): means of ``tokens`` (samples, length), of the first, the second, the next two, four and so on."""
+    values = tokens.float().mean(dim=0)
     smooth, start = values.clone(), 1
-    while start < values.shape[-1]:
-        smooth[..., start : 2 * start] = values[..., start : 2 * start].mean(dim=-1, keepdim=True)
+    while start < len(values):
+        smooth[start : 2 * start] = values[start : 2 * start].mean()
         start *= 2
     return smooth
 
 
 def _relative(values: Tensor) -> Tensor:
-    """``values`` (.., length) of mean 1; all 1 where they are 0."""
+    """``values`` (.., count) of mean 1; all 1 where they are 0."""
     mean = values.mean(dim=-1, keepdim=True)
     return torch.where(mean > 0, values / mean, 1.0)
 
@@ -345,11 +367,27 @@ def measured(model: StreamedModel, pilot: Tensor, world: World, progress: Progre
 
 
 def measured_couplings(
-    model: StreamedModel, pilot: Tensor, width: int, world: World, progress: Progress
+    model: StreamedModel, samples: Tensor, width: int, world: World, progress: Progress
 ) -> list[dict[str, Coupling]]:
-    """:func:`couplings` likewise."""
+    """:func:`couplings` likewise, of up to ``width`` outputs, fewer where they would take more than 1 GiB.
+
+    Where ``samples`` are many some of them are looked at. Tokens of others count as much as those that were seen do at
+    their place in a window.
+    """
+    heights = [matrix.shape[0] for matrix in _alone(model.matrices())]
+    while width > _STRIP and sum(rows * _even(rows, width) for rows in heights) * 2 > _BYTES:
+        width //= 2
+    counts = world.collected(len(samples))
+    step = _step(sum(counts), _COUPLED / (sum(counts) * samples.shape[1]), world)
+    pilot = world.share(torch.cat(world.collected(samples))[::step]) if step > 1 else samples
     _begin(model, pilot, progress)
-    return couplings(model, pilot, width, world, progress.step)
+    found = couplings(model, pilot, width, world, progress.step)
+    for here in found if step > 1 else []:
+        for name, coupling in here.items():
+            tokens = _by_place(coupling.tokens).half().repeat(sum(counts), 1)
+            tokens[::step] = coupling.tokens
+            here[name] = replace(coupling, tokens=tokens)
+    return found
 
 
 def _begin(model: StreamedModel, pilot: Tensor, progress: Progress) -> None:
@@ -360,7 +398,12 @@ def _begin(model: StreamedModel, pilot: Tensor, progress: Progress) -> None:
 def pilot_of(samples: Tensor, share: float, world: World) -> Tensor:
     """This process's part of a ``share`` of the samples of all, at least one for each process."""
     whole = torch.cat(world.collected(samples))
-    return world.share(whole[:: max(1, min(math.floor(1 / share), len(whole) // world.size))])
+    return world.share(whole[:: _step(len(whole), share, world)])
+
+
+def _step(samples: int, share: float, world: World) -> int:
+    """The first of each so many of the ``samples`` of all makes about this ``share``."""
+    return max(1, min(math.floor(1 / share), samples // world.size))
 
 
 def row_weights(importance: Tensor, power: float) -> Tensor:

@@ -16,7 +16,7 @@ from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.choices import LEAST_SQUARES, NEAREST, NO_ZEROS
 from niwaki.effort import NO_EFFORT, Effort, make_effort
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
-from niwaki.layer.grid import AnyGrid, parse_grid
+from niwaki.layer.grid import AnyGrid, FloatGrid, parse_grid
 from niwaki.layer.linalg import STRIP, products
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.rounding import flops, onto_grid, to_nearest, unsolved
@@ -65,6 +65,8 @@ class QuantizeEmbeddings(Stage):
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if self.wanted.is_mixed:
             raise UsageError(f"embeddings and head have one number of bits each; got {self.wanted}")
+        if isinstance(self.wanted, FloatGrid):
+            raise UsageError(f"no program has embeddings in {self.wanted}; take int8:64")
         if isinstance(self.effort, str) and self.effort != NO_EFFORT:
             make_effort(self.effort)  # or it has no such name
         if any(stage.keep_format for stage in before):

@@ -3,8 +3,6 @@
 import bisect
 import itertools
 import math
-import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -52,13 +50,12 @@ class Curve:
         return less + (more - less) * (sparsity - before) / (after - before)
 
 
-def ceiling(weights: Sequence[int], zeros: int, whole: Callable[[float], int] = round) -> float:
+def ceiling(weights: Sequence[int], zeros: int) -> float:
     """The highest sparsity of matrices with so many ``weights``, of which ``zeros`` in total are to go.
 
-    It leaves each matrix half of the mean density, or nothing where that is less than a weight. ``whole`` makes a
-    number of zeros from the sparsity.
+    It leaves each matrix half of the mean density, or nothing where that is less than a weight.
     """
-    if zeros <= sum(whole(MOST * count) for count in weights):
+    if zeros <= sum(round(MOST * count) for count in weights):
         return MOST
     least = (1 - zeros / sum(weights)) / 2
     return 1 - least if least * min(weights) >= 1 else 1.0
@@ -127,35 +124,6 @@ class CostCurves:
         if whole < len(self._steps):  # a part of that step
             chosen[self._steps[whole][0]] += zeros - sum(chosen)
         return chosen
-
-
-def outlier_ratios(ratios: Sequence[float], weights: Sequence[int], zeros: int, least: float = 0.0) -> list[int]:
-    """The number of zeros of each block by OWL, ``zeros`` in total, and of no block a share below ``least``.
-
-    Densities differ from their mean in proportion to the ``ratios`` of outliers in each block, by 0.16 from the lowest
-    to the highest one: Yin et al. 2024, arXiv 2310.05175, section 3.2, with lambda = 0.08.
-    """
-    low, high, most = min(ratios), max(ratios), ceiling(weights, zeros, math.ceil)
-    spread = 2 * 0.08 / (high - low) if high - low > sys.float_info.min else 0.0  # of less it may be infinite
-    wishes = [-spread * ratio for ratio in ratios]
-
-    def of(shift: float) -> list[float]:
-        return [min(most, max(least, wish + shift)) * count for wish, count in zip(wishes, weights, strict=True)]
-
-    below, above = min(0.0, -max(wishes)), 1 - min(wishes)
-    for _ in range(100):
-        middle = (below + above) / 2
-        below, above = (middle, above) if sum(of(middle)) < zeros else (below, middle)
-    return rounded(of(above), zeros)
-
-
-def rounded(values: Sequence[float], total: int) -> list[int]:
-    """Whole numbers next to ``values`` with the sum ``total``; those with the largest remainders are rounded up."""
-    floors = [math.floor(value) for value in values]
-    order = sorted(range(len(values)), key=lambda i: (floors[i] - values[i], i))
-    for i in order[: max(0, total - sum(floors))]:
-        floors[i] += 1
-    return floors
 
 
 def _convex(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -234,8 +202,6 @@ _ROWS = 256
 #: What prunes them. Only the shape of the curves counts, not their height: those of solvers that take many times as
 #: long give no better models (benchmarks/LOG.md).
 _SOLVER = Wanda()
-#: An outlier, for OWL: a score this many times the mean. Yin et al. 2024, arXiv 2310.05175, table 6.
-_OUTLIER = 5.0
 
 
 @dataclass(frozen=True)
@@ -249,7 +215,7 @@ class Plan(Kept):
     bits: dict[Place, float] = field(default_factory=dict)  # of each matrix; empty where all have as many
     #: Of matrices that are rounded, what errors of outputs cost together, how much tokens count: :class:`.Coupling`.
     together: dict[Place, Tensor] = field(default_factory=dict)
-    positions: dict[Place, Tensor] = field(default_factory=dict)
+    tokens: dict[Place, Tensor] = field(default_factory=dict)
 
     def pattern(self, matrix: Matrix, usual: PatternOf) -> Pattern:
         """The pattern of ``matrix``, which without a plan would be its ``usual`` one."""
@@ -272,9 +238,8 @@ def plan(
     ``allocation="loss"``: zeros go where the model's loss is expected to grow least. Some rows of each matrix are
     pruned to several sparsities; through their squared errors, weighted by how sensitive the loss is to these outputs
     (:mod:`niwaki.models.sensitivity`), goes a curve of what the next zero costs. "error" uses errors relative to the
-    squared outputs instead, "owl" the share of outliers in each block (Yin et al. 2024). Only matrices whose pattern
-    can have another sparsity (:meth:`Pattern.at`) take part. Each has at least the zeros that it has already, unless
-    it may ``revive`` them.
+    squared outputs instead. Only matrices whose pattern can have another sparsity (:meth:`Pattern.at`) take part. Each
+    has at least the zeros that it has already, unless it may ``revive`` them.
     """
     matrices = [matrix for matrix in model.matrices() if pattern_of(matrix).at(0.0) is not None]
     if not matrices:
@@ -290,12 +255,8 @@ def plan(
     zeros: dict[Place, int] = {}
     if planning.allocation != "uniform":
         later = later_inputs(model, samples, tf32, world, progress)
-        allocation: _Allocation
-        if planning.allocation == "owl":
-            allocation = _Outliers(matrices, pattern_of, world, later)
-        else:
-            by_loss = importance if planning.allocation == "loss" else None
-            allocation = _Costs(matrices, pattern_of, world, later, by_loss, revive)
+        by_loss = importance if planning.allocation == "loss" else None
+        allocation = _Costs(matrices, pattern_of, world, later, by_loss, revive)
         last = matrices[-1].block
         with model.budget.lent() as budget:
             states = model.embed(samples, budget=budget)
@@ -310,30 +271,30 @@ def plan(
     return Plan(zeros, weights)
 
 
-#: The most tokens on which it is seen what errors cost together.
-_TOKENS = 4096
-
-
 def coupled(made: Plan, model: StreamedModel, width: int, samples: Tensor, world: World, progress: Progress) -> Plan:
     """The plan ``made``, and the couplings of all matrices, see :func:`.couplings`."""
-    share = min(1.0, _TOKENS / sum(world.collected(samples.numel())))
-    found = measured_couplings(model, pilot_of(samples, share, world), width, world, progress)
+    found = measured_couplings(model, samples, width, world, progress)
     by_place = {(i, name): coupling for i, here in enumerate(found) for name, coupling in here.items()}
-    outputs, positions = ({k: getattr(v, part) for k, v in by_place.items()} for part in ("outputs", "positions"))
-    return replace(made, together=outputs, positions=positions)
+    outputs, tokens = ({k: getattr(v, part) for k, v in by_place.items()} for part in ("outputs", "tokens"))
+    return replace(made, together=outputs, tokens=tokens)
 
 
 @dataclass
-class _Allocation(ABC):
-    """Shares zeros out among the matrices, by what is measured block by block."""
+class _Costs:
+    """Shares zeros out among matrices by what sparsity costs each of them."""
 
     matrices: list[Matrix]
     pattern_of: PatternOf
     world: World
     later: LaterInputs
+    #: By matrix, what an output's error costs the loss; None where errors relative to the outputs count.
+    importance: dict[Place, Tensor] | None
+    revive: bool
+    _curves: dict[Place, Curve] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._total = round(math.fsum(self.pattern_of(matrix).sparsity * matrix.size for matrix in self.matrices))
+        self._most = ceiling([matrix.size for matrix in self.matrices], self._total)
 
     def measure(self, block: DecoderBlock, states: HiddenStates, tf32: TF32, done: Callable[[], None]) -> None:
         """Measures the matrices of ``block``, whose inputs are ``states``."""
@@ -346,50 +307,6 @@ class _Allocation(ABC):
             gram = group.gram(shared=True)
             inputs += [(matrices[name], gram) for name in group.names]
         self._measure(block, inputs)
-
-    @abstractmethod
-    def _measure(self, block: DecoderBlock, inputs: list[tuple[Matrix, Gram]]) -> None:
-        """Measures the matrices of ``block``, each with its Gram matrix."""
-
-    @abstractmethod
-    def zeros(self) -> dict[Place, int]:
-        """The number of zeros of each matrix."""
-
-
-@dataclass
-class _Outliers(_Allocation):
-    """Shares zeros out among blocks by their outliers (OWL); all matrices of a block have the same sparsity."""
-
-    _ratios: list[float] = field(default_factory=list)  # of each block
-
-    def _measure(self, block: DecoderBlock, inputs: list[tuple[Matrix, Gram]]) -> None:
-        scores = torch.cat([(block.weight(matrix).abs() * gram.norm).flatten() for matrix, gram in inputs])
-        self._ratios.append(float((scores > _OUTLIER * scores.mean()).float().mean()))
-
-    def zeros(self) -> dict[Place, int]:
-        groups = [[*group] for _, group in itertools.groupby(self.matrices, lambda matrix: matrix.block)]
-        weights = [sum(matrix.size for matrix in group) for group in groups]
-        least = _at(self.pattern_of(self.matrices[0]), 0.0).sparsity
-        zeros: dict[Place, int] = {}
-        shares = outlier_ratios(self._ratios, weights, self._total, least)
-        for group, share, weight in zip(groups, shares, weights, strict=True):
-            counts = rounded([share * matrix.size / weight for matrix in group], share)
-            zeros |= zip([matrix.place for matrix in group], counts, strict=True)
-        return zeros
-
-
-@dataclass
-class _Costs(_Allocation):
-    """Shares zeros out among matrices by what sparsity costs each of them."""
-
-    #: By matrix, what an output's error costs the loss; None where errors relative to the outputs count.
-    importance: dict[Place, Tensor] | None
-    revive: bool
-    _curves: dict[Place, Curve] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._most = ceiling([matrix.size for matrix in self.matrices], self._total)
 
     def _measure(self, block: DecoderBlock, inputs: list[tuple[Matrix, Gram]]) -> None:
         mine: dict[Place, Curve] = {}

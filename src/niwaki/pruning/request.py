@@ -14,7 +14,7 @@ from niwaki.effort import NO_EFFORT, Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import is_model
 from niwaki.layer.block_types import BlockGrid
-from niwaki.layer.grid import AnyGrid, Grid, parse_grid
+from niwaki.layer.grid import AnyGrid, FloatGrid, Grid, parse_grid
 from niwaki.layer.patterns import Among, Fixed, Pattern, TwoFactors, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describe, make_solver
 from niwaki.models.layout import Matrix, check_dtypes
@@ -55,8 +55,6 @@ class Request:
 
     def check(self) -> None:
         """UsageError where two arguments exclude each other."""
-        if self.makes_factors and self.settled_effort.plan.allocation == "owl":
-            raise UsageError(f"allocation=owl does not support {self.wanted}; use allocation=loss or allocation=error")
         if self.keep_format and self.grid:
             raise UsageError(f"weights are on the grid {self.grid} or keep their format, not both; leave one out")
         if self.grid and self.grid.is_mixed and (self.makes_factors or self.rounds_to_nearest):
@@ -181,8 +179,8 @@ class Request:
     @property
     def factor_grid(self) -> Grid | None:
         """The grid that two factors are put on; UsageError where it is none of whole numbers."""
-        if isinstance(grid := self.grid, BlockGrid):
-            raise UsageError(f"two factors are not in types of llama.cpp's, such as {grid}; take int8")
+        if isinstance(grid := self.grid, BlockGrid | FloatGrid):
+            raise UsageError(f"two factors are whole numbers on a grid, and not in {grid}; take int8")
         return grid
 
     @property

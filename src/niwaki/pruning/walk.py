@@ -60,12 +60,14 @@ class Walk:
         samples, heldout = texts.samples, texts.only
         stop = model.matrices()[-1].block + 1
         run.progress.begin(self.record, len(model.blocks) if heldout else stop, len(model.matrices()))
-        self._plan = planned = self._planned(samples, texts)
+        planned = self._planned(samples, texts)
         if planned.bits:
             assert isinstance(store.format, OnGrid)
             store.format = dataclasses.replace(store.format, bits_of=lambda matrix: planned.bits[matrix.place])
         if isinstance(samples, Tensor):
             samples = joined(run, samples, planned.synthetic)
+        counts = run.world.collected(len(samples))
+        self._tokens = {at: tokens.split(counts)[run.world.rank] for at, tokens in planned.tokens.items()}
         pattern_of = partial(planned.pattern, usual=self.pattern_of)
         self._solver = BlockSolver(self.request, store.format, pattern_of, planned, run.world, run.progress)
         self._later = self._later_inputs(samples)
@@ -104,7 +106,7 @@ class Walk:
         if fitting.epochs:
             part = fitting.tokens_per_part(self.run.world.size)
             order, count = samples_to_fit(len(samples), fitting.epochs)
-            samples = samples[order]
+            samples, self._tokens = samples[order], {at: tokens[order] for at, tokens in self._tokens.items()}
             dense = embed(samples[:count], part)
         return Streams(
             calibration=None if self.request.rounds_to_nearest else embed(samples, part),
@@ -138,14 +140,15 @@ class Walk:
             chosen = choose_alike(costs, grid.average, self.model.matrices(), alike)
             run.note(self.record, in_words(costs, chosen, grid))
             made = dataclasses.replace(made, bits=chosen)
+        if effort.synthetic and isinstance(samples, Tensor):
+            own = written(run, self.model, self.record, effort.synthetic, samples, texts.windows.bos)
+            made = dataclasses.replace(made, synthetic=own)
         if effort.plan.together and isinstance(samples, Tensor):
+            samples = joined(run, samples, made.synthetic)
             try:
                 made = coupled(made, self.model, effort.plan.together, samples, run.world, run.progress)
             except (NumericalError, UnsupportedModelError) as error:
                 run.note(self.record, f"each row of a matrix is rounded alone: {error}")
-        if effort.synthetic and isinstance(samples, Tensor):
-            own = written(run, self.model, self.record, effort.synthetic, samples, texts.windows.bos)
-            made = dataclasses.replace(made, synthetic=own)
         return made
 
     def _later_inputs(self, samples: Samples) -> LaterInputs:
@@ -185,7 +188,7 @@ class Walk:
         """The Gram matrices of all inputs of the block's matrices."""
         run = self.run
         run.progress.stage(block.index, "capture", len(states.hidden))
-        weights = {name: value for (index, name), value in self._plan.positions.items() if index == block.index}
+        weights = {name: tokens for (index, name), tokens in self._tokens.items() if index == block.index}
         grams = block.input_grams(states, run.progress.step, run.world, self.record.tf32, weights=weights)
         grams = self._later.joined(block, grams)
         run.clock.lap("capture")

@@ -187,7 +187,9 @@ def kept_once(run: Run, kind: type[K], make: Callable[[], K]) -> K:
 def _taken_apart(value: Any, tensors: dict[str, Tensor]) -> Any:
     """``value`` as JSON has it; its tensors, which JSON has not, go to ``tensors`` under numbers."""
     if isinstance(value, Tensor):
-        tensors[number := str(len(tensors))] = value.cpu().contiguous()
+        value = value.cpu().contiguous()
+        number = next((number for number, other in tensors.items() if other is value), str(len(tensors)))
+        tensors[number] = value  # once, whatever is the same
         return {"tensor": number}
     if isinstance(value, dict):
         return {"items": [[key, _taken_apart(item, tensors)] for key, item in value.items()]}

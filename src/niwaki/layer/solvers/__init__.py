@@ -23,7 +23,6 @@ from niwaki.layer.solvers.double_sparse import DoubleSparse
 from niwaki.layer.solvers.dsnot import DSnoT
 from niwaki.layer.solvers.exact import Exact
 from niwaki.layer.solvers.magnitude import Magnitude
-from niwaki.layer.solvers.obc import OBC
 from niwaki.layer.solvers.obs import OBSSaliency
 from niwaki.layer.solvers.ria import RIA
 from niwaki.layer.solvers.sparsegpt import SparseGPT
@@ -33,7 +32,7 @@ from niwaki.options import DEFAULT_SOLVER
 from niwaki.quantities import choose, name_of, parameters, text_of
 
 __all__ = [
-    "ADMM", "ALPS", "DEFAULT_SOLVER", "OBC", "RIA", "SOLVERS", "ConjugateGradients", "Continuation", "DSnoT", "Descent",
+    "ADMM", "ALPS", "DEFAULT_SOLVER", "RIA", "SOLVERS", "ConjugateGradients", "Continuation", "DSnoT", "Descent",
     "DoubleSparse", "Exact", "Magnitude", "MaskThenUpdate", "OBSSaliency", "Solver", "SparseGPT", "Swaps", "Wanda",
     "describe", "make_solver", "solver_text",
 ]  # fmt: skip
@@ -50,7 +49,6 @@ SOLVERS: dict[str, Solver] = {
     "dsnot": DSnoT(),
     "swaps": Swaps(),
     "sparsegpt": SparseGPT(),
-    "obc": OBC(),
     "alps": ALPS(),
     "admm-grad": ADMM(),
     "continuation": Continuation(),
