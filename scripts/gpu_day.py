@@ -155,7 +155,7 @@ PARTS = [
     ),
     Part(
         "vllm",
-        "whether vLLM loads integers of 4, 8 and mixed bits, NVFP4, MXFP4, W8A8, FP8, and writes what transformers does",
+        "whether vLLM loads integers of 4, 8, mixed bits, NVFP4, MXFP4, W8A8, FP8, and writes what transformers does",
         300,
         "for grid in int4:64 int8:64 int4.5:64 nvfp4 mxfp4; do\n"
         "  {python} -m niwaki run demo {out}/$grid -s \"quantize $grid\" -s 'export compressed-tensors' "

@@ -572,12 +572,10 @@ def of_scales(grid: FloatGrid, low: int, high: int) -> Tensor:
 
 @FLOATS
 def test_floats_next_to_weights(grid: FloatGrid) -> None:
-    W, scales = (
-        normal(8, 64, seed=0).float(),
-        of_scales(grid, -3, 1)[torch.arange(8 * 64 // grid.group) % 4].view(8, -1).float(),
-    )
+    W, groups = normal(8, 64, seed=0).float(), grid.groups(64)
+    scales = of_scales(grid, -3, 1)[torch.arange(8 * groups) % 4].view(8, -1).float()
     levels = torch.tensor([sign * 2 * level for level in E2M1 for sign in (1, -1)], dtype=F64)
-    numbers = scales.double().repeat_interleave(grid.group, 1).unsqueeze(2) * levels
+    numbers = scales.double().repeat_interleave(64 // groups, 1).unsqueeze(2) * levels
     right = numbers.gather(2, (numbers - W.double().unsqueeze(2)).abs().argmin(2, keepdim=True)).squeeze(2)
     assert torch.equal(grid.project(W, scales, torch.bfloat16).double(), right)
     assert grid.has(grid.project(W, scales, torch.bfloat16), scales.bfloat16())
@@ -595,11 +593,11 @@ def test_scales_of_floats(grid: FloatGrid, dtype: torch.dtype) -> None:
 
     def losses(scales: Tensor) -> Tensor:
         errors = (grid.project(W, scales.float(), dtype) - W).double().square() * importance
-        return errors.view(16, -1, grid.group).sum(2)
+        return errors.view(16, grid.groups(128), -1).sum(2)
 
     shape, every = found.shape, of_scales(grid, -16, 1)
     best = torch.stack([losses(s.expand(shape)) for s in every]).amin(0)
-    largest = W.view(16, -1, grid.group).abs().amax(2)
+    largest = W.view(16, grid.groups(128), -1).abs().amax(2)
     usual = losses(grid.usable(largest / 12, dtype))
     assert bool((losses(found) <= usual * (1 + 1e-6)).all())
     assert float(losses(found).sum()) <= 1.02 * float(best.sum())
