@@ -387,7 +387,7 @@ def test_what_has_a_type_is_for_llama_cpp_alone(tmp_path: Path) -> None:
     )
     assert message(
         lambda: niwaki.prune(dense, tmp_path / "p", "two-factors:0.5", quantize="q8_0", **options)
-    ).startswith("two factors are not in types")
+    ).startswith("two factors are whole numbers on a grid, and not in q8_0")
     assert message(lambda: niwaki.quantize(dense, tmp_path / "p", "q4_k", **options)).startswith(
         "96 inputs cannot be divided into the blocks of 256"
     )

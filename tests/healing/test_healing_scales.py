@@ -164,7 +164,7 @@ def test_what_has_no_scales(tmp_path: Path) -> None:
         out = tmp_path / pattern.partition(":")[0]
         niwaki.prune(dense, out, pattern, effort="fast", **given)
         refused = message(lambda out=out: heal(out, tmp_path / "h", dense, method="scales"), UnsupportedModelError)  # type: ignore[misc]
-        assert "on no grid whose scales could be trained; quantize it first" in refused
+        assert "on no grid whose scales could be trained; quantize to whole numbers first" in refused
         assert not (tmp_path / "h").exists()
     for stages in (["prune 0.5"], ["prune two-factors:0.5 quantize=int8"]):
         stages = [*(f"{each} effort=fast" for each in stages), "heal method=scales"]
