@@ -169,7 +169,7 @@ def test_what_has_no_scales(tmp_path: Path) -> None:
     for stages in (["prune 0.5"], ["prune two-factors:0.5 quantize=int8"]):
         stages = [*(f"{each} effort=fast" for each in stages), "heal method=scales"]
         refused = message(lambda stages=stages: niwaki.run(dense, tmp_path / "h", stages, **given))  # type: ignore[misc]
-        assert "the stages before it leave none; quantize first" in refused
+        assert "the stages before it leave none that can be; quantize to whole numbers first" in refused
 
 
 @pytest.mark.slow
