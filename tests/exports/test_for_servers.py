@@ -186,7 +186,7 @@ def test_floats_of_four_bits(tmp_path: Path, grid: str, case: str) -> None:
     niwaki.quantize(model, tmp_path / "grid", grid, **effort)
     notes = niwaki.export(tmp_path / "grid", tmp_path / "out")
     assert any("no experts" in note for note in notes) == (case in MIXTURES)
-    dense, stored, restored = Checkpoint(tmp_path / "grid"), load_file(tmp_path / "out" / SINGLE_NAME), {}
+    dense, stored = Checkpoint(tmp_path / "grid"), load_file(tmp_path / "out" / SINGLE_NAME)
     restored = of_floats(tmp_path / "out")
     assert len(restored) >= 14
     for key, W in restored.items():

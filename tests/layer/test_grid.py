@@ -625,6 +625,15 @@ def test_floats_that_are_on_the_grid_stay(grid: FloatGrid, dtype: torch.dtype) -
     assert grid.are_scales(scales.to(dtype))
 
 
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(None)])
+def test_scales_that_share_a_power(rows: slice) -> None:
+    """Also those of groups of zeros, or of weights that are next to nothing."""
+    W = normal(8, 128, seed=0).float() / 500
+    W[rows, 16:32], W[rows, 32:48] = 0, W[rows, 32:48] * 2.0**-30
+    scales = [to_nearest(each, FloatGrid(), torch.bfloat16)[1].flatten() for each in (W, torch.zeros_like(W))]
+    assert shared_power(torch.cat(scales)) is not None
+
+
 def test_bytes_of_floats() -> None:
     helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
     values = torch.tensor([sign * level for level in E2M1 for sign in (1, -1)])

@@ -339,8 +339,11 @@ class FloatGrid(Grid):
         return self.group == FLOAT_GRIDS["mxfp4"]
 
     def scales(self, W: Tensor, importance: Tensor, dtype: torch.dtype) -> Tensor:
-        found = super().scales(W, importance, dtype)
-        return found.clamp_(min=float(self.usable(W.abs().max() / _LARGEST_FLOAT * _LEAST_SCALE, dtype)))
+        found, largest = super().scales(W, importance, dtype), W.abs().max() / _LARGEST_FLOAT
+        least = float(self.usable(torch.where(largest > 0, largest, 1.0) * _LEAST_SCALE, dtype))
+        # A scale of 1 for zeros would be far above all others, which have to be multiples of the same power.
+        zeros = (W == 0).unflatten(1, (found.shape[1], -1)).all(2)
+        return found.clamp_(min=least).masked_fill_(zeros, least)
 
     def refitted(self, W: Tensor, codes: Tensor, scales: Tensor, H: Tensor, dtype: torch.dtype) -> Tensor:
         return super().refitted(W, codes, scales, H, dtype).clamp_(min=float(scales.min()))

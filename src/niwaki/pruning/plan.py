@@ -306,9 +306,6 @@ class _Costs:
         for group in self.later.joined(block, grams):
             gram = group.gram(shared=True)
             inputs += [(matrices[name], gram) for name in group.names]
-        self._measure(block, inputs)
-
-    def _measure(self, block: DecoderBlock, inputs: list[tuple[Matrix, Gram]]) -> None:
         mine: dict[Place, Curve] = {}
         for turn, (matrix, gram) in enumerate(inputs, 1):
             if turn % self.world.size == self.world.rank:
