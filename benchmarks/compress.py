@@ -4,6 +4,7 @@
     python benchmarks/compress.py programs MODEL CORPUS WORK --record benchmarks/results/compress_programs.json
     python benchmarks/compress.py bounds MODEL CORPUS WORK --record benchmarks/results/compress_bounds.json
     python benchmarks/compress.py speeds MODEL --record benchmarks/results/compress_speed.json
+    python benchmarks/compress.py ties MODEL CORPUS WORK
 
 Each recipe is a list of stages whose files are at most as large as the size says: what compress decides on, what it
 names besides, and what somebody would make by hand. All are calibrated on books and measured on texts of several kinds,
@@ -34,8 +35,15 @@ from niwaki.choices import Runtime
 from niwaki.compression.compress import plan_compression
 from niwaki.compression.ways import Composition
 from niwaki.files import weights_size
+from niwaki.layer.grid import Grid
+from niwaki.models.layout import fused
+from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
+from niwaki.pruning.mixed_bits import choose_alike, choose_bits, costs_of_bits
+from niwaki.pruning.mixed_bits import foreseen as foreseen_nats
+from niwaki.records.progress import Progress
 from niwaki.runs.stage import Stage, remembering
+from niwaki.texts import texts as read
 
 #: Bits a weight that scales take, one of 2 bytes for 64 weights or for the 32 of GGUF, and the mask of a matrix with
 #: zeros.
@@ -287,5 +295,24 @@ def speeds(
     common.save(record, model=model.name, machine=machine, prompt=prompt, tokens=tokens, cells=cells)
 
 
+def ties(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    means: Annotated[str, Option(help="Means of bits, over all weights.")] = "3,3.5,4,4.5,5,6",
+    samples: Samples = 16,
+    length: Length = 512,
+) -> None:
+    """What bits of matrices are foreseen to cost that servers compute as one, over what each costs with its own."""
+    stream = StreamedModel(Checkpoint(model), "cpu", "float32")
+    books = Calibration(Texts(model, corpus, work, samples, length).to_calibrate("books")[0], samples, length)
+    windows = read.Texts.read(stream, books, niwaki.Measurement(samples=0)).windows
+    costs = costs_of_bits(stream, Grid(8, 64, 4.5), windows.tokens, "auto", World(), Progress())
+    for mean in map(float, means.split(",")):
+        own = foreseen_nats(costs, choose_bits(costs, mean))
+        tied = foreseen_nats(costs, choose_alike(costs, mean, stream.matrices(), fused))
+        print(f"{mean:g} bits: {own:.4f} nats with its own each, {tied:.4f} ({tied / own:.2f}) tied", flush=True)
+
+
 if __name__ == "__main__":
-    common.main(recipes, programs, bounds, speeds, about=__doc__)
+    common.main(recipes, programs, bounds, speeds, ties, about=__doc__)

@@ -767,7 +767,7 @@ _REASONS = {
     "Attempting to broadcast": "transformers takes the width of heads from their number",
     "refused by transformers": "blocks stay where they have embeddings of their own, or others' keys and values",
     "cannot load packed integers": "transformers cannot load packed integers into this type",
-    "linear layers alone": "compressed-tensors has linear layers alone: not experts in a tensor, nor transposed ones",
+    "linear layers alone": "compressed-tensors has linear layers alone: not matrices with inputs before outputs",
     "of encoder with a decoder": "heads of encoders with decoders stay",
     "use_bidirectional_attention": "niwaki writes GGUF files with attention to one side only",
 }

@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import niwaki
 from niwaki import Record
@@ -244,6 +245,77 @@ def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "gpt_oss", dtype=torch.bfloat16)
     said = message(lambda: niwaki.export(model, tmp_path / "out", "fp8"), UnsupportedModelError)
     assert "it is one tensor with the matrices of all experts" in said
+
+
+def with_experts_in_one_tensor(path: Path, kind: str) -> Path:
+    """As the files of Qwen 3.5, Qwen3-VL and Gemma 4 have them; transformers saves those of the former one by one."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": FEW_TOKENS}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "top_k_experts": 2, "enable_moe_block": True}
+    sizes |= {"layer_types": ["full_attention"] * 2, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    torch.manual_seed(0)
+    if seeing := kind == "qwen3_vl_moe":
+        towers = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+        sizes = {"text_config": sizes, "vision_config": {**towers, "deepstack_visual_indexes": [0]}}
+    config = AutoConfig.for_model(kind, **sizes)
+    auto: Any = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1)
+    model.save_pretrained(path)
+    stored = {key: value.contiguous() for key, value in model.state_dict().items()}
+    if seeing:  # the files of which have inputs before outputs
+        stored |= {key: value.mT.contiguous() for key, value in stored.items() if ".experts." in key}
+    if config.tie_word_embeddings:
+        stored.pop("lm_head.weight", None)
+    save_file(stored, path / SINGLE_NAME, {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "qwen3_vl_moe", "gemma4_text"])
+@pytest.mark.parametrize(
+    ("grid", "form"), [("int4:16", "compressed-tensors"), ("nvfp4", "compressed-tensors"), ("", "fp8")]
+)
+@torch.no_grad()
+def test_experts_in_one_tensor_are_written_one_by_one(tmp_path: Path, kind: str, grid: str, form: Any) -> None:
+    """Under the names that servers have for the linear layers of each."""
+    model = with_experts_in_one_tensor(tmp_path / "model", kind)
+    if grid:
+        niwaki.quantize(model, tmp_path / "grid", grid, effort="none", measurement=None)
+        model = tmp_path / "grid"
+    notes = niwaki.export(model, tmp_path / "out", form)
+    loads = kind == "qwen3_5_moe_text" and grid != "nvfp4"
+    assert any("transformers unpacks experts" in note for note in notes) == loads
+    assert any("transformers (up to 5.24) loads no experts" in note for note in notes) == (not loads)
+    dense, stored = Checkpoint(model), load_file(tmp_path / "out" / SINGLE_NAME)
+    if form == "fp8":
+        restored, off = by_compressed_tensors(tmp_path / "out"), 0.05
+    elif grid == "nvfp4":
+        restored, off = of_floats(tmp_path / "out"), 0.0
+    else:
+        restored, off = {}, 0.0
+        for key in (key.removesuffix("_packed") for key in stored if key.endswith("_packed")):
+            q = ((stored[f"{key}_packed"].unsqueeze(2) >> torch.arange(0, 32, 4) & 15) - 8).flatten(1)
+            assert stored[f"{key}_shape"].tolist() == list(q.shape)
+            restored[key] = (
+                (q.unflatten(1, (-1, 16)) * stored[f"{key}_scale"].float().unsqueeze(2)).flatten(1).bfloat16()
+            )
+    experts = [key for key in dense.entries if ".experts." in key]
+    assert len(experts) == 4
+    for key in experts:
+        whole = dense.read(key).mT if kind == "qwen3_vl_moe" else dense.read(key)
+        path, name = key.rsplit(".", 1)
+        assert not any(other.startswith(key) for other in stored)
+        for expert, W in enumerate(whole):
+            layers = {"gate_proj": W[:48], "up_proj": W[48:]} if name == "gate_up_proj" else {name: W}
+            for layer, of_it in layers.items():
+                found = restored.pop(f"{path}.{expert}.{layer}.weight")
+                assert found.shape == of_it.shape
+                assert (found.float() - of_it.float()).norm() <= off * of_it.float().norm()
+    assert all(key in dense.entries for key in restored)
+    if loads and form == "compressed-tensors":
+        right, found = (reference(path, torch.bfloat16)(TOKENS).logits for path in (model, tmp_path / "out"))
+        assert torch.equal(right, found)
 
 
 def saved(path: Path, format_: str, weights: dict[str, Any], stored: dict[str, Tensor]) -> None:

@@ -67,19 +67,50 @@ def order(width: int) -> list[int]:
     return [half * (width // 2) + i for i in range(width // 2) for half in (0, 1)]
 
 
-def test_weights_that_were_trained_with_it_keep_their_numbers(tmp_path: Path) -> None:
-    """They are in bfloat16, and nothing says what they are."""
-    path = saved(tmp_path / "model")
-    stored = load_file(path / "model.safetensors")
+def trained(path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A model whose matrices are numbers of Q4_0, in bfloat16, which nothing says; and its tensors."""
+    stored = load_file(saved(path) / "model.safetensors")
     for key, W in stored.items():
         if key.endswith("_proj.weight"):
             stored[key] = torch.from_numpy(
                 gguf.quants.dequantize(nearest(W), gguf.GGMLQuantizationType.Q4_0)
             ).bfloat16()
     save_file(stored, path / "model.safetensors", {"format": "pt"})
+    return path, stored
+
+
+@pytest.mark.parametrize(
+    ("grid", "effort", "kind"),
+    [
+        ("q4_0", "none", "Q4_0"),
+        *((grid, "fast", grid.upper()) for grid in ("q4_0", "q5_0", "q8_0")),
+        ("q6.1", "fast", "Q4_0"),
+    ],
+)
+def test_weights_that_were_trained_with_it_stay(tmp_path: Path, grid: str, effort: str, kind: str) -> None:
+    """In each type that has all of its numbers, and where types are chosen."""
+    path, stored = trained(tmp_path / "model")
+    options: dict[str, Any] = {"calibration": TOKENS, "measurement": None, "compute": "cpu"}
+    niwaki.quantize(path, tmp_path / "out", grid, effort=effort, **options)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[key], W) for key, W in stored.items())
+    niwaki.export(tmp_path / "out", tmp_path / "out.gguf", "gguf")
+    assert {each for name, each in kinds(tmp_path / "out.gguf").items() if "ffn_" in name and "norm" not in name} == {
+        kind
+    }
+    written = in_bfloat16(tmp_path / "out.gguf")["blk.1.ffn_up.weight"]
+    assert torch.equal(written, stored["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_weights_that_were_trained_with_it_keep_their_numbers(tmp_path: Path) -> None:
+    """They are in bfloat16, and nothing says what they are."""
+    path, stored = trained(tmp_path / "model")
     assert all(summary.is_q4_0 for summary in niwaki.inspect(path))
     notes = niwaki.export(path, tmp_path / "out.gguf", "gguf-q4_0")
     assert any("21 matrices of 21 are numbers of Q4_0 already" in note for note in notes)
+    niwaki.export(path, tmp_path / "8.gguf", "gguf-q8_0")
+    of_8 = in_bfloat16(tmp_path / "8.gguf")
+    assert torch.equal(of_8["blk.1.ffn_up.weight"], stored["model.layers.1.mlp.up_proj.weight"])
     found = in_bfloat16(tmp_path / "out.gguf")
     for block in range(3):
         for name, theirs in {

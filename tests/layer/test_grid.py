@@ -16,7 +16,7 @@ from niwaki.layer.grid import (
     FloatGrid,
     Grid,
     fp4_codes,
-    lies_on_q4_0,
+    scales_of_q4_0,
     parse_grid,
     scale_dtype,
     shared_power,
@@ -222,14 +222,14 @@ def test_numbers_of_llama_cpp_are_seen_behind_their_rounding(dtype: torch.dtype,
         q = torch.randint(-8, 8, (32, 16, 32), generator=generator).double()
         s = sign * (torch.rand(32, 16, 1, generator=generator) / 50 + 1e-3).half().double()
         W = (q * s).flatten(1).to(dtype)
-        assert lies_on_q4_0(W.float(), dtype)
+        assert scales_of_q4_0(W.float(), dtype) is not None
         found = Grid(4, 32).exact(W.float(), dtype, torch.float16)
         assert torch.equal(found, found.half().float())
         again = Grid(4, 32).codes(W.float(), found).double().unflatten(1, (16, 32)) * found.double().unsqueeze(2)
         assert torch.equal(again.flatten(1).to(dtype), W)
     W[0, 0] *= 1.02
-    assert not lies_on_q4_0(W.float(), dtype)
-    assert not lies_on_q4_0(torch.randn(32, 64, generator=generator).to(dtype).float(), dtype)
+    assert scales_of_q4_0(W.float(), dtype) is None
+    assert scales_of_q4_0(torch.randn(32, 64, generator=generator).to(dtype).float(), dtype) is None
 
 
 def test_scales_that_are_too_small() -> None:

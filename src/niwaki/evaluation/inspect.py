@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from niwaki.arguments import checked
-from niwaki.layer.grid import ROWS_TO_SEE, lies_on_q4_0
+from niwaki.layer.grid import ROWS_TO_SEE, scales_of_q4_0
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
@@ -79,4 +79,4 @@ def summaries(model: StreamedModel) -> Iterator[MatrixSummary]:
             fitting[f"{n}:{m}"] = groups.float().mean().item()
         rows = int(per_row.min()), int(per_row.max())
         of_it = checkpoint.entries[matrix.key].dtype, int(per_row.sum()), rows, fitting
-        yield MatrixSummary(matrix, *of_it, lies_on_q4_0(W[:ROWS_TO_SEE].float(), dtype))
+        yield MatrixSummary(matrix, *of_it, scales_of_q4_0(W[:ROWS_TO_SEE].float(), dtype) is not None)

@@ -25,6 +25,7 @@ from niwaki.models.layout import Matrix, fused
 from niwaki.models.scales import (
     bits_in,
     grid_of,
+    layers_of_expert,
     read_scales,
     stored_as_usual,
     verify_grid,
@@ -66,6 +67,8 @@ _WIDER = (
 )
 #: And of mixtures, whose experts transformers runs as one tensor.
 _NO_EXPERTS = "transformers (up to 5.24) loads no experts in this format; it is for vLLM"
+#: The types of models whose files have experts in one tensor, and of which transformers reads them one by one too.
+_READ_ONE_BY_ONE = {"qwen3_5_moe", "qwen3_5_moe_text"}
 _EXPERTS = "transformers unpacks experts as it loads them: in memory they are as large as before"
 
 
@@ -140,7 +143,9 @@ class CompressedTensors(Conversion):
 
     def notes(self) -> dict[str, bool]:
         """What there is to say of the result, each with whether it is true."""
-        return {self.of_experts: any(matrix.expert is not None for matrix in self._model.matrices())}
+        mixed = [matrix for matrix in self._model.matrices() if matrix.expert is not None]
+        loads = not any(map(layers_of_expert, mixed)) or self.checkpoint.config["model_type"] in _READ_ONE_BY_ONE
+        return {self.of_experts if loads else _NO_EXPERTS: bool(mixed)}
 
     def write(self, directory: Path, name: str) -> list[str]:
         """Writes the shards, and corrects what the other files say of them."""
@@ -157,13 +162,18 @@ class CompressedTensors(Conversion):
     def _write_shards(self, directory: Path) -> None:
         """Writes the shards, in which others take the place of each matrix, and their index."""
         shards, checkpoint = Shards(directory), self.checkpoint
-        matrices, count = {matrix.key: matrix for matrix in self._model.matrices()}, 0
+        matrices, count = defaultdict[str, list[Matrix]](list), 0
+        for matrix in self._model.matrices():
+            matrices[matrix.key].append(matrix)
         for shard in checkpoint.shards:
             tensors: dict[str, Tensor] = {}
             for key in (key for key, entry in checkpoint.entries.items() if entry.shard == shard):
-                W, count = checkpoint.read(key), count + 1
+                count += 1
                 self.progress.status("exporting, tensor", count, len(checkpoint.entries))
-                tensors |= self.parts(matrices[key], W) if key in matrices else {key: W}
+                for matrix in matrices.get(key, ()):
+                    tensors |= _by_layers(matrix, self.parts(matrix, matrix.read(checkpoint)))
+                if key not in matrices:
+                    tensors[key] = checkpoint.read(key)
             shards.write(shard, tensors, tensors.__getitem__)
         shards.finish()
 
@@ -359,6 +369,17 @@ class Float8(CompressedTensors):
 
     def weights(self, bits: int) -> dict[str, Any]:
         return {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False, "strategy": "channel"}
+
+
+def _by_layers(matrix: Matrix, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The ``parts`` of a matrix of which servers read the rows of each layer; of others as they are."""
+    layers, found = layers_of_expert(matrix), dict[str, Tensor]()
+    for name, value in parts.items() if layers else ():
+        of_rows = value.ndim > 1
+        for key, some in zip(layers, value.chunk(len(layers)) if of_rows else [value] * len(layers), strict=True):
+            found[key + name.removeprefix(matrix.key)] = some
+    shape = torch.tensor([matrix.shape[0] // max(1, len(layers)), matrix.shape[1]])
+    return found | {key: shape for key in found if key.endswith("_shape")} if layers else parts
 
 
 def packed_integers(codes: Tensor, bits: int) -> Tensor:

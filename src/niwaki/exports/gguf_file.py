@@ -34,7 +34,7 @@ from niwaki.exports.gguf_blocks import bytes_of, bytes_of_whole_numbers
 from niwaki.exports.gguf_tokenizer import Tokenizer
 from niwaki.files import check_space, given_path, new_file
 from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid, stored_type
-from niwaki.layer.grid import ROWS_TO_SEE, AnyGrid, FloatGrid, Grid, lies_on_q4_0, parse_grid
+from niwaki.layer.grid import WITH_Q4_0, AnyGrid, FloatGrid, Grid, parse_grid, scales_of_q4_0
 from niwaki.layer.rounding import to_nearest
 from niwaki.models.outside import embedding_keys, find_extra
 from niwaki.models.scales import bits_in, embedding_grid_of, grid_of, read_embedding_scales, read_scales
@@ -392,8 +392,8 @@ class Gguf(Conversion):
                 stored = bytes_of(codes, scales) if on.type else bytes_of_whole_numbers(codes, scales, tensor.kind)
             else:
                 self._left.append(source)
-        if stored is None and tensor.kind == "Q4_0":
-            stored = self._as_it_lies(W[source.rows].reshape(tensor.shape), self.checkpoint.dtype(key))
+        if stored is None and tensor.kind in WITH_Q4_0:
+            stored = self._as_it_lies(W[source.rows].reshape(tensor.shape), self.checkpoint.dtype(key), tensor.kind)
         if stored is None:
             W = W[source.rows].reshape(tensor.shape)
             value = (-W.exp() if tensor.name.endswith("ssm_a") else W + tensor.added).numpy()
@@ -407,13 +407,12 @@ class Gguf(Conversion):
                 stored = gguf.quants.quantize(value, getattr(gguf.GGMLQuantizationType, tensor.kind))
         return tensor.ordered(stored)
 
-    def _as_it_lies(self, W: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any] | None:
-        """The bytes of a matrix that is on the grid of Q4_0 but for the rounding to ``dtype``; None of others."""
-        grid = Grid(BITS["Q4_0"], GROUP)
-        if not lies_on_q4_0(W[:ROWS_TO_SEE], dtype) or not bool((scales := grid.exact(W, dtype, torch.float16)).all()):
+    def _as_it_lies(self, W: Tensor, dtype: torch.dtype, kind: str) -> np.ndarray[Any, Any] | None:
+        """The bytes in ``kind`` of a matrix that is on the grid of Q4_0 but for the rounding to ``dtype``, or None."""
+        if (scales := scales_of_q4_0(W, dtype)) is None:
             return None
         self._lying += 1
-        return bytes_of_whole_numbers(grid.codes(W, scales), scales, "Q4_0")
+        return bytes_of_whole_numbers(Grid(BITS["Q4_0"], GROUP).codes(W, scales), scales, kind)
 
     def _fits(self, tensor: ExportedTensor, source: Source) -> bool:
         """Whether the form of ``tensor`` has the numbers of the grid that ``source`` is on, if it is on one."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from niwaki.arguments import check_fields
 from niwaki.choices import FLOAT_GRIDS
 from niwaki.errors import UsageError
-from niwaki.layer.block_types import BlockGrid, parse_block_grid
+from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid, parse_block_grid
 from niwaki.layer.floats import E2M1, E4M3
 from niwaki.layer.linalg import AT_ONCE, fitted_scales
 from niwaki.quantities import check_grid, parse_bits
@@ -281,12 +281,45 @@ def _middle(W: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 #: Rows by which a matrix is seen not to be on a grid.
 ROWS_TO_SEE = 16
+#: The types of llama.cpp that have all numbers of Q4_0.
+WITH_Q4_0 = ("Q4_0", "Q5_0", "Q8_0")
 
 
-def lies_on_q4_0(W: Tensor, dtype: torch.dtype) -> bool:
-    """Whether all of W (out, in) are numbers of llama.cpp's Q4_0, rounded to ``dtype``; not all of them 0."""
+def scales_of_q4_0(W: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """(out, in / 32): scales in float16 with which W (out, in) is numbers of llama.cpp's Q4_0, rounded to ``dtype``.
+
+    None where not all of it is, or all of it is 0.
+    """
     grid = Grid(4, 32)
-    return W.shape[1] % 32 == 0 and bool((W != 0).any()) and bool(grid.exact(W, dtype, torch.float16).all())
+    if W.shape[1] % 32 or not bool((W != 0).any()):
+        return None
+    for rows in (W[:ROWS_TO_SEE], W):  # nearly all others are seen not to be by a few
+        if not bool((scales := grid.exact(rows, dtype, torch.float16)).all()):
+            return None
+    return scales
+
+
+def holding(grid: "AnyGrid", W: Tensor) -> "AnyGrid":
+    """``grid``; Q4_0 for any type of as many bits, if W (out, in) is numbers of it already."""
+    kind = BLOCK_TYPES["Q4_0"]
+    is_any = isinstance(grid, BlockGrid) and not (grid.name or grid.is_mixed) and grid.bits == kind.bits
+    return BlockGrid(kind.bits, kind.name) if is_any and scales_of_q4_0(W, _dtype_of(W)) is not None else grid
+
+
+def held(W: Tensor, grid: "AnyGrid") -> Tensor | None:
+    """The scales with which W (out, in) stays as it is on ``grid``: a type that has all numbers of Q4_0, as W are.
+
+    None for others, and other grids, which have :meth:`Grid.exact`.
+    """
+    if not (isinstance(grid, BlockGrid) and (kind := grid.type_of(W.shape[1])).name in WITH_Q4_0):
+        return None
+    scales = scales_of_q4_0(W, _dtype_of(W))
+    return None if scales is None else kind.spread(torch.stack([scales, torch.ones_like(scales)], 2))
+
+
+def _dtype_of(W: Tensor) -> torch.dtype:
+    """The narrowest dtype that has all of W."""
+    return next(each for each in (torch.bfloat16, torch.float16, W.dtype) if torch.equal(W.to(each).to(W.dtype), W))
 
 
 def scale_dtype(stored: torch.dtype) -> torch.dtype:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from niwaki.layer.floats import TiledFloats
-from niwaki.layer.grid import AnyGrid, Grid
+from niwaki.layer.grid import AnyGrid, Grid, held
 from niwaki.layer.linalg import STRIP, conjugate_gradients, has_bfloat16_units, resolvent, with_unit_diagonal
 from niwaki.layer.problem import Gram, LayerProblem, Normalized, Solution, damping_for
 
@@ -37,7 +37,8 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: AnyGrid, dtype: t
     Both are in the dtype of W, with values that ``dtype`` has. UsageError if the grid does not fit W.
 
     Each row takes the best of its weights rounded to the nearest, the end of the sweeps below, and that with scales
-    fitted to it. Rows of the solver's weights that are W's and on the grid already stay as they are, to the bit.
+    fitted to it. Rows of the solver's weights that are W's and on the grid already stay as they are, to the bit; of
+    types of llama.cpp, whole matrices that :func:`.held` has scales for.
 
     Scales s are those of :meth:`Grid.scales` for the solver's weights and diag(H). With P(.) the nearest point of the
     grid on the mask M, R = rho (H + rho I)^-1 in coordinates where H has unit diagonal, Z the solver's weights, U = 0,
@@ -63,11 +64,13 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: AnyGrid, dtype: t
     2024, arXiv 2401.02938, there for masks; errors of rows that others make up for, Tseng et al. 2025, arXiv
     2505.22988.
     """
+    kept = solution.mask if grid.keeps_zeros else torch.ones_like(solution.mask)
+    if torch.equal(solution.W, problem.W) and (scales := held(problem.W, grid)) is not None:
+        return problem.solution(problem.W, kept, **solution.stats), scales
     gram, W = problem.gram.damped(damping_for(_DAMPING, problem.gram)), problem.W
     R, H = gram.derived("onto grid", lambda: (_resolvent(gram), gram.with_ridge()))
     importance, dead = gram.H.diagonal().clamp(min=0), gram.norm == 0
     weights, scales = torch.empty_like(W), W.new_empty(W.shape[0], grid.groups(W.shape[1]))
-    kept = solution.mask if grid.keeps_zeros else torch.ones_like(solution.mask)
     for rows, change in _strips(W, weights, problem.together):
         target, mask, solved = W[rows], kept[rows], solution.W[rows]
         if change is not None:
@@ -124,6 +127,8 @@ def to_nearest(W: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor, Te
 
     Cost: W rounded about 40 times; memory of a copy of W and some of 1,024 rows.
     """
+    if (lying := held(W, grid)) is not None:
+        return W, lying
     weights, scales = torch.empty_like(W), W.new_empty(W.shape[0], grid.groups(W.shape[1]))
     alike = W.new_ones(W.shape[1])
     for start in range(0, W.shape[0], STRIP):

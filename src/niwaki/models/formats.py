@@ -17,7 +17,7 @@ from niwaki.checkpoints.tensors import Entry, new_shard, read_beside, read_tenso
 from niwaki.checkpoints.writing import CheckpointWriter, check_zeros, verify
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.layer.floats import TiledFloats
-from niwaki.layer.grid import AnyGrid, Grid, scale_dtype
+from niwaki.layer.grid import AnyGrid, Grid, holding, scale_dtype
 from niwaki.layer.linalg import products
 from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.problem import LayerProblem, Solution
@@ -164,8 +164,10 @@ class OnGrid(WeightFormat):
     def rounded(
         self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
     ) -> tuple[Solution, tuple[Tensor, ...]]:
-        before = solution.W != 0
-        solution, scales = onto_grid(problem, solution, self.grid_of(matrix), self.grid.scale_dtype(stored))
+        before, grid = solution.W != 0, self.grid_of(matrix)
+        lying = holding(grid, problem.W)
+        grid = grid if rows.total(int(lying is grid)) else lying  # one type for the rows of all processes
+        solution, scales = onto_grid(problem, solution, grid, self.grid.scale_dtype(stored))
         after = solution.W != 0
         lost, raised = (rows.total(int(each.count_nonzero())) for each in (before & ~after, after & ~before))
         stats = {**solution.stats, "rounded_to_zero": lost}
@@ -175,7 +177,7 @@ class OnGrid(WeightFormat):
 
     def nearest(self, matrix: Matrix, W: Tensor, stored: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         dtype = self.grid.scale_dtype(stored)
-        weights, scales = to_nearest(W, self.grid_of(matrix), dtype)
+        weights, scales = to_nearest(W, holding(self.grid_of(matrix), W), dtype)
         return weights, (scales.to(dtype),)
 
     def project(self, matrix: Matrix, W: Tensor, parts: Sequence[Tensor]) -> Tensor:

@@ -83,10 +83,26 @@ def _small_forms(grid: AnyGrid, matrices: Sequence[Matrix]) -> list[str]:
     return ways if any(map(why_no_layer, matrices)) else [*ways, "'niwaki export'"]
 
 
+#: The linear layers that a matrix is the rows of where one tensor has those of all experts, by its name.
+_OF_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def layers_of_expert(matrix: Matrix) -> list[str]:
+    """The keys of the linear layers that ``matrix`` is the rows of, as servers read them one by one.
+
+    Only where a tensor has the matrices of all experts; none where these are not what servers make of it: LLaMA 4 and
+    gpt-oss have inputs before outputs, and the latter rows of both layers in turns.
+    """
+    path, _, name = matrix.key.rpartition(".")
+    if matrix.index is None or matrix.transposed or not path.endswith(".experts"):
+        return []
+    return [f"{path}.{matrix.index}.{layer}.weight" for layer in _OF_EXPERTS.get(name, ())]
+
+
 def why_no_layer(matrix: Matrix) -> str:
     """Why files do not have ``matrix`` as the weight of a linear layer, or of an expert's; "" where they do."""
     if matrix.index is not None:
-        return "it is one tensor with the matrices of all experts"
+        return "" if layers_of_expert(matrix) else "it is one tensor with the matrices of all experts"
     if matrix.is_stored_transposed:
         return "it is stored the other way around, as (inputs, outputs)"
     if matrix.blocks:

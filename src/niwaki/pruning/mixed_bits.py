@@ -18,7 +18,7 @@ from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.choices import TF32
 from niwaki.errors import NiwakiError, named
 from niwaki.files import read_cached, write_cached
-from niwaki.layer.grid import AnyGrid
+from niwaki.layer.grid import AnyGrid, holding
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
 from niwaki.models.block import DecoderBlock
@@ -235,13 +235,14 @@ def cost_of_bits(grid: AnyGrid, looked: Looked) -> BitCosts:
     W, cost = looked.rows()
     dtype = grid.scale_dtype(looked.block.stored_dtype(looked.matrix))
     choices = grid.choices(W.shape[1])
-    nats = {bits: cost(to_nearest(W, grid.of(bits), dtype)[0]) for bits in choices}
+    grids = {bits: holding(grid.of(bits), W) for bits in choices}
+    nats = {bits: cost(to_nearest(W, grids[bits], dtype)[0]) for bits in choices}
     left = {choices[0]: _FITTED}
     if looked.look.fitted:
         problem = LayerProblem(W, looked.gram)
         solution = unsolved(problem)
         for bits in (choices[0], choices[len(choices) // 2], choices[-1]):
-            fitted = cost(onto_grid(problem, solution, grid.of(bits), dtype)[0].W)
+            fitted = cost(onto_grid(problem, solution, grids[bits], dtype)[0].W)
             left[bits] = fitted / nats[bits] if nats[bits] else 1.0  # where weights are on that grid already
     shares = np.interp(choices, [*left], [*left.values()]).tolist()
     return BitCosts(looked.matrix.size, {bits: share * nats[bits] for bits, share in zip(choices, shares, strict=True)})
@@ -280,15 +281,15 @@ def summed(costs: dict[Place, BitCosts], which: Mapping[Place, T]) -> dict[T, Bi
 def choose_bits(costs: dict[T, BitCosts], average: float) -> dict[T, float]:
     """The bits of each matrix, ``average`` ones or a little fewer for each weight, at the least foreseen cost.
 
-    Matrices get more bits in the order of what a bit more of each weight gains, a step at a time.
+    Matrices get more bits in the order of what a bit more of each weight gains, a step at a time, if that is anything.
     """
     chosen = {place: min(each.nats) for place, each in costs.items()}
     left = average * sum(each.weights for each in costs.values())
     left -= math.fsum(chosen[place] * each.weights for place, each in costs.items())
     steps = [(gain, place, before, after) for place, each in costs.items() for gain, before, after in _steps(each)]
-    for _, place, before, after in sorted(steps, key=lambda step: -step[0]):
+    for gain, place, before, after in sorted(steps, key=lambda step: -step[0]):
         more = (after - before) * costs[place].weights
-        if chosen[place] == before and more <= left:
+        if chosen[place] == before and more <= left and gain > 0:
             chosen[place] = after
             left -= more
     return chosen
