@@ -39,8 +39,7 @@ from niwaki.layer.grid import Grid
 from niwaki.models.layout import fused
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.mixed_bits import choose_alike, choose_bits, costs_of_bits
-from niwaki.pruning.mixed_bits import foreseen as foreseen_nats
+from niwaki.pruning.mixed_bits import choose_alike, choose_bits, costs_of_bits, foreseen as foreseen_nats
 from niwaki.records.progress import Progress
 from niwaki.runs.stage import Stage, remembering
 from niwaki.texts import texts as read
