@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,8 +100,8 @@ def test_forms(dtype: str, device: str, tmp_path: Path, monkeypatch: pytest.Monk
     dense, seen = save_model(tmp_path / "dense"), []
 
     @contextlib.contextmanager
-    def both(path: Path, name: str, progress: Progress) -> Iterator[dict[str, Path]]:
-        assert name == str(path)
+    def both(path: Path, prompt: int, tokens: int, compute: Compute, progress: Progress) -> Iterator[dict[str, Path]]:
+        assert (prompt, tokens, compute) == (8, 4, Compute(device, dtype))
         yield {"dense": path, "packed": path.with_name("packed")}
 
     def measured(*given: Any) -> Speed:
@@ -155,9 +156,10 @@ def test_a_gguf_file_is_not_measured_in_llama_cpp(tmp_path: Path, monkeypatch: p
     pytest.importorskip("gguf")
     niwaki.export(EMBEDDED, tmp_path / "model.gguf", "gguf-f16")
     monkeypatch.setattr(measuring, "measured", measuring.measure)
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
     notes = Notes()
     measuring.bench(tmp_path / "model.gguf", prompt_tokens=4, tokens=3, repeats=1, compute="cpu", progress=notes)
-    assert "use llama-bench" in notes.said[0]
+    assert "llama.cpp is measured where llama-cpp-python is installed" in notes.said[0]
 
 
 @pytest.mark.parametrize("wrong", [{"prompt_tokens": 0}, {"tokens": 1}, {"repeats": 0}, {"tokens": 2.5}])

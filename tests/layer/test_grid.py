@@ -16,9 +16,9 @@ from niwaki.layer.grid import (
     FloatGrid,
     Grid,
     fp4_codes,
-    scales_of_q4_0,
     parse_grid,
     scale_dtype,
+    scales_of_q4_0,
     shared_power,
 )
 from niwaki.layer.linalg import inverse_of_damped

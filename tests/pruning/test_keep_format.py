@@ -125,6 +125,33 @@ def test_transformers_reads_it(tmp_path: Path, make: Any, settings: Any, effort:
     assert niwaki.evaluate(out, HELDOUT).value == pytest.approx(loss, rel=1e-4)
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_fp8_of_compressed_tensors(tmp_path: Path) -> None:
+    """As `export` writes it: half of the codes become zero, and transformers reads the rest."""
+    pytest.importorskip("compressed_tensors")
+    dense = save_model(tmp_path / "dense", dtype=torch.bfloat16)
+    model, out = tmp_path / "model", tmp_path / "out"
+    niwaki.export(dense, model, "fp8")
+    run(model, out)
+    before, after = load_file(model / SINGLE_NAME), load_file(out / SINGLE_NAME)
+    assert {key: value.dtype for key, value in before.items()} == {key: value.dtype for key, value in after.items()}
+    pruned = [key for key in after if after[key].dtype == torch.float8_e4m3fn]
+    assert len(pruned) == 2 * 7
+    for key in pruned:
+        assert after[key].float().count_nonzero() == after[key].numel() // 2
+        scaled = (after[key].double() * after[f"{key}_scale"].double()).bfloat16()
+        assert torch.equal(Checkpoint(out).read(key).bfloat16(), scaled)
+    settings = [json.loads((path / "config.json").read_text())["quantization_config"] for path in (model, out)]
+    assert settings[0] == settings[1]
+    read = Checkpoint(out)
+    by_hand = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
+    by_hand.load_state_dict({key: read.read(key) for key in by_hand.state_dict() if key in read.entries}, strict=False)
+    by_it = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    right, found = (each(HELDOUT).logits.float() for each in (by_hand, by_it))
+    assert (found - right).norm() < 0.1 * right.norm()  # it rounds inputs too
+
+
 @pytest.mark.parametrize("case", MAKERS)
 @pytest.mark.slow
 def test_weights_that_stay_keep_their_codes(tmp_path: Path, case: str) -> None:

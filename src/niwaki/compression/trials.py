@@ -209,7 +209,8 @@ class SpeedBound:
         if "packed" in speeds:
             ratio = speeds["packed"] / speeds["dense"]
         else:
-            ratio = speeds["dense"] / self._speeds(self.dense)["dense"]
+            (speed,) = speeds.values()  # of a dense model, or of llama.cpp
+            ratio = speed / self._speeds(self.dense)["dense"]
         return ratio, f"{ratio:.2f} times the tokens a second of the dense model"
 
     def _speeds(self, directory: Path) -> dict[str, float]:

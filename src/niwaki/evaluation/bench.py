@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from niwaki.arguments import checked
 from niwaki.checkpoints.reading import ORIGIN
 from niwaki.choices import BRIEFLY, LONG, SPINS
 from niwaki.errors import UnsupportedModelError, UsageError, WorkerError
+from niwaki.evaluation import llama_cpp
 from niwaki.models.device import find_device, peak_memory
 from niwaki.models.locate import check_continues, locate_model
 from niwaki.models.structure import read_config
@@ -50,8 +50,9 @@ def bench(
     """Measures the speed and memory of a model in its dense and packed forms, each in a process of its own.
 
     The dense form runs in transformers. If no matrix would be smaller packed, as in a model that is not pruned, only
-    the dense form is measured. After a prompt of random tokens, ``tokens`` are generated ``repeats`` times; the medians
-    count. A form that does not exist is made in a temporary directory, which takes as much space as its files.
+    the dense form is measured. A GGUF file runs in llama.cpp, if llama-cpp-python is installed and no dtype is given.
+    After a prompt of random tokens, ``tokens`` are generated ``repeats`` times; the medians count. A form that does not
+    exist is made in a temporary directory, which takes as much space as its files.
 
     Args:
         model: A directory or hub id, dense or packed.
@@ -73,14 +74,7 @@ def bench(
     compute, progress = Compute.of(compute), progress or Progress()
     compute.only("bench", "device", "dtype")
     numbers = (prompt_tokens, tokens, repeats)
-    path = locate_model(str(model))
-    check_continues(open_checkpoint(path), "bench")
-    check_positions(read_config(path), prompt_tokens, tokens)
-    if (path / ORIGIN).exists():
-        progress.note(
-            "weights of a GGUF file are measured as transformers and niwaki hold them; for llama.cpp use llama-bench"
-        )
-    with _forms(path, str(model), progress) as forms:
+    with _forms(model, prompt_tokens, tokens, compute, progress) as forms:
         speeds = []
         for name, directory in forms.items():
             progress.status(f"measuring the {name} model")
@@ -103,8 +97,21 @@ def positions_of(config: PreTrainedConfig) -> float:
 
 
 @contextlib.contextmanager
-def _forms(path: Path, name: str, progress: Progress) -> Iterator[dict[str, Path]]:
-    """The model's directory by form: "dense", and "packed" if it can be."""
+def _forms(
+    model: str | Path, prompt: int, tokens: int, compute: Compute, progress: Progress
+) -> Iterator[dict[str, Path]]:
+    """The model's directory by form: "dense", and "packed" if it can be; the file of one that llama.cpp runs."""
+    if file := llama_cpp.runnable(model, compute):
+        yield {"GGUF": file}
+        return
+    name, path = str(model), locate_model(str(model))
+    check_continues(open_checkpoint(path), "bench")
+    check_positions(read_config(path), prompt, tokens)
+    if (path / ORIGIN).exists():
+        progress.note(
+            "weights of a GGUF file are measured as transformers and niwaki hold them; llama.cpp is measured where "
+            "llama-cpp-python is installed"
+        )
     packed, is_alone = (path / INDEX).exists(), False
     if not packed:
         progress.status("looking for zeros")
@@ -169,6 +176,8 @@ def _environment() -> dict[str, str]:
 @torch.inference_mode()
 def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Compute) -> Speed:
     """The speed of the model in this process."""
+    if directory.is_file():
+        return llama_cpp.measure(directory, prompt, tokens, repeats, compute.device)
     packed = (directory / INDEX).exists()
     began = time.perf_counter()
     model: Any = load(directory, compute.device, compute.dtype)
@@ -188,23 +197,13 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Co
             token = out.logits[:, -1:].argmax(dim=-1)
         first.append(middle - began)
         rest.append((_now(model) - middle) / (tokens - 1))
-    first, rest = first[1:], rest[1:]
     peaks = peak_memory(model.device)
     parts = {id(value): value.nbytes for value in [*model.parameters(), *model.buffers()]}
-    return Speed(
-        weights="packed" if packed else "dense",
-        dtype=str(model.dtype).removeprefix("torch."),
-        disk=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
-        resident=sum(parts.values()),
-        peak=peaks.get("device", peaks["resident"]),
-        load=loaded,
-        first_token=statistics.median(first),
-        tokens_per_second=1 / statistics.median(rest),
-        slowest=1 / max(rest),
-        fastest=1 / min(rest),
-        read=_read_for_a_token(model),
-        one_by_one=one_by_one(model),
-    )
+    form, dtype = "packed" if packed else "dense", str(model.dtype).removeprefix("torch.")
+    disk = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    sizes = disk, sum(parts.values()), peaks.get("device", peaks["resident"])
+    more = {"one_by_one": one_by_one(model), "read": _read_for_a_token(model)}
+    return Speed.of(form, dtype, *sizes, loaded, first, rest, **more)
 
 
 def _read_for_a_token(model: Any) -> int:

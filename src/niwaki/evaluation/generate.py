@@ -12,6 +12,7 @@ from torch import Tensor
 
 from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, NumericalError, UsageError, first_line
+from niwaki.evaluation import llama_cpp
 from niwaki.models.locate import check_continues, locate_model
 from niwaki.models.tokens import check_known, check_tokens, encode, load_tokenizer
 from niwaki.options import Compute, check_count
@@ -43,7 +44,7 @@ def generate(
     """Generates text with a model, dense, pruned or packed: its answer to ``prompt``, or a continuation.
 
     A model with a chat template answers the prompt as a user's message; any other model continues it. The whole model
-    has to fit in memory.
+    has to fit in memory. A GGUF file runs in llama.cpp if llama-cpp-python is installed and no dtype is given.
 
     Args:
         model: A directory or hub id.
@@ -80,6 +81,8 @@ def write(
     """:func:`generate`; with ``echo`` a prompt that is continued goes before the first piece that ``say`` receives."""
     compute.only("generate", "device", "dtype")
     check(prompt, tokens, temperature, seed)
+    if file := llama_cpp.runnable(model, compute):
+        return llama_cpp.write(file, prompt, tokens, temperature, seed, raw, compute.device, say, echo)
     path = locate_model(str(model))
     check_continues(open_checkpoint(path), "generate")
     tokenizer = load_tokenizer(path)

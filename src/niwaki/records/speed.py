@@ -1,5 +1,6 @@
 """What ``niwaki bench`` measured."""
 
+import statistics
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,7 +17,7 @@ class Speed:
     """The speed and memory of one form of a model, measured in a process of its own.
 
     Attributes:
-        weights: "dense" or "packed".
+        weights: "dense" or "packed", or "gguf" for a file in llama.cpp.
         disk: Bytes of the weight files; ``resident`` is the size of all weights in memory, in bytes.
         peak: Largest memory use in bytes: of the process, or of torch on the GPU.
         load: Seconds to load the model, from files that may be in the system's cache.
@@ -40,6 +41,24 @@ class Speed:
     fastest: Rate
     one_by_one: Count = 0
     read: Count = 0
+
+    @classmethod
+    def of(
+        cls,
+        weights: str,
+        dtype: str,
+        disk: int,
+        resident: int,
+        peak: int,
+        load: float,
+        first: list[float],
+        rest: list[float],
+        **more: int,
+    ) -> "Speed":
+        """That of some runs, the first of which has warmed up: seconds to the ``first`` token and for each other."""
+        middle = statistics.median(rest[1:])
+        rates = {"tokens_per_second": 1 / middle, "slowest": 1 / max(rest[1:]), "fastest": 1 / min(rest[1:])}
+        return cls(weights, dtype, disk, resident, peak, load, statistics.median(first[1:]), **rates, **more)
 
 
 @dataclass(frozen=True)

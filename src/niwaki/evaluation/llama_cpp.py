@@ -1,0 +1,101 @@
+"""GGUF files in llama.cpp itself, by the package llama-cpp-python: the text that it writes, and how fast."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from niwaki.checkpoints.gguf_header import checked_header
+from niwaki.checkpoints.local import find_local
+from niwaki.errors import CheckpointError, raised_as
+from niwaki.models.device import peak_memory
+from niwaki.options import Compute
+from niwaki.records.speed import Speed
+
+#: Positions that a chat template may take.
+_OF_TEMPLATE = 1024
+
+
+def runnable(model: str | Path, compute: Compute) -> Path | None:
+    """The GGUF file that ``model`` is, if llama.cpp is here to run it; None of others, and with a dtype, which is ours.
+
+    CheckpointError where the file is damaged, which llama.cpp is not to find out.
+    """
+    file = find_local(str(model))
+    if file is None or file.is_dir() or compute.dtype != "auto" or _llama() is None:
+        return None
+    checked_header(file)
+    return file
+
+
+def _llama() -> Any:
+    """The class of the package; None where that is not installed, or finds no library."""
+    try:
+        from llama_cpp import Llama
+    except Exception:  # it raises several kinds
+        return None
+    return Llama
+
+
+def write(
+    file: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    raw: bool,
+    device: str,
+    say: Callable[[str], None] | None,
+    echo: bool,
+) -> str:
+    """What llama.cpp writes, as :func:`.generate.write`."""
+    made = list[str]()
+    with raised_as(CheckpointError, f"llama.cpp does not run {file}"):
+        model = _opened(file, len(prompt.encode()) + tokens + _OF_TEMPLATE, device)
+        how = {"max_tokens": tokens, "temperature": temperature, "seed": seed, "stream": True}
+        how |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}  # nothing but what is asked for
+        is_message = "tokenizer.chat_template" in model.metadata and not raw
+        before = iter([prompt] if echo and not is_message else [])
+        if is_message:
+            said = model.create_chat_completion([{"role": "user", "content": prompt}], **how)
+            pieces = (piece["choices"][0]["delta"].get("content") for piece in said)
+        else:
+            pieces = (piece["choices"][0]["text"] for piece in model.create_completion(prompt, **how))
+        for piece in filter(None, pieces):
+            made.append(piece)
+            if say:
+                say(next(before, "") + piece)
+    return "".join(made)
+
+
+def measure(file: Path, prompt: int, tokens: int, repeats: int, device: str) -> Speed:
+    """The speed of llama.cpp in this process, as :func:`.bench.measure`."""
+    began = time.perf_counter()
+    with raised_as(CheckpointError, f"llama.cpp does not run {file}"):
+        model = _opened(file, prompt + tokens, device)
+        loaded = time.perf_counter() - began
+        given = torch.randint(model.n_vocab(), (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+        first, rest = [], []
+        for _ in range(repeats + 1):  # once to warm up
+            model.reset()
+            began = time.perf_counter()
+            model.eval(given)
+            token = model.sample(temp=0.0)
+            middle = time.perf_counter()
+            for _ in range(tokens - 1):
+                model.eval([token])
+                token = model.sample(temp=0.0)
+            first.append(middle - began)
+            rest.append((time.perf_counter() - middle) / (tokens - 1))
+    size = file.stat().st_size
+    return Speed.of("gguf", "llama.cpp", size, size, peak_memory(torch.device("cpu"))["resident"], loaded, first, rest)
+
+
+def _opened(file: Path, positions: int, device: str) -> Any:
+    threads = torch.get_num_threads()
+    how = {"n_threads": threads, "n_threads_batch": threads, "n_gpu_layers": 0 if device == "cpu" else -1}
+    return _llama()(str(file), n_ctx=positions, verbose=False, **how)
