@@ -60,14 +60,14 @@ EXPERIMENTS: dict[str, tuple[list[str], list[str]]] = {
     "table2": (
         [
             f"{mask}+{update}"
-            for mask in ("wanda", "magnitude", "ria", "obs", "sparsegpt", "admm-grad", "alps", "continuation")
+            for mask in ("wanda", "magnitude", "ria", "sparsegpt", "admm-grad", "alps", "continuation")
             for update in ("magnitude", "sparsegpt", "adam", "admm1", "cg", "exact")
         ],
         ["60 %"],
     ),
     "table3": (
         [
-            *("magnitude", "wanda", "ria", "obs", "dsnot", "swaps", "sparsegpt", "alps", "admm-grad"),
+            *("magnitude", "wanda", "ria", "sparsegpt", "alps", "admm-grad"),
             *("continuation", "continuation@balanced", "continuation@best"),
             *("admm1", "adam", "sgd", "cg", "exact"),
         ],

@@ -28,7 +28,7 @@ FIRST_PARAMETERS = {
 #: The names of ``niwaki.layer.solvers.SOLVERS``, for help that does not wait for torch; a test compares them. The first
 #: is the default. Solvers choose a mask and weights for it, a mask alone, or weights for a mask.
 SOLVER_NAMES = ("continuation", "admm-grad", "alps", "sparsegpt", "double-sparse")
-MASK_NAMES = ("magnitude", "wanda", "ria", "obs", "dsnot", "swaps")
+MASK_NAMES = ("magnitude", "wanda", "ria")
 WEIGHT_NAMES = ("admm1", "adam", "sgd", "cg", "exact")
 #: How the text of a pattern of two sparse factors begins, in config.json and records too.
 TWO_FACTORS = "two-factors"

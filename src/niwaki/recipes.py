@@ -135,8 +135,7 @@ def prune(
             "best:epochs=3", or an effort. The default is "balanced", or "fast", which is the method as published, if a
             solver or a mask is given.
         mask_from: Another solver, by name, or a pruned model whose mask is used. A model's mask is kept as it is,
-            whatever its pattern. If a pattern is given too, the mask gets the zeros that it lacks for that pattern, and
-            solvers that refine masks (swaps, dsnot) start from it and stay within the pattern.
+            whatever its pattern. If a pattern is given too, the mask gets the zeros that it lacks for that pattern.
         quantize: A grid for the remaining weights. "int4:128" stands for whole numbers of 4 bits with a scale for each
             row and 128 inputs, "int8" has one scale for each row. Weights that round to 0 are zeros in addition to the
             pattern's. Scales are written to ``out/quantization/scales.safetensors``; two factors have 8 bits, and their

@@ -19,7 +19,7 @@ _ODD = (
     """
 || |0|-1|1|2|3|0.5|0.999|1e-9|1e309|nan|inf|-0|٣|0x10|60 %|1_000|+1|2.0|9223372036854775807|9223372036854775808
 |2:4|4:2|0:0|0:1|1:1000000|per-row:0.5|mixed-2:4|block-4x4:0.5|int4:16|int4|int8|int9:3|auto|unstructured:0.6|2:4+per-row:0.6
-|wanda|wanda+|+exact|wanda+swaps+exact|admm1:rho=-1|adam:iterations=1|none|None|true|fast|balanced|best:epochs=1|wanda@fast
+|wanda|wanda+|+exact|wanda+ria+exact|admm1:rho=-1|adam:iterations=1|none|None|true|fast|balanced|best:epochs=1|wanda@fast
 |uniform|error|loss|random|first|iterations=2|rho=|=|a=b|sweeps=1e9
 |.|..|/|~|~nosuch/m|//|a/b|a/b/c|demo|demo-held|model|pruned|packed|text.txt|model/config.json
 |/dev/null|/dev/full|/dev/zero|/dev/stdin|/proc/self/mem|/proc/1/environ|out|out/out|out.json

@@ -164,8 +164,8 @@ def test_masks_from_elsewhere(model: Path, tmp_path: Path, niwaki_: Command) -> 
         (
             (a, "--solver admm1", f"the mask of {a}"),
             ("magnitude", "--solver admm1 --sparsity 0.5", "magnitude"),
-            (a, "--solver swaps --pattern 2:4", f"the mask of {a}, within 2:4"),
-            (a, "--solver dsnot --pattern 1:4", "to satisfy it"),
+            (a, "--solver exact --pattern 2:4", f"the mask of {a}, within 2:4"),
+            (a, "--solver wanda --pattern 1:4", "to satisfy it"),
         )
     ):
         out = tmp_path / str(number)

@@ -10,13 +10,13 @@ import pytest
 from niwaki.errors import UnknownNameError, UsageError
 from niwaki.layer.solvers import (
     ADMM,
+    RIA,
     SOLVERS,
     Continuation,
     Descent,
     Exact,
     Magnitude,
     MaskThenUpdate,
-    Swaps,
     Wanda,
     describe,
     make_solver,
@@ -30,7 +30,7 @@ class Mine(Magnitude):
     strength: float = 2.0
 
 
-@pytest.mark.parametrize("name", [*SOLVERS, "wanda+exact", "wanda+swaps+exact"])
+@pytest.mark.parametrize("name", [*SOLVERS, "wanda+exact", "wanda+ria+exact"])
 def test_a_name_is_what_it_was_given_as(name: str) -> None:
     assert describe(make_solver(name))["name"] == name
 
@@ -48,8 +48,8 @@ def test_a_name_is_what_it_was_given_as(name: str) -> None:
         (MaskThenUpdate(ADMM(schedule="cubic"), Exact()), "admm-grad:schedule=cubic+exact"),
         (ADMM(iterations=7, sparsification_steps=1), "admm1:iterations=7"),
         (
-            MaskThenUpdate(MaskThenUpdate(Wanda(), Swaps(iterations=3)), Exact(damping=1e-05)),
-            "wanda+swaps:iterations=3+exact:damping=1e-05",
+            MaskThenUpdate(MaskThenUpdate(Wanda(), RIA(power=0.25)), Exact(damping=1e-05)),
+            "wanda+ria:power=0.25+exact:damping=1e-05",
         ),
     ],
 )
@@ -62,7 +62,7 @@ def test_text_that_is_read_back(solver: ADMM, text: str) -> None:
     ("text", "said"),
     [
         ("sparsgpt", "no solver is called 'sparsgpt'; did you mean sparsegpt"),
-        ("xyz", "known: magnitude, wanda, ria, obs"),
+        ("xyz", "known: magnitude, wanda, ria, sparsegpt"),
         ("continuation:penalty_begin=1", "no parameter of continuation is called 'penalty_begin'; did you mean"),
         ("sparsegpt:dampening=1", "did you mean damping"),
         ("adam:steps=3", "'steps'"),

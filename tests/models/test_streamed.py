@@ -185,17 +185,16 @@ def compare_grams(directory: Path, whole: PreTrainedModel, tokens: Tensor) -> li
         assert sorted(sorted(gram.names) for gram in grams) == sorted(map(sorted, expected))
         names = [name for gram in grams for name in gram.names]
         assert sorted(names) == sorted(matrix.name for matrix in matrices)
-        wanted = {name: (gram_of(X), X.mean(dim=0), len(X)) for name, X in inputs.items()}
-        for names, (H, mean), count in experts:
-            wanted |= dict.fromkeys(names, (H, mean, count))
+        wanted = {name: (gram_of(X), len(X)) for name, X in inputs.items()}
+        for names, H, count in experts:
+            wanted |= dict.fromkeys(names, (H, count))
         for gram in grams:
             assert gram.H.dtype == torch.float32
             for name in gram.names:
-                H, mean, count = wanted[name]
+                H, count = wanted[name]
                 assert gram.tokens == count, name
                 size = float(H.diag().mean())
                 torch.testing.assert_close(gram.H, H.float(), rtol=1e-4, atol=1e-4 * size)
-                torch.testing.assert_close(gram.mean, mean.float(), rtol=1e-4, atol=1e-4 * size**0.5)
         block.advance(states)
     return found
 
@@ -204,12 +203,12 @@ def gram_of(X: Tensor) -> Tensor:
     return X.double().T @ X.double() / len(X)
 
 
-Experts = list[tuple[list[str], tuple[Tensor, Tensor], int]]
+Experts = list[tuple[list[str], Tensor, int]]
 
 
 @torch.no_grad()
 def expert_inputs(whole: PreTrainedModel, case: str, block: int, tokens: Tensor) -> Experts:
-    """(names, (H, mean), tokens) of the experts' matrices in a block, one token at a time, from the definition."""
+    """(names, H, tokens) of the experts' matrices in a block, one token at a time, from the definition."""
     family, layer = case.split()[0], decoder_blocks(whole)[block]
     part, mlp = next(((n, m) for n, m in layer.named_children() if hasattr(m, "experts")), ("", None))
     if mlp is None:
@@ -262,15 +261,14 @@ def expert_inputs(whole: PreTrainedModel, case: str, block: int, tokens: Tensor)
     return found
 
 
-def with_loan(inputs: list[Tensor], expert: int) -> tuple[Tensor, Tensor]:
-    """(H, mean) of an expert, to whose tokens as many average tokens of all experts come as it lacks."""
+def with_loan(inputs: list[Tensor], expert: int) -> Tensor:
+    """H of an expert, to whose tokens as many average tokens of all experts come as it lacks."""
     X, everything = inputs[expert].double(), torch.cat(inputs).double()
     missing = max(0, X.shape[1] - len(X))
-    H, total = X.T @ X, X.sum(dim=0)
+    H = X.T @ X
     if missing:
         H = H + missing * (everything.T @ everything) / len(everything)
-        total = total + missing * everything.mean(dim=0)
-    return H / (len(X) + missing), total / (len(X) + missing)
+    return H / (len(X) + missing)
 
 
 def test_experts_that_get_too_few_tokens_borrow_from_all(tmp_path: Path, tokens: Tensor) -> None:
@@ -363,7 +361,6 @@ def test_tokens_that_count_more(tmp_path: Path, tokens: Tensor, monkeypatch: pyt
         X = inputs[gram.names[0]].double()
         of_rows = weights.double().view(-1, 1) if gram.names[0] in weighted else 1.0
         torch.testing.assert_close(gram.H.double(), X.T @ (of_rows * X) / len(X), rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(gram.mean.double(), X.mean(dim=0), rtol=1e-4, atol=1e-6)
         assert gram.tokens == len(X)
     stream.close()
 

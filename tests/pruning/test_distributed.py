@@ -467,7 +467,7 @@ def test_what_one_process_draws_is_no_question_to_the_others(
 
 @pytest.mark.parametrize(
     "options",
-    [("--solver", "ria"), ("--solver", "swaps")],
+    [("--solver", "ria"), ("--solver", "alps")],
     ids=str,
 )
 def test_rows_that_cannot_be_solved_apart(

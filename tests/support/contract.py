@@ -16,14 +16,11 @@ from niwaki.layer.solvers import (
     ConjugateGradients,
     Continuation,
     Descent,
-    DSnoT,
     Exact,
     Magnitude,
     MaskThenUpdate,
-    OBSSaliency,
     Solver,
     SparseGPT,
-    Swaps,
     Wanda,
 )
 from support.problems import normal
@@ -37,27 +34,19 @@ class Promises:
         moves: It changes the weights that stay, to less error than without.
         steps: It tells a monitor after each of so many steps.
         runs: It cuts the columns into so many runs, in each of which PerRow's rows differ by one.
-        refines: It makes a mask better by exchanges, so a mask that is given without the pattern that it
-            is from (Fixed.within) leaves it nothing to do, and it says so.
         rounding: How far its weights may be from those of scaled inputs.
     """
 
     moves: bool = True
     steps: int = 0
     runs: int = 1
-    refines: bool = False
     rounding: float = 1e-9
-
-    def refuses(self, pattern: Pattern) -> bool:
-        return self.refines and isinstance(pattern, Fixed) and pattern.within is None
 
 
 #: All but that of two factors, whose masks are not those of a matrix: test_double_sparse.py.
 OF_ONE_MATRIX = {name: solver for name, solver in SOLVERS.items() if name != "double-sparse"}
 CONTRACT: list[tuple[Solver, Promises]] = [
-    *((solver, Promises(moves=False)) for solver in (Magnitude(), Wanda(), RIA(), OBSSaliency())),
-    (DSnoT(), Promises(moves=False, steps=51, refines=True)),
-    (Swaps(), Promises(moves=False, steps=100, refines=True)),
+    *((solver, Promises(moves=False)) for solver in (Magnitude(), Wanda(), RIA())),
     (SparseGPT(), Promises()),
     (SparseGPT(block_size=8), Promises(runs=4)),
     *((ADMM(schedule=each), Promises(steps=20)) for each in ("constant", "cubic", "printed")),
@@ -71,7 +60,7 @@ CONTRACT: list[tuple[Solver, Promises]] = [
     (ConjugateGradients(), Promises(steps=10, rounding=1e-8)),
     (Exact(), Promises(steps=10)),
     (MaskThenUpdate(Wanda(), ADMM()), Promises(steps=20)),
-    (MaskThenUpdate(MaskThenUpdate(Wanda(), Swaps()), Exact()), Promises(steps=10, refines=True)),
+    (MaskThenUpdate(MaskThenUpdate(Wanda(), RIA()), Exact()), Promises(steps=10)),
 ]
 
 

@@ -52,7 +52,7 @@ def make_problem(
 ) -> LayerProblem:
     """23 rows, because no sparsity of the tests gives a whole number of zeros for them."""
     X = inputs(kind, columns, seed, tokens)
-    H = Gram(gram(X).to(dtype), shared=False, mean=X.mean(dim=0).to(dtype))
+    H = Gram(gram(X).to(dtype), shared=False)
     return LayerProblem(normal(rows, columns, seed=seed).to(dtype), H)
 
 

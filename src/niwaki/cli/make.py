@@ -53,7 +53,7 @@ class PruningArguments:
 
     More options:
         mask_from: Take the mask from this solver or pruned model and only update the weights. With --pattern, zeros
-            that a model's mask lacks are added, and swaps and dsnot refine it within the pattern.
+            that a model's mask lacks are added.
         keep_format: Write the pruned matrices of an FP8 or MXFP4 model in that format again instead of bfloat16.
         revive: Allow weights that are 0 in MODEL to become nonzero; otherwise they stay 0.
         blocks: Prune only these decoder blocks, such as 0:2 for the first two.

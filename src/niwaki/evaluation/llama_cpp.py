@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,10 +36,9 @@ def runnable(model: str | Path, compute: Compute) -> Path | None:
 def _llama() -> Any:
     """The class of the package; None where that is not installed, or finds no library."""
     try:
-        from llama_cpp import Llama
+        return importlib.import_module("llama_cpp").Llama
     except Exception:  # it raises several kinds
         return None
-    return Llama
 
 
 def write(

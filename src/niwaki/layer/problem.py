@@ -45,34 +45,25 @@ class Gram:
     Args:
         H: (in, in) float32 or float64, symmetric and positive semidefinite. It is not changed.
         shared: Whether several problems use it, so that factorizations are worth the memory to keep them.
-        mean: (in,) mean of each input over the same tokens, in the dtype of H; DSnoT needs it.
         trusted: Whether H is known to be X^T X / tokens of some X, so that it need not be checked.
         tokens: Number of tokens, if known: the fewer there are, the more the default solver damps H.
 
     Raises:
-        UsageError: H cannot be a Gram matrix, or the mean does not fit it.
-        NumericalError: H or the mean has NaN or infinite entries.
+        UsageError: H cannot be a Gram matrix.
+        NumericalError: H has NaN or infinite entries.
     """
 
     def __init__(
         self,
         H: Tensor,
         shared: bool = True,
-        mean: Tensor | None = None,
         trusted: bool = False,
         tokens: int | None = None,
     ) -> None:
         H = _numbers("the Gram matrix", H)
         if H.shape[0] != H.shape[1] or not len(H):
             raise UsageError(f"a Gram matrix is square (in, in); got {tuple(H.shape)}")
-        if mean is not None:
-            mean = _numbers("the mean of the inputs", mean, 1)
-            if (mean.shape, mean.dtype, mean.device) != (H.shape[:1], H.dtype, H.device):
-                raise UsageError(
-                    f"the mean of the inputs is ({len(H)},) {H.dtype} on {H.device}; got {tuple(mean.shape)} "
-                    f"{mean.dtype} on {mean.device}"
-                )
-        self.H, self.mean, self.shared, self.tokens = H, mean, shared, tokens
+        self.H, self.shared, self.tokens = H, shared, tokens
         self._ridge = torch.zeros_like(H.diagonal())  # see damped
         self._memo: dict[Any, Any] = {}
         if not trusted and (fault := self._fault()):
@@ -115,7 +106,7 @@ class Gram:
         """
 
         def make() -> Gram:
-            gram = Gram(self.H, self.shared, self.mean, trusted=True, tokens=self.tokens)
+            gram = Gram(self.H, self.shared, trusted=True, tokens=self.tokens)
             h = self.H.diagonal().clamp(min=0)
             live = h > 0
             if bool(live.any()):

@@ -95,13 +95,12 @@ class InputGram:
 
     names: list[str]  # of the matrices in the block, in the order of computation
     H: Tensor  # (in, in) float32, X^T X / tokens
-    mean: Tensor  # (in,) float32, the mean of the rows of X
     tokens: int = 0  # rows of X
     borrowed: int = 0  # tokens that stand in for missing ones: see InputGrams.finish
 
     def gram(self, shared: bool) -> Gram:
         """H for solvers, ``shared`` by several problems or not."""
-        return Gram(self.H, shared, self.mean, trusted=True, tokens=self.tokens + self.borrowed)
+        return Gram(self.H, shared, trusted=True, tokens=self.tokens + self.borrowed)
 
 
 def _mixtures(matrices: Iterable[Matrix]) -> list[list[str]]:
@@ -176,7 +175,6 @@ class InputGrams:
                 stop = start + _STRIP
                 gram.H[stop:, start:stop] = gram.H[start:stop, stop:].T
             gram.H.div_(max(1, gram.tokens + gram.borrowed))
-            gram.mean.div_(max(1, gram.tokens + gram.borrowed))
             if not is_finite(gram.H):
                 raise NumericalError(
                     f"the inputs of {gram.names[0]} are NaN or infinite on the calibration text; try dtype float32, "
@@ -189,7 +187,7 @@ class InputGrams:
         order = world.received(self.names)
         grams = [self._grams[names[0]] for names in order]
         tokens = torch.tensor([gram.tokens for gram in grams])
-        world.sum([tokens, *(t for gram in grams for t in (gram.H, gram.mean))])
+        world.sum([tokens, *(gram.H for gram in grams)])
         for gram, names, count in zip(grams, order, tokens.tolist(), strict=True):
             gram.names, gram.tokens = names, count
         return grams
@@ -210,7 +208,6 @@ class InputGrams:
             gram = self._grams.get(names[0]) or self._new(names, X.shape[1], X.device)
             with products(gram_in_tf32(self.tf32, X.dtype)):
                 X = X.float()
-                gram.mean += X.sum(dim=0)
                 if (weights := self.weights.get(names[0])) is not None:
                     X = X * weights.to(X.device, X.dtype).sqrt().view(-1, 1)
                 for start in range(0, X.shape[1], _STRIP):  # the upper triangle is enough
@@ -225,7 +222,7 @@ class InputGrams:
                 gram.names.append(name)
 
     def _new(self, names: list[str], width: int, device: torch.device) -> InputGram:
-        gram = InputGram(list(names), torch.zeros(width, width, device=device), torch.zeros(width, device=device))
+        gram = InputGram(list(names), torch.zeros(width, width, device=device))
         self._grams |= dict.fromkeys(names, gram)
         return gram
 
@@ -235,13 +232,10 @@ class InputGrams:
         total = sum(gram.tokens for gram in grams)
         if not (poor and total):
             return
-        H, mean = torch.zeros_like(poor[0].H), torch.zeros_like(poor[0].mean)
+        H = torch.zeros_like(poor[0].H)
         for gram in grams:  # in place: these matrices are large
             H += gram.H
-            mean += gram.mean
         H /= total
-        mean /= total
         for gram in poor:
             gram.borrowed = gram.H.shape[0] - gram.tokens
             gram.H.add_(H, alpha=gram.borrowed)
-            gram.mean.add_(mean, alpha=gram.borrowed)

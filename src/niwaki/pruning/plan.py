@@ -192,7 +192,7 @@ def _sum(gram: InputGram, other: InputGram) -> InputGram:
     """The Gram matrix of the tokens of both, for the matrices of ``gram``."""
     tokens, borrowed = gram.tokens + other.tokens, gram.borrowed + other.borrowed
     share = (other.tokens + other.borrowed) / max(1, tokens + borrowed)
-    return InputGram(gram.names, gram.H.lerp(other.H, share), gram.mean.lerp(other.mean, share), tokens, borrowed)
+    return InputGram(gram.names, gram.H.lerp(other.H, share), tokens, borrowed)
 
 
 #: Densities where the cost of sparsity is measured, relative to the requested one.

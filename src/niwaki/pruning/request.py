@@ -217,7 +217,7 @@ def rounds_to_nearest(grid: AnyGrid, effort: str | Effort | None) -> bool:
 def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: StreamedModel) -> PatternOf:
     """The pattern of each matrix: the same for all, or the mask that it has in another model.
 
-    With both, a mask with too few zeros for the pattern gets more, and may be refined within it. All are checked first,
+    With both, a mask with too few zeros for the pattern gets more. All are checked first,
     so that no error comes after hours: UsageError where there is neither, or the pattern does not fit the matrices;
     errors of :func:`~niwaki.models.layout.check_dtypes`.
     """
@@ -241,8 +241,8 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
         mask = (matrix.read(lender) != 0).to(streamed.device)
         if wanted is None:
             return Fixed(mask)
-        extended = Among(wanted, mask, refinable=True)  # with the zeros that are missing, if any are
-        return Fixed(mask, wanted) if torch.equal(extended.mask(mask.float()), mask) else extended
+        extended = Among(wanted, mask)  # with the zeros that are missing, if any are
+        return Fixed(mask) if torch.equal(extended.mask(mask.float()), mask) else extended
 
     return masked
 

@@ -56,9 +56,9 @@ class Speed:
         **more: int,
     ) -> "Speed":
         """That of some runs, the first of which has warmed up: seconds to the ``first`` token and for each other."""
-        middle = statistics.median(rest[1:])
-        rates = {"tokens_per_second": 1 / middle, "slowest": 1 / max(rest[1:]), "fastest": 1 / min(rest[1:])}
-        return cls(weights, dtype, disk, resident, peak, load, statistics.median(first[1:]), **rates, **more)
+        middle, low, high = 1 / statistics.median(rest[1:]), 1 / max(rest[1:]), 1 / min(rest[1:])
+        until = statistics.median(first[1:])
+        return cls(weights, dtype, disk, resident, peak, load, until, middle, low, high, **more)
 
 
 @dataclass(frozen=True)

@@ -81,15 +81,6 @@ class Pattern(abc.ABC):
         """The number of columns whose mask is chosen together: m for n:m, otherwise 1."""
         return 1
 
-    def exchange(self, columns: int) -> int:
-        """The length of the runs of a row within which a kept and a pruned weight may trade places; 0 if none may."""
-        return columns
-
-    @property
-    def exchangeable(self) -> Tensor | None:
-        """(out, in) bool, the places where such an exchange may put a weight; None for all."""
-        return None
-
     def reordered(self, columns: Tensor) -> Pattern:
         """The pattern for a matrix whose columns are taken in the order ``columns``, with groups kept together."""
         return self

@@ -89,9 +89,6 @@ class NM(ByRows):
     def group(self) -> int:
         return self.m
 
-    def exchange(self, columns: int) -> int:
-        return self.m
-
     def check(self, shape: Sequence[int]) -> None:
         if shape[1] % self.m:
             raise PatternError(

@@ -17,14 +17,11 @@ from niwaki.layer.patterns.rows import Rows
 class Fixed(ByRows):
     """A given mask, such as that of another program: ``values`` (out, in) bool, True for kept weights.
 
-    ``within`` is the pattern that the mask was chosen from; solvers may refine the mask within it.
-
     Raises:
         PatternError: ``values`` is not (out, in) bool.
     """
 
     values: Tensor
-    within: Pattern | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -38,21 +35,13 @@ class Fixed(ByRows):
         return 1 - self.rows.total(int(self.values.count_nonzero())) / self.weights(self.values)
 
     def for_rows(self, rows: Rows) -> Pattern | None:
-        return replace(self, values=rows.own(self.values), within=self.within and self.within.for_rows(rows), rows=rows)
+        return replace(self, values=rows.own(self.values), rows=rows)
 
     def check(self, shape: Sequence[int]) -> None:
         check_shape("mask has", self.values, shape)
 
     def reordered(self, columns: Tensor) -> Pattern:
-        within = self.within and self.within.reordered(columns)
-        return replace(self, values=self.values[:, columns.to(self.values.device)], within=within)
-
-    def exchange(self, columns: int) -> int:
-        return self.within.exchange(columns) if self.within else 0
-
-    @property
-    def exchangeable(self) -> Tensor | None:
-        return self.within.exchangeable if self.within else None
+        return replace(self, values=self.values[:, columns.to(self.values.device)])
 
     def mask(self, scores: Tensor) -> Tensor:
         self.check(scores.shape)
@@ -74,14 +63,10 @@ class Among(Pattern):
     Of the masks that ``pattern`` allows it is the best one for the scores at ``places``, and of that what is there.
     Zeros that were there are the first to go: a number of zeros is reached to the weight, or is that of the old ones
     where these are more, in the matrix or in a row, and of n:m's groups none has more than n weights.
-
-    Solvers that refine masks do not bring back what is zero, unless it is ``refinable``: then ``places`` is where they
-    start.
     """
 
     pattern: Pattern
     places: Tensor
-    refinable: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -103,16 +88,6 @@ class Among(Pattern):
     def rows(self) -> Rows:
         return self.pattern.rows
 
-    @property
-    def exchangeable(self) -> Tensor | None:
-        within = self.pattern.exchangeable
-        if self.refinable:
-            return within
-        return self.places if within is None else self.places & within
-
-    def exchange(self, columns: int) -> int:
-        return self.pattern.exchange(columns)
-
     def check(self, shape: Sequence[int]) -> None:
         self.pattern.check(shape)
         check_shape("places have", self.places, shape)
@@ -129,7 +104,7 @@ class Among(Pattern):
         return replace(self, pattern=self.pattern.partial(fraction))
 
     def at(self, sparsity: float) -> Pattern | None:
-        return None if self.refinable else self._with(self.pattern.at(sparsity), self.places)
+        return self._with(self.pattern.at(sparsity), self.places)
 
     def for_rows(self, rows: Rows) -> Pattern | None:
         return self._with(self.pattern.for_rows(rows), rows.own(self.places))

@@ -20,20 +20,17 @@ from niwaki.layer.solvers.conjugate import ConjugateGradients
 from niwaki.layer.solvers.continuation import Continuation
 from niwaki.layer.solvers.descent import Descent
 from niwaki.layer.solvers.double_sparse import DoubleSparse
-from niwaki.layer.solvers.dsnot import DSnoT
 from niwaki.layer.solvers.exact import Exact
 from niwaki.layer.solvers.magnitude import Magnitude
-from niwaki.layer.solvers.obs import OBSSaliency
 from niwaki.layer.solvers.ria import RIA
 from niwaki.layer.solvers.sparsegpt import SparseGPT
-from niwaki.layer.solvers.swaps import Swaps
 from niwaki.layer.solvers.wanda import Wanda
 from niwaki.options import DEFAULT_SOLVER
 from niwaki.quantities import choose, name_of, parameters, text_of
 
 __all__ = [
-    "ADMM", "ALPS", "DEFAULT_SOLVER", "RIA", "SOLVERS", "ConjugateGradients", "Continuation", "DSnoT", "Descent",
-    "DoubleSparse", "Exact", "Magnitude", "MaskThenUpdate", "OBSSaliency", "Solver", "SparseGPT", "Swaps", "Wanda",
+    "ADMM", "ALPS", "DEFAULT_SOLVER", "RIA", "SOLVERS", "ConjugateGradients", "Continuation", "Descent",
+    "DoubleSparse", "Exact", "Magnitude", "MaskThenUpdate", "Solver", "SparseGPT", "Wanda",
     "describe", "make_solver", "solver_text",
 ]  # fmt: skip
 
@@ -45,9 +42,6 @@ SOLVERS: dict[str, Solver] = {
     "magnitude": Magnitude(),
     "wanda": Wanda(),
     "ria": RIA(),
-    "obs": OBSSaliency(),
-    "dsnot": DSnoT(),
-    "swaps": Swaps(),
     "sparsegpt": SparseGPT(),
     "alps": ALPS(),
     "admm-grad": ADMM(),

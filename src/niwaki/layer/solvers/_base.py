@@ -114,8 +114,7 @@ class Solver(abc.ABC):
 class MaskThenUpdate(Solver):
     """Two solvers in sequence: ``mask`` chooses the weights that stay, and ``update`` refits the dense ones to it.
 
-    An ``update`` that refines masks itself (DSnoT, swaps) may do so within the pattern. On the command line it is
-    written ``mask+update``; more than two are taken from left to right, as in ``wanda+swaps+exact``.
+    On the command line it is written ``mask+update``; more than two are taken from left to right.
     """
 
     mask: Solver
@@ -123,7 +122,7 @@ class MaskThenUpdate(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         mask = self.mask(problem, pattern).mask
-        return self.update(problem, Fixed(mask, within=pattern, rows=pattern.rows), monitor)
+        return self.update(problem, Fixed(mask, rows=pattern.rows), monitor)
 
     def check(self, pattern: Pattern) -> None:
         self.mask.check(pattern)
@@ -153,18 +152,6 @@ def at_least(least: int, default: N) -> N:
 def above_0(default: float) -> float:
     """A parameter with this default, which is above 0."""
     return parameter(default, "above 0", lambda value: value > 0)
-
-
-def exchange_width(name: str, pattern: Pattern, columns: int) -> int:
-    """:meth:`Pattern.exchange`, for a solver that cannot do without: raises PatternError if it is 0."""
-    width = pattern.exchange(columns)
-    if width == 0:
-        raise PatternError(
-            f"{name} exchanges single weights, and {pattern} leaves it none to exchange; unstructured, per-row and "
-            "n:m patterns do. With a mask from elsewhere, say which of these it is to stay within: --pattern "
-            "2:4, or in Python Fixed(mask, within=NM(2, 4))"
-        )
-    return width
 
 
 def product(rows: int, columns: int) -> float:
