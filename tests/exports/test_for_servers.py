@@ -186,7 +186,7 @@ def test_floats_of_four_bits(tmp_path: Path, grid: str, case: str) -> None:
     effort: Any = {"effort": "fast", "calibration": TOKENS, "measurement": None}
     niwaki.quantize(model, tmp_path / "grid", grid, **effort)
     notes = niwaki.export(tmp_path / "grid", tmp_path / "out")
-    assert any("no experts" in note for note in notes) == (case in MIXTURES)
+    assert any("no experts" in note for note in notes) == (case in MIXTURES and grid == "nvfp4")
     dense, stored = Checkpoint(tmp_path / "grid"), load_file(tmp_path / "out" / SINGLE_NAME)
     restored = of_floats(tmp_path / "out")
     assert len(restored) >= 14
@@ -247,9 +247,9 @@ def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
     assert "it is one tensor with the matrices of all experts" in said
 
 
-def with_experts_in_one_tensor(path: Path, kind: str) -> Path:
+def with_experts_in_one_tensor(path: Path, kind: str, width: int = 48) -> Path:
     """As the files of Qwen 3.5, Qwen3-VL and Gemma 4 have them; transformers saves those of the former one by one."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "head_dim": 16}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": width, "head_dim": 16}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": FEW_TOKENS}
     sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "top_k_experts": 2, "enable_moe_block": True}
     sizes |= {"layer_types": ["full_attention"] * 2, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
@@ -274,7 +274,8 @@ def with_experts_in_one_tensor(path: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "qwen3_vl_moe", "gemma4_text"])
 @pytest.mark.parametrize(
-    ("grid", "form"), [("int4:16", "compressed-tensors"), ("nvfp4", "compressed-tensors"), ("", "fp8")]
+    ("grid", "form"),
+    [*((grid, "compressed-tensors") for grid in ("int4:16", "nvfp4")), ("", "fp8")],
 )
 @torch.no_grad()
 def test_experts_in_one_tensor_are_written_one_by_one(tmp_path: Path, kind: str, grid: str, form: Any) -> None:
@@ -316,6 +317,31 @@ def test_experts_in_one_tensor_are_written_one_by_one(tmp_path: Path, kind: str,
     if loads and form == "compressed-tensors":
         right, found = (reference(path, torch.bfloat16)(TOKENS).logits for path in (model, tmp_path / "out"))
         assert torch.equal(right, found)
+
+
+@pytest.mark.parametrize("grid", ["int4.5:32", "mxfp4"])
+@torch.no_grad()
+@pytest.mark.slow
+def test_transformers_computes_the_same_with_experts_one_by_one(tmp_path: Path, grid: str) -> None:
+    """Where experts of a tensor have different bits, all are stored with the most of them."""
+    pytest.importorskip("compressed_tensors")
+    model = with_experts_in_one_tensor(tmp_path / "model", "qwen3_5_moe_text", 32)
+    how: dict[str, Any] = {"effort": "none"} if grid == "mxfp4" else {"effort": "fast", "calibration": TOKENS}
+    niwaki.quantize(model, tmp_path / "grid", grid, measurement=None, **how)
+    notes = niwaki.export(tmp_path / "grid", tmp_path / "out")
+    assert any("transformers unpacks experts" in note for note in notes)
+    right, found = (reference(path, torch.bfloat16)(TOKENS).logits for path in (tmp_path / "grid", tmp_path / "out"))
+    assert torch.equal(right, found)
+
+
+def test_experts_in_one_tensor_that_stay_dense_are_refused(tmp_path: Path) -> None:
+    """Their block is no linear layer, which others would take for one on the grid."""
+    model, sizes = tmp_path / "model", dict.fromkeys(("hidden_size", "intermediate_size", "intermediate_size_mlp"), 64)
+    random_model("llama4_text", dtype=torch.bfloat16, **sizes).save_pretrained(model)
+    given: dict[str, Any] = {"solver": "magnitude", "quantize": "int4:32", "calibration": TOKENS, "measurement": None}
+    niwaki.prune(model, tmp_path / "grid", 0.3, blocks=(0, 1), **given)
+    said = message(lambda: niwaki.export(tmp_path / "grid", tmp_path / "out"), UnsupportedModelError)
+    assert "has experts in its blocks" in said or "it is one tensor" in said
 
 
 def saved(path: Path, format_: str, weights: dict[str, Any], stored: dict[str, Tensor]) -> None:

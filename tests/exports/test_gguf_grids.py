@@ -15,7 +15,7 @@ from torch import Tensor
 import niwaki
 from niwaki import Measurement
 from niwaki.choices import ExportFormat
-from niwaki.errors import CheckpointError
+from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.exports.gguf_blocks import bytes_of, bytes_of_whole_numbers
 from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid
 from support.healing import TOKENS
@@ -67,14 +67,15 @@ def order(width: int) -> list[int]:
     return [half * (width // 2) + i for i in range(width // 2) for half in (0, 1)]
 
 
-def trained(path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """A model whose matrices are numbers of Q4_0, in bfloat16, which nothing says; and its tensors."""
-    stored = load_file(saved(path) / "model.safetensors")
+def trained(
+    path: Path, dtype: torch.dtype = torch.bfloat16, case: str = "llama grouped", which: str = "_proj.weight"
+) -> tuple[Path, dict[str, Tensor]]:
+    """A model whose matrices are numbers of Q4_0, in ``dtype``, which nothing says; and its tensors."""
+    stored = {key: W.to(dtype) for key, W in load_file(saved(path, case) / "model.safetensors").items()}
     for key, W in stored.items():
-        if key.endswith("_proj.weight"):
-            stored[key] = torch.from_numpy(
-                gguf.quants.dequantize(nearest(W), gguf.GGMLQuantizationType.Q4_0)
-            ).bfloat16()
+        if which in key:
+            exact = gguf.quants.dequantize(nearest(W), gguf.GGMLQuantizationType.Q4_0)
+            stored[key] = torch.from_numpy(exact).to(dtype)
     save_file(stored, path / "model.safetensors", {"format": "pt"})
     return path, stored
 
@@ -100,6 +101,39 @@ def test_weights_that_were_trained_with_it_stay(tmp_path: Path, grid: str, effor
     }
     written = in_bfloat16(tmp_path / "out.gguf")["blk.1.ffn_up.weight"]
     assert torch.equal(written, stored["model.layers.1.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_weights_that_were_trained_with_it_stay_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    """What is rounded to a narrower dtype than it is stored in is rounded again, as other weights are."""
+    path, stored = trained(tmp_path / "model", dtype)
+    options: dict[str, Any] = {"effort": "none", "measurement": None, "compute": "cpu"}
+    niwaki.quantize(path, tmp_path / "out", "q4_0", **options)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[key], W) for key, W in stored.items())
+    rounded = {key: W.bfloat16().to(dtype) for key, W in stored.items()}
+    save_file(rounded, path / "model.safetensors", {"format": "pt"})
+    niwaki.quantize(path, tmp_path / "again", "q4_0", **options)
+    niwaki.export(tmp_path / "again", tmp_path / "out.gguf", "gguf")
+    assert "Q4_0" in kinds(tmp_path / "out.gguf").values()
+
+
+@pytest.mark.slow
+def test_experts_of_which_some_were_trained_with_it_have_one_type(tmp_path: Path) -> None:
+    path, _ = trained(tmp_path / "model", case="mixtral", which=".experts.2.")
+    options: dict[str, Any] = {"calibration": TOKENS, "effort": "fast", "measurement": None, "compute": "cpu"}
+    niwaki.quantize(path, tmp_path / "out", "q4.6", **options)
+    notes = niwaki.export(tmp_path / "out", tmp_path / "out.gguf", "gguf")
+    assert not any("rounded to the nearest" in note for note in notes)
+
+
+def test_weights_that_are_too_large_are_refused_on_it_too(tmp_path: Path) -> None:
+    path, stored = trained(tmp_path / "model")
+    stored["model.layers.0.mlp.up_proj.weight"] *= 2.0**19
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    for form in ("gguf-q4_0", "gguf-q8_0"):
+        said = message(lambda form=form: niwaki.export(path, tmp_path / "out.gguf", form), UnsupportedModelError)  # type: ignore[misc]
+        assert "mlp.up_proj.weight' has a weight of" in said
 
 
 def test_weights_that_were_trained_with_it_keep_their_numbers(tmp_path: Path) -> None:

@@ -234,6 +234,9 @@ def test_rows_are_rounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "each row of a matrix is rounded alone: a.weight is not used" in notes
     pruned = run(model, tmp_path / "pruned", quantize="int3:16", effort="fast:together=16")
     assert pruned.effort["together"] == 0
+    for grid, expected in (("int5.5:16", 16), ("int6:16", 0)):
+        found = niwaki.quantize(model, tmp_path / grid, grid, effort="fast:together=16", **given)
+        assert found.effort["together"] == expected
 
 
 def test_each_token_counts_as_it_was_seen_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

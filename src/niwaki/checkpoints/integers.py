@@ -165,8 +165,8 @@ def find_integers(
 
     Empty where niwaki does not know the layout. CheckpointError where tensors do not fit each other, or are missing.
     """
-    method, packing = settings.get("quant_method"), str(settings.get("packing_format", "auto_round:auto_gptq"))
-    layout = packing if method == "auto-round" else settings.get("checkpoint_format", "gptq")
+    method, packing = settings.get("quant_method"), str(settings.get("packing_format") or "auto_round:auto_gptq")
+    layout = packing if method == "auto-round" else str(settings.get("checkpoint_format") or "gptq")
     find: Callable[[str, dict[str, Entry]], Integers | None]
     needed, others = _WEIGHTS
     if method == "compressed-tensors":

@@ -19,7 +19,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.errors import CalibrationError, CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import cached_directory, digest
-from niwaki.layer.grid import AnyGrid, parse_grid
+from niwaki.layer.grid import AnyGrid, parse_grid, scale_dtype
 from niwaki.layer.linalg import has_tf32, products
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
@@ -460,7 +460,7 @@ class _Ends:
             return 1.0, 1.0
         W = weight[:: math.ceil(len(weight) / _ROWS)].float()
         problem, counted = LayerProblem(W, first), LayerProblem(W, other)
-        fitted = onto_grid(problem, unsolved(problem), grid, grid.scale_dtype(self._stored))[0].W
+        fitted = onto_grid(problem, unsolved(problem), grid, scale_dtype(self._stored))[0].W
         nearest = self._rounded(W, name)
         tied = len(self._keys) == 1
         errors = float((nearest - W).square().sum())
@@ -469,12 +469,8 @@ class _Ends:
         return counted.loss(fitted) / lost if lost else 1.0, before
 
     def _rounded(self, rows: Tensor, name: str) -> Tensor:
-        grid = parse_grid(name)
-        return (
-            to_nearest(rows.flatten(0, -2).float(), grid, grid.scale_dtype(self._stored))[0]
-            .to(rows.dtype)
-            .view_as(rows)
-        )
+        nearest, _ = to_nearest(rows.flatten(0, -2).float(), parse_grid(name), scale_dtype(self._stored))
+        return nearest.to(rows.dtype).view_as(rows)
 
     def _divergence(self, expected: Tensor, found: Tensor) -> float:
         """The mean divergence of predictions from the expected ones, both logits (count, 1, tokens), in nats."""

@@ -67,8 +67,11 @@ _WIDER = (
 )
 #: And of mixtures, whose experts transformers runs as one tensor.
 _NO_EXPERTS = "transformers (up to 5.24) loads no experts in this format; it is for vLLM"
-#: The types of models whose files have experts in one tensor, and of which transformers reads them one by one too.
-_READ_ONE_BY_ONE = {"qwen3_5_moe", "qwen3_5_moe_text"}
+#: Types of models whose files have experts in one tensor, that servers read one by one too, and if transformers does.
+_ONE_BY_ONE = {
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), True),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text", "gemma4", "gemma4_text"), False),
+}
 _EXPERTS = "transformers unpacks experts as it loads them: in memory they are as large as before"
 
 
@@ -112,7 +115,7 @@ class CompressedTensors(Conversion):
         """UnsupportedModelError where transformers cannot have other tensors in the place of all matrices."""
         model = self._model
         for matrix in model.matrices():
-            if why := why_no_layer(matrix):
+            if why := why_no_layer(matrix, self.checkpoint.config["model_type"] in _ONE_BY_ONE):
                 raise UnsupportedModelError(
                     f"compressed-tensors has linear layers alone, and {matrix.key!r} of {name} is none: {why}; 'niwaki "
                     "pack' writes it"
@@ -144,7 +147,7 @@ class CompressedTensors(Conversion):
     def notes(self) -> dict[str, bool]:
         """What there is to say of the result, each with whether it is true."""
         mixed = [matrix for matrix in self._model.matrices() if matrix.expert is not None]
-        loads = not any(map(layers_of_expert, mixed)) or self.checkpoint.config["model_type"] in _READ_ONE_BY_ONE
+        loads = not any(map(layers_of_expert, mixed)) or _ONE_BY_ONE[self.checkpoint.config["model_type"]]
         return {self.of_experts if loads else _NO_EXPERTS: bool(mixed)}
 
     def write(self, directory: Path, name: str) -> list[str]:
@@ -200,8 +203,10 @@ class PackedIntegers(CompressedTensors):
             )
         self._grid, self._least = grid, 0.0
         if blocks is not None:
-            mixtures = {matrix.block for matrix in self._model.matrices() if matrix.expert is not None}
-            if len(mixtures & {*range(*blocks)}) not in (0, len(mixtures)):
+            experts = [matrix for matrix in self._model.matrices() if matrix.expert is not None]
+            mixtures = {matrix.block for matrix in experts}
+            some = len(mixtures & {*range(*blocks)}) or any(matrix.index is not None for matrix in experts)
+            if some and not mixtures <= {*range(*blocks)}:
                 raise UnsupportedModelError(
                     f"{name} has experts in its blocks {blocks} on a grid and others that are not, and transformers "
                     "loads packed integers of either all or none; quantize all blocks, or use 'niwaki pack'"
@@ -222,12 +227,12 @@ class PackedIntegers(CompressedTensors):
         """CheckpointError where scales cannot be those of the weights, OutputError where these have left the grid."""
         matrices, grid = self._model.matrices(), self._grid
         verify_grid(self.checkpoint.path, matrices, grid)
-        own = {matrix.key: int(bits_in(self.checkpoint, matrix, grid)) for matrix in matrices}
+        own = {matrix.entry: int(bits_in(self.checkpoint, matrix, grid)) for matrix in matrices}
         most = Counter[Any]()
         for matrix in matrices:
-            most[fused(matrix)] = max(most[fused(matrix)], own[matrix.key])
+            most[fused(matrix)] = max(most[fused(matrix)], own[matrix.entry])
         self._bits = {matrix.key: most[fused(matrix)] for matrix in matrices}
-        self._wider = sum(bits > own[key] for key, bits in self._bits.items())
+        self._wider = sum(self._bits[key] > bits for (key, _), bits in own.items())
 
     def parts(self, matrix: Matrix, W: Tensor) -> dict[str, Tensor]:
         key, scales = matrix.key, read_scales(self.checkpoint, matrix, self._grid)
@@ -271,6 +276,8 @@ class PackedFloats(PackedIntegers):
     def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
         super().__init__(checkpoint, name, progress)
         self.format = f"{self._grid}-pack-quantized"  # type: ignore[misc]
+        if str(self._grid) == "mxfp4":
+            self.of_experts = _EXPERTS  # type: ignore[misc]
         #: Exponents of what scales are multiples of, by what servers make one of.
         self._powers: dict[Hashable, int] = {}
 

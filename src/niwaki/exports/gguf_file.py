@@ -393,7 +393,7 @@ class Gguf(Conversion):
             else:
                 self._left.append(source)
         if stored is None and tensor.kind in WITH_Q4_0:
-            stored = self._as_it_lies(W[source.rows].reshape(tensor.shape), self.checkpoint.dtype(key), tensor.kind)
+            stored = self._as_it_lies(key, W[source.rows].reshape(tensor.shape), tensor)
         if stored is None:
             W = W[source.rows].reshape(tensor.shape)
             value = (-W.exp() if tensor.name.endswith("ssm_a") else W + tensor.added).numpy()
@@ -407,12 +407,13 @@ class Gguf(Conversion):
                 stored = gguf.quants.quantize(value, getattr(gguf.GGMLQuantizationType, tensor.kind))
         return tensor.ordered(stored)
 
-    def _as_it_lies(self, W: Tensor, dtype: torch.dtype, kind: str) -> np.ndarray[Any, Any] | None:
-        """The bytes in ``kind`` of a matrix that is on the grid of Q4_0 but for the rounding to ``dtype``, or None."""
-        if (scales := scales_of_q4_0(W, dtype)) is None:
+    def _as_it_lies(self, key: str, W: Tensor, tensor: ExportedTensor) -> np.ndarray[Any, Any] | None:
+        """The bytes of a matrix that is on the grid of Q4_0 but for the rounding to its dtype; None of others."""
+        if (scales := scales_of_q4_0(W, self.checkpoint.dtype(key))) is None:
             return None
-        self._lying += 1
-        return bytes_of_whole_numbers(Grid(BITS["Q4_0"], GROUP).codes(W, scales), scales, kind)
+        _check_values(key, W.numpy(), tensor.kind, scales.numpy())
+        self._lying += tensor.name.startswith("blk.")
+        return bytes_of_whole_numbers(Grid(BITS["Q4_0"], GROUP).codes(W, scales), scales, tensor.kind)
 
     def _fits(self, tensor: ExportedTensor, source: Source) -> bool:
         """Whether the form of ``tensor`` has the numbers of the grid that ``source`` is on, if it is on one."""

@@ -299,27 +299,22 @@ def scales_of_q4_0(W: Tensor, dtype: torch.dtype) -> Tensor | None:
     return scales
 
 
-def holding(grid: "AnyGrid", W: Tensor) -> "AnyGrid":
-    """``grid``; Q4_0 for any type of as many bits, if W (out, in) is numbers of it already."""
+def holding(grid: "AnyGrid", W: Tensor, stored: torch.dtype) -> "AnyGrid":
+    """``grid``; Q4_0 for any type of as many bits, if W (out, in) is numbers of it already, rounded to ``stored``."""
     kind = BLOCK_TYPES["Q4_0"]
     is_any = isinstance(grid, BlockGrid) and not (grid.name or grid.is_mixed) and grid.bits == kind.bits
-    return BlockGrid(kind.bits, kind.name) if is_any and scales_of_q4_0(W, _dtype_of(W)) is not None else grid
+    return BlockGrid(kind.bits, kind.name) if is_any and scales_of_q4_0(W, stored) is not None else grid
 
 
-def held(W: Tensor, grid: "AnyGrid") -> Tensor | None:
+def held(W: Tensor, grid: "AnyGrid", stored: torch.dtype) -> Tensor | None:
     """The scales with which W (out, in) stays as it is on ``grid``: a type that has all numbers of Q4_0, as W are.
 
     None for others, and other grids, which have :meth:`Grid.exact`.
     """
     if not (isinstance(grid, BlockGrid) and (kind := grid.type_of(W.shape[1])).name in WITH_Q4_0):
         return None
-    scales = scales_of_q4_0(W, _dtype_of(W))
+    scales = scales_of_q4_0(W, stored)
     return None if scales is None else kind.spread(torch.stack([scales, torch.ones_like(scales)], 2))
-
-
-def _dtype_of(W: Tensor) -> torch.dtype:
-    """The narrowest dtype that has all of W."""
-    return next(each for each in (torch.bfloat16, torch.float16, W.dtype) if torch.equal(W.to(each).to(W.dtype), W))
 
 
 def scale_dtype(stored: torch.dtype) -> torch.dtype:

@@ -34,7 +34,8 @@ def unsolved(problem: LayerProblem) -> Solution:
 def onto_grid(problem: LayerProblem, solution: Solution, grid: AnyGrid, dtype: torch.dtype) -> tuple[Solution, Tensor]:
     """``solution`` with weights on ``grid``, for the same mask and with the same ``stats``, and scales (out, groups).
 
-    Both are in the dtype of W, with values that ``dtype`` has. UsageError if the grid does not fit W.
+    Both are in the dtype of W, with values that ``dtype`` has, in which weights are stored. UsageError if the grid does
+    not fit W.
 
     Each row takes the best of its weights rounded to the nearest, the end of the sweeps below, and that with scales
     fitted to it. Rows of the solver's weights that are W's and on the grid already stay as they are, to the bit; of
@@ -65,7 +66,7 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: AnyGrid, dtype: t
     2505.22988.
     """
     kept = solution.mask if grid.keeps_zeros else torch.ones_like(solution.mask)
-    if torch.equal(solution.W, problem.W) and (scales := held(problem.W, grid)) is not None:
+    if torch.equal(solution.W, problem.W) and (scales := held(problem.W, grid, dtype)) is not None:
         return problem.solution(problem.W, kept, **solution.stats), scales
     gram, W = problem.gram.damped(damping_for(_DAMPING, problem.gram)), problem.W
     R, H = gram.derived("onto grid", lambda: (_resolvent(gram), gram.with_ridge()))
@@ -121,13 +122,13 @@ def _strips(W: Tensor, rounded: Tensor, together: Tensor | None) -> Iterator[tup
 def to_nearest(W: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """W (out, in) rounded to the nearest numbers of ``grid``, and scales (out, groups), as if all inputs were alike.
 
-    Both are in the dtype of W, with values that ``dtype`` has; scales are those of :meth:`Grid.scales` for inputs that
-    count the same. Nothing makes up for what rounding changes, so no text is needed: with 8 bits it would gain next
-    to nothing. UsageError if the grid does not fit W.
+    Both are in the dtype of W, with values that ``dtype`` has, in which weights are stored; scales are those of
+    :meth:`Grid.scales` for inputs that count the same. Nothing makes up for what rounding changes, so no text is
+    needed: with 8 bits it would gain next to nothing. UsageError if the grid does not fit W.
 
     Cost: W rounded about 40 times; memory of a copy of W and some of 1,024 rows.
     """
-    if (lying := held(W, grid)) is not None:
+    if (lying := held(W, grid, dtype)) is not None:
         return W, lying
     weights, scales = torch.empty_like(W), W.new_empty(W.shape[0], grid.groups(W.shape[1]))
     alike = W.new_ones(W.shape[1])

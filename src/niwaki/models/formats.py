@@ -165,9 +165,10 @@ class OnGrid(WeightFormat):
         self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
     ) -> tuple[Solution, tuple[Tensor, ...]]:
         before, grid = solution.W != 0, self.grid_of(matrix)
-        lying = holding(grid, problem.W)
-        grid = grid if rows.total(int(lying is grid)) else lying  # one type for the rows of all processes
-        solution, scales = onto_grid(problem, solution, grid, self.grid.scale_dtype(stored))
+        if matrix.expert is None:  # all experts of a block have one type
+            lying = holding(grid, problem.W, scale_dtype(stored))
+            grid = grid if rows.total(int(lying is grid)) else lying  # as have the rows of all processes
+        solution, scales = onto_grid(problem, solution, grid, scale_dtype(stored))
         after = solution.W != 0
         lost, raised = (rows.total(int(each.count_nonzero())) for each in (before & ~after, after & ~before))
         stats = {**solution.stats, "rounded_to_zero": lost}
@@ -176,9 +177,10 @@ class OnGrid(WeightFormat):
         return replace(solution, stats=stats), (rows.joined(scales).to(self.grid.scale_dtype(stored)),)
 
     def nearest(self, matrix: Matrix, W: Tensor, stored: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
-        dtype = self.grid.scale_dtype(stored)
-        weights, scales = to_nearest(W, holding(self.grid_of(matrix), W), dtype)
-        return weights, (scales.to(dtype),)
+        grid = self.grid_of(matrix)
+        grid = holding(grid, W, scale_dtype(stored)) if matrix.expert is None else grid
+        weights, scales = to_nearest(W, grid, scale_dtype(stored))
+        return weights, (scales.to(self.grid.scale_dtype(stored)),)
 
     def project(self, matrix: Matrix, W: Tensor, parts: Sequence[Tensor]) -> Tensor:
         (scales,) = parts

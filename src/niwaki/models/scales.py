@@ -99,10 +99,13 @@ def layers_of_expert(matrix: Matrix) -> list[str]:
     return [f"{path}.{matrix.index}.{layer}.weight" for layer in _OF_EXPERTS.get(name, ())]
 
 
-def why_no_layer(matrix: Matrix) -> str:
-    """Why files do not have ``matrix`` as the weight of a linear layer, or of an expert's; "" where they do."""
+def why_no_layer(matrix: Matrix, one_by_one: bool = True) -> str:
+    """Why files do not have ``matrix`` as the weight of a linear layer, or of an expert's; "" where they do.
+
+    Experts that are one tensor can be written ``one_by_one`` for programs that read them so.
+    """
     if matrix.index is not None:
-        return "" if layers_of_expert(matrix) else "it is one tensor with the matrices of all experts"
+        return "" if one_by_one and layers_of_expert(matrix) else "it is one tensor with the matrices of all experts"
     if matrix.is_stored_transposed:
         return "it is stored the other way around, as (inputs, outputs)"
     if matrix.blocks:

@@ -16,7 +16,7 @@ from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.choices import LEAST_SQUARES, NEAREST, NO_ZEROS
 from niwaki.effort import NO_EFFORT, Effort, make_effort
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
-from niwaki.layer.grid import AnyGrid, FloatGrid, parse_grid
+from niwaki.layer.grid import AnyGrid, FloatGrid, parse_grid, scale_dtype
 from niwaki.layer.linalg import STRIP, products
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.rounding import flops, onto_grid, to_nearest, unsolved
@@ -199,10 +199,10 @@ class QuantizingEmbeddings(Task):
         for rows in value.split(STRIP):  # in float32 some at a time, as such tables are large
             W = rows.float()
             if gram is None:
-                weights, scales = to_nearest(W, self.grid, of_scales)
+                weights, scales = to_nearest(W, self.grid, scale_dtype(value.dtype))
             else:
                 problem = LayerProblem(W.to(self.model.device), gram)
-                solution, scales = onto_grid(problem, unsolved(problem), self.grid, of_scales)
+                solution, scales = onto_grid(problem, unsolved(problem), self.grid, scale_dtype(value.dtype))
                 weights, scales = solution.W.cpu(), scales.cpu()
             rows.copy_(weights.to(value.dtype).add_(0.0))
             strips.append(scales.to(of_scales))

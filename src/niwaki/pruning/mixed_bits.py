@@ -18,7 +18,7 @@ from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.choices import TF32
 from niwaki.errors import NiwakiError, named
 from niwaki.files import read_cached, write_cached
-from niwaki.layer.grid import AnyGrid, holding
+from niwaki.layer.grid import AnyGrid, holding, scale_dtype
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.rounding import onto_grid, to_nearest, unsolved
 from niwaki.models.block import DecoderBlock
@@ -233,16 +233,18 @@ def remembered_costs(
 def cost_of_bits(grid: AnyGrid, looked: Looked) -> BitCosts:
     """What is foreseen for one matrix: see :func:`costs_of_bits`."""
     W, cost = looked.rows()
-    dtype = grid.scale_dtype(looked.block.stored_dtype(looked.matrix))
+    stored = scale_dtype(looked.block.stored_dtype(looked.matrix))
     choices = grid.choices(W.shape[1])
-    grids = {bits: holding(grid.of(bits), W) for bits in choices}
-    nats = {bits: cost(to_nearest(W, grids[bits], dtype)[0]) for bits in choices}
+    grids = {bits: grid.of(bits) for bits in choices}
+    if looked.matrix.expert is None:
+        grids = {bits: holding(each, W, stored) for bits, each in grids.items()}
+    nats = {bits: cost(to_nearest(W, grids[bits], stored)[0]) for bits in choices}
     left = {choices[0]: _FITTED}
     if looked.look.fitted:
         problem = LayerProblem(W, looked.gram)
         solution = unsolved(problem)
         for bits in (choices[0], choices[len(choices) // 2], choices[-1]):
-            fitted = cost(onto_grid(problem, solution, grids[bits], dtype)[0].W)
+            fitted = cost(onto_grid(problem, solution, grids[bits], stored)[0].W)
             left[bits] = fitted / nats[bits] if nats[bits] else 1.0  # where weights are on that grid already
     shares = np.interp(choices, [*left], [*left.values()]).tolist()
     return BitCosts(looked.matrix.size, {bits: share * nats[bits] for bits, share in zip(choices, shares, strict=True)})

@@ -47,6 +47,9 @@ from niwaki.runs.workplace import Workplace
 from niwaki.texts.conversations import has_images
 from niwaki.texts.texts import Texts
 
+#: Bits of a weight, up to which rows of a matrix make up for each other's rounding: it takes as long as all else.
+_MOST_TOGETHER = 5.5
+
 
 @checked_names
 @dataclass(frozen=True)
@@ -188,7 +191,9 @@ class Pruning(Task):
         plan = self.effort.plan
         if self.request.only_rounds:  # there are no zeros to share out, and no weights to choose
             plan = Planning(together=plan.together)
-        if not self.request.only_fits:  # it was not shown to gain where there are zeros
+        grid = self.request.grid
+        bits = (grid.average or grid.bits) if grid else 0
+        if not self.request.only_fits or bits > _MOST_TOGETHER:  # it was not shown to gain where there are zeros
             plan = dataclasses.replace(plan, together=0)
         self.effort = dataclasses.replace(self.effort, plan=plan)
         if run.compute.tf32 == "always" and not has_tf32(self.model.device):
