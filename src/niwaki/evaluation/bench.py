@@ -1,6 +1,7 @@
 """How fast a model writes and how much memory it takes, dense and packed: ``niwaki bench``."""
 
 import contextlib
+import dataclasses
 import inspect
 import math
 import os
@@ -199,11 +200,11 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Co
         rest.append((_now(model) - middle) / (tokens - 1))
     peaks = peak_memory(model.device)
     parts = {id(value): value.nbytes for value in [*model.parameters(), *model.buffers()]}
-    form, dtype = "packed" if packed else "dense", str(model.dtype).removeprefix("torch.")
+    form = "packed" if packed else "dense", str(model.dtype).removeprefix("torch.")
     disk = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     sizes = disk, sum(parts.values()), peaks.get("device", peaks["resident"])
-    more = {"one_by_one": one_by_one(model), "read": _read_for_a_token(model)}
-    return Speed.of(form, dtype, *sizes, loaded, first, rest, **more)
+    speed = Speed.of(form, sizes, loaded, first, rest)
+    return dataclasses.replace(speed, one_by_one=one_by_one(model), read=_read_for_a_token(model))
 
 
 def _read_for_a_token(model: Any) -> int:

@@ -91,8 +91,8 @@ def measure(file: Path, prompt: int, tokens: int, repeats: int, device: str) -> 
                 token = model.sample(temp=0.0)
             first.append(middle - began)
             rest.append((time.perf_counter() - middle) / (tokens - 1))
-    size = file.stat().st_size
-    return Speed.of("gguf", "llama.cpp", size, size, peak_memory(torch.device("cpu"))["resident"], loaded, first, rest)
+    size, peak = file.stat().st_size, peak_memory(torch.device("cpu"))["resident"]
+    return Speed.of(("gguf", "llama.cpp"), (size, size, peak), loaded, first, rest)
 
 
 def _opened(file: Path, positions: int, device: str) -> Any:

@@ -380,13 +380,14 @@ class Float8(CompressedTensors):
 
 def _by_layers(matrix: Matrix, parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """The ``parts`` of a matrix of which servers read the rows of each layer; of others as they are."""
-    layers, found = layers_of_expert(matrix), dict[str, Tensor]()
-    for name, value in parts.items() if layers else ():
-        of_rows = value.ndim > 1
-        for key, some in zip(layers, value.chunk(len(layers)) if of_rows else [value] * len(layers), strict=True):
-            found[key + name.removeprefix(matrix.key)] = some
-    shape = torch.tensor([matrix.shape[0] // max(1, len(layers)), matrix.shape[1]])
-    return found | {key: shape for key in found if key.endswith("_shape")} if layers else parts
+    if not (layers := layers_of_expert(matrix)):
+        return parts
+    shape, found = torch.tensor([matrix.shape[0] // len(layers), matrix.shape[1]]), dict[str, Tensor]()
+    for name, value in parts.items():
+        ending, same = name.removeprefix(matrix.key), [value] * len(layers)
+        some = [shape] * len(layers) if ending == "_shape" else value.chunk(len(layers)) if value.ndim > 1 else same
+        found |= {key + ending: part for key, part in zip(layers, some, strict=True)}
+    return found
 
 
 def packed_integers(codes: Tensor, bits: int) -> Tensor:

@@ -146,6 +146,11 @@ class OnGrid(WeightFormat):
         """The grid that ``matrix`` is on."""
         return self.grid if self.bits_of is None else self.grid.of(self.bits_of(matrix))
 
+    def _holding(self, matrix: Matrix, W: Tensor, stored: torch.dtype) -> AnyGrid:
+        """The same; a type that has the numbers of W, unless it is an expert's, of which all in a block have one."""
+        grid = self.grid_of(matrix)
+        return grid if matrix.expert is not None else holding(grid, W, scale_dtype(stored))
+
     def part_keys(self, matrix: Matrix) -> tuple[str, ...]:
         return (scale_key(matrix),)
 
@@ -165,9 +170,8 @@ class OnGrid(WeightFormat):
         self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
     ) -> tuple[Solution, tuple[Tensor, ...]]:
         before, grid = solution.W != 0, self.grid_of(matrix)
-        if matrix.expert is None:  # all experts of a block have one type
-            lying = holding(grid, problem.W, scale_dtype(stored))
-            grid = grid if rows.total(int(lying is grid)) else lying  # as have the rows of all processes
+        lying = self._holding(matrix, problem.W, stored)
+        grid = lying if rows.total(int(lying == grid)) == 0 else grid  # one type for the rows of all processes
         solution, scales = onto_grid(problem, solution, grid, scale_dtype(stored))
         after = solution.W != 0
         lost, raised = (rows.total(int(each.count_nonzero())) for each in (before & ~after, after & ~before))
@@ -177,9 +181,7 @@ class OnGrid(WeightFormat):
         return replace(solution, stats=stats), (rows.joined(scales).to(self.grid.scale_dtype(stored)),)
 
     def nearest(self, matrix: Matrix, W: Tensor, stored: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
-        grid = self.grid_of(matrix)
-        grid = holding(grid, W, scale_dtype(stored)) if matrix.expert is None else grid
-        weights, scales = to_nearest(W, grid, scale_dtype(stored))
+        weights, scales = to_nearest(W, self._holding(matrix, W, stored), scale_dtype(stored))
         return weights, (scales.to(self.grid.scale_dtype(stored)),)
 
     def project(self, matrix: Matrix, W: Tensor, parts: Sequence[Tensor]) -> Tensor:

@@ -235,9 +235,8 @@ def cost_of_bits(grid: AnyGrid, looked: Looked) -> BitCosts:
     W, cost = looked.rows()
     stored = scale_dtype(looked.block.stored_dtype(looked.matrix))
     choices = grid.choices(W.shape[1])
-    grids = {bits: grid.of(bits) for bits in choices}
-    if looked.matrix.expert is None:
-        grids = {bits: holding(each, W, stored) for bits, each in grids.items()}
+    held = looked.matrix.expert is None  # all experts of a block have one type
+    grids = {bits: holding(grid.of(bits), W, stored) if held else grid.of(bits) for bits in choices}
     nats = {bits: cost(to_nearest(W, grids[bits], stored)[0]) for bits in choices}
     left = {choices[0]: _FITTED}
     if looked.look.fitted:

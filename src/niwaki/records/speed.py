@@ -44,21 +44,14 @@ class Speed:
 
     @classmethod
     def of(
-        cls,
-        weights: str,
-        dtype: str,
-        disk: int,
-        resident: int,
-        peak: int,
-        load: float,
-        first: list[float],
-        rest: list[float],
-        **more: int,
+        cls, form: tuple[str, str], sizes: tuple[int, int, int], load: float, first: list[float], rest: list[float]
     ) -> "Speed":
-        """That of some runs, the first of which has warmed up: seconds to the ``first`` token and for each other."""
+        """That of some runs, of which one has warmed up: seconds to the ``first`` token, and for each of the ``rest``.
+
+        ``form`` is the weights and the dtype, ``sizes`` are those on disk, in memory and at the peak.
+        """
         middle, low, high = 1 / statistics.median(rest[1:]), 1 / max(rest[1:]), 1 / min(rest[1:])
-        until = statistics.median(first[1:])
-        return cls(weights, dtype, disk, resident, peak, load, until, middle, low, high, **more)
+        return cls(*form, *sizes, load, statistics.median(first[1:]), middle, low, high)
 
 
 @dataclass(frozen=True)
