@@ -136,18 +136,28 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=said):
             Checkpoint(tmp_path / part).read(f"{name}.weight")
     in_integers(tmp_path / "shape", "compressed-tensors")
-    edited(tmp_path / "shape", f"{name}.weight_shape", torch.tensor([7, 7, 7]))
-    assert "do not fit each other" in message(lambda: Checkpoint(tmp_path / "shape"), CheckpointError)
+    for shape in ([7, 7, 7], [128.0, 64.0]):
+        edited(tmp_path / "shape", f"{name}.weight_shape", torch.tensor(shape))
+        assert "do not fit each other" in message(lambda: Checkpoint(tmp_path / "shape"), CheckpointError)
     in_integers(tmp_path / "infinite", "awq")
     stored = load_file(tmp_path / "infinite" / SINGLE_NAME)[f"{name}.scales"]
     edited(tmp_path / "infinite", f"{name}.scales", torch.full_like(stored, 6e4))
     assert "NaN or infinite" in message(lambda: Checkpoint(tmp_path / "infinite"), CheckpointError)
 
 
+def test_a_layout_that_is_not_said_is_the_usual_one(tmp_path: Path) -> None:
+    meant = in_integers(tmp_path / "model", "gptq")
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    edit_json(tmp_path / "model" / "config.json", quantization_config=settings | {"checkpoint_format": None})
+    found = Checkpoint(tmp_path / "model")
+    assert all(torch.equal(found.read(key), dequantized(*parts)) for key, parts in meant.items())
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"quant_method": "gptq", "checkpoint_format": "marlin"},
+        {"quant_method": "gptq", "checkpoint_format": ["gptq"]},
         {"quant_method": "awq", "version": "gemv"},
         {"quant_method": "auto-round", "packing_format": "mlx"},
         {"quant_method": "bitsandbytes"},

@@ -238,7 +238,7 @@ def _compressed_tensors(read: Callable[[str, Entry], Tensor], name: str, parts: 
     (codes_end, scales_end, shape_end), (zeros_end, order_end) = _PACKED
     codes, scales = parts[codes_end], parts[scales_end]
     shape = read(name + shape_end, parts[shape_end]).flatten().tolist()
-    if len(shape) != 2 or min(shape) < 1:
+    if len(shape) != 2 or not all(type(length) is int and length > 0 for length in shape):
         return None
     (rows, columns), keys = shape, (name + codes_end, name + scales_end)
     bits, group = _bits(columns, codes.shape[1]), columns // max(1, scales.shape[1])

@@ -126,7 +126,7 @@ def quantize(
 
     Options:
         grid: Bits and group size, such as int8 or int4:64. Each group of inputs shares a scale; int8 has one scale per
-            row.
+            row. Or a type of llama.cpp, such as q4_k; or nvfp4 or mxfp4, for servers.
         embeddings: Also quantize token embeddings and the head, to a grid such as int8:64. In small models they are a
             large part of the size, and a packed model reads them for each token.
         effort: How hard to compensate for rounding: none, fast, balanced, best or heal. none rounds to the nearest, in

@@ -39,6 +39,9 @@ from niwaki.texts.texts import read_heldout
 
 # What a model becomes for a size, a loss or a speed, and what else was considered, before it is made.
 
+#: Nats a token beyond which foreseen ones say nothing but that.
+_USELESS = 5.0
+
 #: Raises what a run of such stages with this text would before anything is computed.
 Check = Callable[[Sequence[Stage], Calibration], None]
 
@@ -173,7 +176,8 @@ class Compression:
             foreseen.append(_rate(self.speed.of(way.size)))
         if way.nats is not None:
             others = f" ({way.nats + way.elsewhere:.2g} on other kinds of text)" if self._has_other_texts else ""
-            foreseen.append(f"{way.nats:.2g} nats a token{others}")
+            told = f"{way.nats:.2g} nats a token{others}"
+            foreseen.append(told if way.nats < _USELESS else f"more than {_USELESS:g} nats a token, which is of no use")
         size = f"{in_bytes(way.size):>8} ({way.size / self.before:.2f})"
         return f"{size}, about {', '.join(foreseen)}" if foreseen else size
 

@@ -88,7 +88,7 @@ class CompressedTensors(Conversion):
     format: ClassVar[str]
     inputs: ClassVar[str] = ""
     #: A grid for an example of what it is made of, and whether matrices lose the name that transformers has for them.
-    example: ClassVar[str] = "int4:128"
+    example: ClassVar[str] = "int4:64"
     renames: ClassVar[bool] = False
     #: What there is to say of a mixture.
     of_experts: ClassVar[str] = _EXPERTS

@@ -17,6 +17,8 @@ from niwaki.quantities import check_grid, parse_bits
 
 #: How many scales are tried for a group. Grids of at most 4 bits have half of them for each sign.
 _CANDIDATES = 32
+#: Groups that other programs have kernels for.
+_USUAL = (128, 64, 32)
 #: The integers that are as wide as a number of so many bytes.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -100,7 +102,8 @@ class Grid:
         widths = list(widths)
         if self.group and (odd := [columns for columns in widths if columns % self.group]):
             common = math.gcd(*widths)
-            near = next(n for n in range(min(self.group, common), 0, -1) if common % n == 0)
+            sizes = [n for n in range(min(self.group, common), 0, -1) if common % n == 0]
+            near = next((n for n in sizes if n in _USUAL), sizes[0])
             raise UsageError(
                 f"{odd[0]} inputs cannot be divided into groups of {self.group} that share a scale; try "
                 f"int{self.bits}:{near}, or int{self.bits} for one scale for each row"
