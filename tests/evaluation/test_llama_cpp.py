@@ -98,6 +98,14 @@ def test_text(file: Path, llama: type[Llama], alone: bool) -> None:
     assert niwaki.generate(file, "The sun", raw=True) == " of 7"
 
 
+def test_what_is_told_goes_wrong(file: Path, llama: type[Llama]) -> None:
+    def say(text: str) -> None:
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError, match="of"):
+        niwaki.generate(file, "The sun", say=say)
+
+
 def test_where_niwaki_runs_it(file: Path, llama: type[Llama], monkeypatch: pytest.MonkeyPatch) -> None:
     """With a dtype, which is one of its own; and without the package."""
     own = niwaki.generate(file, "The sun", tokens=4, compute=Compute(dtype="float32"))

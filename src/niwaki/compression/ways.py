@@ -391,10 +391,10 @@ class PackedWays(Ways):
         fewest = replace(self.parts, embeddings=ends, tokenizer=tokenizer)
         others = [*self._with_fewer_tokens()] if self.foresight else [replace(self, parts=fewest)]
         if limit < (least := self.smallest).size and all(limit < each.smallest.size for each in others):
-            fewer = [f" ({in_bytes(min(each.smallest.size for each in others))} with fewer tokens)"] if others else []
+            fewer = f" ({in_bytes(min(each.smallest.size for each in others))} with fewer tokens)" if others else ""
             raise UsageError(
                 f"{in_bytes(limit)} cannot be reached for {self.runtime}: {least.words} have {in_bytes(least.size)}"
-                f"{self._why}; give at least that{''.join(fewer)}, or take a smaller model"
+                f"{self._why}; give at least that{fewer}, or take a smaller model"
             )
 
     def to(self, limit: float) -> list[Way]:

@@ -82,12 +82,13 @@ def write(
     compute.only("generate", "device", "dtype")
     check(prompt, tokens, temperature, seed)
     if file := llama_cpp.runnable(model, compute):
-        return llama_cpp.write(file, prompt, tokens, temperature, seed, raw, compute.device, say, echo)
+        asked: Any = {"max_tokens": tokens, "temperature": temperature, "seed": seed}
+        return llama_cpp.write(file, prompt, raw, compute.device, say, echo, **asked)
     path = locate_model(str(model))
     check_continues(open_checkpoint(path), "generate")
     tokenizer = load_tokenizer(path)
     is_message = bool(tokenizer.chat_template) and not raw
-    asked = _as_message(tokenizer, prompt) if is_message else prompt
+    given = _as_message(tokenizer, prompt) if is_message else prompt
     loaded = load(model, compute.device, compute.dtype)
     before = iter([prompt] if echo and not is_message else [])  # nothing is said where nothing is generated
 
@@ -96,7 +97,7 @@ def write(
         say(next(before, "") + text)
 
     how: Any = {"temperature": temperature, "seed": seed, "say": told if say else None}
-    return continue_text(loaded, tokenizer, asked, tokens, is_message=is_message, **how)
+    return continue_text(loaded, tokenizer, given, tokens, is_message=is_message, **how)
 
 
 def _as_message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:

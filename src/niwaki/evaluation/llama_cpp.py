@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -42,42 +43,36 @@ def _llama() -> Any:
 
 
 def write(
-    file: Path,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    raw: bool,
-    device: str,
-    say: Callable[[str], None] | None,
-    echo: bool,
+    file: Path, prompt: str, raw: bool, device: str, say: Callable[[str], None] | None, echo: bool, **how: float
 ) -> str:
-    """What llama.cpp writes, as :func:`.generate.write`."""
-    made = list[str]()
-    with raised_as(CheckpointError, f"llama.cpp does not run {file}"):
-        model = _opened(file, len(prompt.encode()) + tokens + _OF_TEMPLATE, device)
-        how = {"max_tokens": tokens, "temperature": temperature, "seed": seed, "stream": True}
-        how |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}  # nothing but what is asked for
-        is_message = "tokenizer.chat_template" in model.metadata and not raw
-        before = iter([prompt] if echo and not is_message else [])
-        if is_message:
-            said = model.create_chat_completion([{"role": "user", "content": prompt}], **how)
-            pieces = (piece["choices"][0]["delta"].get("content") for piece in said)
-        else:
-            pieces = (piece["choices"][0]["text"] for piece in model.create_completion(prompt, **how))
-        for piece in filter(None, pieces):
-            made.append(piece)
-            if say:
-                say(next(before, "") + piece)
+    """What llama.cpp writes, as :func:`.generate.write`; ``how`` are ``max_tokens``, ``temperature`` and ``seed``."""
+    model = _opened(file, len(prompt.encode()) + int(how["max_tokens"]) + _OF_TEMPLATE, device)
+    how |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}  # nothing but what is asked for
+    is_message = "tokenizer.chat_template" in model.metadata and not raw
+    before, made = iter([prompt] if echo and not is_message else []), list[str]()
+    for piece in filter(None, _pieces(file, model, prompt, is_message, {**how, "stream": True})):
+        made.append(piece)
+        if say:
+            say(next(before, "") + piece)
     return "".join(made)
+
+
+def _pieces(file: Path, model: Any, prompt: str, is_message: bool, how: dict[str, Any]) -> Iterator[str]:
+    with _errors(file):
+        if is_message:
+            for piece in model.create_chat_completion([{"role": "user", "content": prompt}], **how):
+                yield piece["choices"][0]["delta"].get("content", "")
+        else:
+            for piece in model.create_completion(prompt, **how):
+                yield piece["choices"][0]["text"]
 
 
 def measure(file: Path, prompt: int, tokens: int, repeats: int, device: str) -> Speed:
     """The speed of llama.cpp in this process, as :func:`.bench.measure`."""
     began = time.perf_counter()
-    with raised_as(CheckpointError, f"llama.cpp does not run {file}"):
-        model = _opened(file, prompt + tokens, device)
-        loaded = time.perf_counter() - began
+    model = _opened(file, prompt + tokens, device)
+    loaded = time.perf_counter() - began
+    with _errors(file):
         given = torch.randint(model.n_vocab(), (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
         first, rest = [], []
         for _ in range(repeats + 1):  # once to warm up
@@ -98,4 +93,9 @@ def measure(file: Path, prompt: int, tokens: int, repeats: int, device: str) -> 
 def _opened(file: Path, positions: int, device: str) -> Any:
     threads = torch.get_num_threads()
     how = {"n_threads": threads, "n_threads_batch": threads, "n_gpu_layers": 0 if device == "cpu" else -1}
-    return _llama()(str(file), n_ctx=positions, verbose=False, **how)
+    with _errors(file):
+        return _llama()(str(file), n_ctx=positions, verbose=False, **how)
+
+
+def _errors(file: Path) -> AbstractContextManager[None]:
+    return raised_as(CheckpointError, f"llama.cpp does not run {file}")
