@@ -70,6 +70,7 @@ def check_solution(solver: Solver, promises: Promises, problem: LayerProblem, pa
     assert mask.dtype == torch.bool
     assert mask.shape == W.shape
     check_counts(mask, pattern, promises.runs)
+    assert all(type(value) in (int, float, str) for value in solution.stats.values())  # as records have them
 
     What = solution.W
     assert What.dtype == W.dtype

@@ -78,7 +78,7 @@ class ALPS(Solver):
         Z, _ = masked_conjugate_gradients(H, W0, D, mask, self.finish)
         if self.finish or step < steps:
             scaled.report(monitor, steps, steps, Z, mask)
-        progress = {"iterations": step, "converged": converged, "residual": residual}
+        progress = {"iterations": step, "converged": int(converged), "residual": residual}
         return problem.solution(scaled.restore(Z), mask, damping=self.damping, damping_asked=self.damping, **progress)
 
     def flops(self, rows: int, columns: int) -> float:
