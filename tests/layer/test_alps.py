@@ -93,9 +93,9 @@ def test_all_cases_of_the_penalty_are_met() -> None:
 def test_at_the_step_limit_it_says_that_it_has_not_converged() -> None:
     problem = make_problem()
     short = ALPS(iterations=4)(problem, Unstructured(0.5))
-    assert (short.stats["iterations"], short.stats["converged"]) == (4, False)
+    assert (short.stats["iterations"], short.stats["converged"]) == (4, 0)
     whole = ALPS()(problem, Unstructured(0.5))
-    assert whole.stats["converged"] is True
+    assert whole.stats["converged"] == 1
     assert float(whole.stats["residual"]) < float(short.stats["residual"])
     assert whole.error < short.error
 
