@@ -73,7 +73,7 @@ def trained(
     """A model whose matrices are numbers of Q4_0, in ``dtype``, which nothing says; and its tensors."""
     stored = {key: W.to(dtype) for key, W in load_file(saved(path, case) / "model.safetensors").items()}
     for key, W in stored.items():
-        if which in key:
+        if which in key and W.ndim == 2:
             exact = gguf.quants.dequantize(nearest(W), gguf.GGMLQuantizationType.Q4_0)
             stored[key] = torch.from_numpy(exact).to(dtype)
     save_file(stored, path / "model.safetensors", {"format": "pt"})
@@ -125,6 +125,12 @@ def test_experts_of_which_some_were_trained_with_it_have_one_type(tmp_path: Path
     niwaki.quantize(path, tmp_path / "out", "q4.6", **options)
     notes = niwaki.export(tmp_path / "out", tmp_path / "out.gguf", "gguf")
     assert not any("rounded to the nearest" in note for note in notes)
+
+
+def test_embeddings_that_were_trained_with_it_are_not_counted_among_matrices(tmp_path: Path) -> None:
+    path, _ = trained(tmp_path / "model", which="weight")
+    notes = niwaki.export(path, tmp_path / "out.gguf", "gguf-q4_0")
+    assert any("21 matrices of 21 are numbers of Q4_0 already" in note for note in notes)
 
 
 def test_weights_that_are_too_large_are_refused_on_it_too(tmp_path: Path) -> None:
