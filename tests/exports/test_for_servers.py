@@ -326,10 +326,16 @@ def test_transformers_computes_the_same_with_experts_one_by_one(tmp_path: Path, 
     """Where experts of a tensor have different bits, all are stored with the most of them."""
     pytest.importorskip("compressed_tensors")
     model = with_experts_in_one_tensor(tmp_path / "model", "qwen3_5_moe_text", 32)
+    stored = load_file(model / SINGLE_NAME)
+    for W in (W for key, W in stored.items() if ".experts." in key):
+        W[0] *= 4  # which then has more bits than the last one
+        W[-1] /= 4
+    save_file(stored, model / SINGLE_NAME, {"format": "pt"})
     how: dict[str, Any] = {"effort": "none"} if grid == "mxfp4" else {"effort": "fast", "calibration": TOKENS}
     niwaki.quantize(model, tmp_path / "grid", grid, measurement=None, **how)
     notes = niwaki.export(tmp_path / "grid", tmp_path / "out")
     assert any("transformers unpacks experts" in note for note in notes)
+    assert any("of fewer bits take the space of more" in note for note in notes) == (grid != "mxfp4")
     right, found = (reference(path, torch.bfloat16)(TOKENS).logits for path in (tmp_path / "grid", tmp_path / "out"))
     assert torch.equal(right, found)
 
