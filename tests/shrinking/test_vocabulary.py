@@ -184,6 +184,15 @@ def test_tokens_without_a_row(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "out").convert_tokens_to_ids("<image>") == 299
 
 
+@pytest.mark.parametrize(("times", "few"), [(1, True), (20, False)])
+def test_few_tokens_to_count(tmp_path: Path, times: int, few: bool) -> None:
+    """A text with little more tokens than the model has says little of which are rare, and a note says so."""
+    model, text = save_with_tokenizer(tmp_path / "model", "bytes"), tmp_path / "some.txt"
+    text.write_text(TEXT * times)
+    record = work(model, tmp_path / "out", calibration=Calibration(str(text), samples=1, length=16), measurement=None)
+    assert any("little for a vocabulary of" in note and "as much text" in note for note in record.notes) == few
+
+
 def test_bits_per_byte(tmp_path: Path) -> None:
     """Of the same bytes before and after, as summed up by transformers."""
     model = save_with_tokenizer(tmp_path / "model", "bytes")

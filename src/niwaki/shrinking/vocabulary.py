@@ -33,6 +33,10 @@ from niwaki.texts.same_text import decoded, same_text
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
+#: Tokens to count for each that the model has. With one, as in 1 MB of text, Gemma 3 270M lost 0.32 nats a token, and
+#: with six 0.01 to 0.06 bits a byte.
+_FEWEST = 4
+
 
 @checked_names
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ class ShrinkingVocabulary(Task):
         record.notes += [
             f"{counts.tokens:,} tokens of {of} were counted; the {self._size:,} that stay make up "
             f"{100 * stay:.2f} % of them",
+            *filter(None, [_too_short(counts.tokens, self._rows)]),
             *counts.notes,
             *filter(None, [stage.left_out]),
             *notes_of(model),
@@ -269,6 +274,16 @@ class ShrinkingVocabulary(Task):
         own = windows.of(run.world.share(torch.arange(len(windows.tokens))))
         measure = run.dense_perplexity if name == "before" else run.perplexity
         self.record.perplexity[name] = measure(model, own, shared=True)
+
+
+def _too_short(counted: int, tokens: int) -> str:
+    """What to note of a text of which so few tokens were counted that common ones of other texts may go; else ""."""
+    if counted >= _FEWEST * tokens:
+        return ""
+    return (
+        f"that is little for a vocabulary of {tokens:,}: tokens that are common in other texts may go; count in "
+        f"{math.ceil(_FEWEST * tokens / max(1, counted))} times as much text, or more"
+    )
 
 
 def _numbers(checkpoint: Checkpoint) -> int:
