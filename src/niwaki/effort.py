@@ -177,9 +177,12 @@ def make_effort(name: str) -> Effort:
     return changed(name, effort, given)
 
 
-def describe(effort: Effort) -> dict[str, Any]:
-    """The effort as data, for records: its "name", or that of the nearest in ``EFFORTS``, and all parameters."""
-    return {"name": name_of(effort, EFFORTS, _flat), **_flat(effort)}
+def describe(effort: Effort, asked: Effort | None = None) -> dict[str, Any]:
+    """The effort as data, for records: all parameters, and a "name", of the nearest in ``EFFORTS``.
+
+    That is the name of what was ``asked`` for, if that is given: of it ``effort`` is what applies.
+    """
+    return {"name": name_of(asked or effort, EFFORTS, _flat), **_flat(effort)}
 
 
 def effort_text(effort: Effort) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import niwaki
 from niwaki.effort import (
     DEFAULT_EFFORT,
     EFFORTS,
@@ -367,6 +368,16 @@ def test_more_epochs_where_zeros_cannot_be_shared_out(
         record = run(model, tmp_path / str(pattern), sparsity=pattern, effort=f"{effort}:synthetic=0")
         assert record.effort is not None
         assert (record.effort["name"], record.effort["epochs"]) == (effort.partition(":")[0], epochs)
+
+
+def test_the_name_is_that_of_what_was_asked_for(tmp_path: Path, model: Path) -> None:
+    """Also where less of an effort applies, so that another one would be nearer."""
+    calibration = niwaki.Calibration(TOKENS)
+    grid = niwaki.quantize(model, tmp_path / "grid", "int4", calibration=calibration, measurement=None)
+    less = niwaki.shrink(model, tmp_path / "less", blocks=1, calibration=calibration, measurement=None)
+    for record, synthetic in ((grid, 0.25), (less, 0.5)):
+        assert record.effort is not None
+        assert (record.effort["name"], record.effort["synthetic"]) == ("balanced", synthetic)
 
 
 def test_the_files_say_it(tmp_path: Path, model: Path) -> None:

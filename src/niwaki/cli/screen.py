@@ -196,7 +196,8 @@ class Display(Screen):
         name = record.quantization or record.kept_format
         grid = f", {name}" if name and not record.has_factors else ""  # whose pattern says it
         size = counted(blocks, "block") + (f" with {counted(matrices, 'matrix', 'matrices')}" if matrices else "")
-        what = (name or f"embeddings, {record.embeddings}") if record.only_quantizes else f"{record.pattern}{grid}"
+        pattern = f"without {record.pattern}" if record.of_shrinking else record.pattern
+        what = (name or f"embeddings, {record.embeddings}") if record.only_quantizes else f"{pattern}{grid}"
         self.line(f"{record.model}: {size}, {what}")
         self.line(record.solved_by)
         if record.effort:

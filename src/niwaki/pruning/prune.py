@@ -200,10 +200,6 @@ class Pruning(Task):
             reasons.append(f"--tf32 always has no effect: {self.model.device} has no TF32, products are in float32")
         self.notes = tuple(reasons)
 
-    def _described_effort(self) -> dict[str, Any]:
-        """The effort as data: what is left of it here, by the name of what was asked for."""
-        return {**describe_effort(self.effort), "name": describe_effort(self.request.settled_effort)["name"]}
-
     def _needed(self) -> int:
         """Bytes that a run takes without its hidden states, estimated from above: solvers differ."""
         model, request = self.model, self.request
@@ -234,7 +230,7 @@ class Pruning(Task):
             model,
             method=request.method,
             solver={"name": request.method} if has_no_solver else plain(describe(request.solving)),
-            effort={} if request.rounds_to_nearest else self._described_effort(),
+            effort={} if request.rounds_to_nearest else describe_effort(self.effort, request.settled_effort),
             quantization=str(grid) if grid else None,
             kept_format=str(KeptFormat(model.checkpoint)) if request.keep_format else None,
             pattern=pattern,

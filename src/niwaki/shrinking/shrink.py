@@ -69,17 +69,21 @@ class Shrink(Stage):
         return self.blocks > 0
 
     @property
+    def asked_effort(self) -> Effort:
+        """The effort that was given, or the usual one."""
+        # What fits to more text gain where experts go was not measured.
+        usual = PLAIN_EFFORT if self.shares["experts"] else SHRINK_EFFORT
+        effort = usual if self.effort is None else self.effort
+        return make_effort(effort) if isinstance(effort, str) else effort
+
+    @property
     def settled_effort(self) -> Effort:
         """The effort, with the epochs that it has where all matrices are treated alike."""
         return self.effort_for(predicts=True)
 
     def effort_for(self, predicts: bool, writes: bool = True) -> Effort:
         """The effort for a model that ``predicts`` the tokens of its text, and ``writes`` text, or does not."""
-        # What fits to more text gain where experts go was not measured.
-        usual = PLAIN_EFFORT if self.shares["experts"] else SHRINK_EFFORT
-        effort = usual if self.effort is None else self.effort
-        given = make_effort(effort) if isinstance(effort, str) else effort
-        settled = given.settled(shares_zeros=False, predicts=predicts, writes=writes)
+        settled = self.asked_effort.settled(shares_zeros=False, predicts=predicts, writes=writes)
         return dataclasses.replace(settled, plan=dataclasses.replace(settled.plan, allocation="uniform", together=0))
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
@@ -187,7 +191,7 @@ class Shrinking(Task):
         """The record, as far as it is known before the work."""
         stage, removals = self._stage, self._removals
         depth, shares, sized = len(self.model.blocks), stage.shares, stage.parameters is not None
-        effort = describe_effort(self._effort) if self._effort != Effort() else {}
+        effort = describe_effort(self._effort, stage.asked_effort) if self._effort != Effort() else {}
         record = self.begin_record(
             run,
             self.model,
