@@ -142,6 +142,7 @@ Q = "model.layers.0.self_attn.q_proj"
         (with_more(f"{Q}.SCB"), ["quantized", ".SCB"]),
         (with_more(f"{Q}.weight_packed"), ["quantized", ".weight_packed"]),
         (with_more(f"{Q}.x", quantization_config={"quant_method": "awq"}), ["quantized (awq)", "prune the original"]),
+        (with_more(f"{Q}.x", quantization_config={}), ["an empty quantization_config", "remove that"]),
     ],
 )
 def test_weights(model: Path, make: Callable[[Path], None], expected: list[str]) -> None:

@@ -104,6 +104,8 @@ def is_pointer(file: Path) -> bool:
 def quantized(config: Mapping[str, Any], keys: Iterable[str]) -> str:
     """What to say of a model that has the tensors ``keys`` if it is quantized; "" otherwise."""
     settings = config.get("quantization_config")
+    if settings == {}:
+        return "said to be quantized by an empty quantization_config in config.json; remove that if it is not"
     if settings is not None:
         method = settings.get("quant_method") if isinstance(settings, dict) else None
         return f"quantized{f' ({method})' if isinstance(method, str) else ''}; {_ORIGINAL}"
