@@ -10,7 +10,7 @@ from torch import Tensor
 
 from niwaki.choices import BLOCK_TYPE_BITS
 from niwaki.errors import NumericalError, UsageError
-from niwaki.layer.linalg import AT_ONCE, fitted_scales
+from niwaki.layer.linalg import AT_ONCE, fitted_scales, scale_systems
 from niwaki.quantities import parse_block_types
 
 #: The largest number in float16.
@@ -226,45 +226,40 @@ class BlockType:
 
     def _system(self, W: Tensor, codes: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
         """A (out, n, n) and b (out, n): errors are x A x^T - 2 b x^T and a constant, for x of s and then m."""
-        rows, groups = len(codes), codes.shape[1] // self.group
-        kinds = [codes, torch.full_like(codes, -1.0)] if self.minimum else [codes]
-        A = W.new_empty(rows, len(kinds) * groups, len(kinds) * groups)
-        b = W.new_empty(rows, len(kinds) * groups)
-        for i, of in enumerate(kinds):
-            for group in range(groups):
-                columns = slice(group * self.group, (group + 1) * self.group)
-                outputs = of[:, columns] @ H[columns]
-                for j, other in enumerate(kinds):
-                    A[:, i * groups + group, j * groups : (j + 1) * groups] = (
-                        (outputs * other).unflatten(1, (groups, -1)).sum(2)
-                    )
-                b[:, i * groups + group] = outputs.mul_(W).sum(1)
-        return A, b
+        A, b = scale_systems(W, codes, H, self.group)
+        if not self.minimum:
+            return A, b
+        # As scales of codes that are all -1.
+        each = b.shape[1], self.group
+        sums = H.unflatten(1, each).sum(2)
+        mixed = torch.einsum("rgc,gcn->rgn", codes.unflatten(1, each), sums.unflatten(0, each)).neg_()
+        of_minima = sums.unflatten(0, each).sum(1).expand(len(A), -1, -1)
+        A = torch.cat([torch.cat([A, mixed], dim=2), torch.cat([mixed.mT, of_minima], dim=2)], dim=1)
+        return A, torch.cat([b, (W @ sums).neg_()], dim=1)
 
     def _stepped(self, A: Tensor, b: Tensor, d: Tensor, k: Tensor) -> Tensor:
         """Whole numbers with less error, changed one after the other."""
         left = b - torch.einsum("rij,rj->ri", A, d * k)
         k, half = k.clone(), k.shape[1] // (2 if self.minimum else 1)
+        per_error = (A.diagonal(dim1=1, dim2=2) * d).reciprocal_().nan_to_num_(0.0, 0.0, 0.0)
         for n in range(k.shape[1]):
             steps = self.steps if n < half or not self.minimum else self.minimum
-            curvature = A[:, n, n] * d[:, n]
-            wanted = torch.where(curvature == 0, 0.0, left[:, n] / curvature).nan_to_num_(0.0, 0.0, 0.0)
-            new = (k[:, n] + wanted).round_().clamp_(*steps)
+            new = torch.addcmul(k[:, n], left[:, n], per_error[:, n]).round_().clamp_(*steps)
             change = (new - k[:, n]) * d[:, n]
-            left.addcmul_(A[:, :, n], change.unsqueeze(1), value=-1)
+            left.addcmul_(A[:, n], change.unsqueeze(1), value=-1)
             k[:, n] = new
         return k
 
     def _least(self, A: Tensor, b: Tensor, d: Tensor, k: Tensor) -> Tensor:
         """The d of each block with the least error; the old one where the new one has another sign."""
-        n = k.shape[1]
         per = self.block // self.group
-        blocks = n // per
-        small = (A * k.unsqueeze(1)).unflatten(2, (blocks, per)).sum(3)
-        small = (small * k.unsqueeze(2)).unflatten(1, (blocks, per)).sum(2)
-        right = (b * k).unflatten(1, (blocks, per)).sum(2)
-        old = d.unflatten(1, (blocks, per))[:, :, 0]
-        found = in_half(fitted_scales(small, right, old))
+        shape = k.shape[1] // per, per
+        multiples = k.new_zeros(len(k), *shape, shape[0])
+        multiples.diagonal(dim1=1, dim2=3).copy_(k.unflatten(1, shape).mT)
+        multiples = multiples.flatten(1, 2)
+        small = multiples.mT @ (A @ multiples)
+        right = (b * k).unflatten(1, shape).sum(2)
+        found = in_half(fitted_scales(small, right, d.unflatten(1, shape)[:, :, 0]))
         return found.unsqueeze(2).expand(-1, -1, per).flatten(1)
 
 

@@ -12,7 +12,7 @@ from niwaki.choices import FLOAT_GRIDS
 from niwaki.errors import UsageError
 from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid, parse_block_grid
 from niwaki.layer.floats import E2M1, E4M3
-from niwaki.layer.linalg import AT_ONCE, fitted_scales
+from niwaki.layer.linalg import AT_ONCE, fitted_scales, scale_systems
 from niwaki.quantities import check_grid, parse_bits
 
 #: How many scales are tried for a group. Grids of at most 4 bits have half of them for each sign.
@@ -167,14 +167,7 @@ class Grid:
 
         There is a ridge towards the old ``scales``; an old one stays where the new one has another sign.
         """
-        rows, groups = scales.shape
-        A, b = W.new_empty(rows, groups, groups), torch.empty_like(scales)
-        width = W.shape[1] // groups
-        for group in range(groups):
-            columns = slice(group * width, (group + 1) * width)
-            outputs = codes[:, columns] @ H[columns]
-            A[:, group] = (outputs * codes).view(rows, groups, width).sum(dim=2)
-            b[:, group] = outputs.mul_(W).sum(dim=1)
+        A, b = scale_systems(W, codes, H, W.shape[1] // scales.shape[1])
         return self.usable(fitted_scales(A, b, scales), dtype)
 
     def _largest_codes(self, width: int) -> list[float]:

@@ -301,6 +301,20 @@ def with_unit_diagonal(M: Tensor) -> tuple[Tensor, Tensor]:
     return M.div_(units).div_(units.unsqueeze(1)), units
 
 
+def scale_systems(W: Tensor, codes: Tensor, H: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """A (rows, n, n) and b (rows, n): (w - q s) H (w - q s)^T of each row is s A s^T - 2 b s^T and a constant.
+
+    q are the ``codes`` (rows, in), and s the scales of each ``group`` of them.
+    """
+    n = codes.shape[1] // group
+    A, b = W.new_empty(len(codes), n, n), ((W @ H) * codes).unflatten(1, (n, group)).sum(dim=2)
+    for i in range(n):  # A is symmetric
+        start, stop = i * group, (i + 1) * group
+        outputs = (codes[:, start:stop] @ H[start:stop, start:]).mul_(codes[:, start:])
+        A[:, i, i:] = A[:, i:, i] = outputs.unflatten(1, (n - i, group)).sum(dim=2)
+    return A, b
+
+
 def fitted_scales(A: Tensor, b: Tensor, old: Tensor) -> Tensor:
     """(rows, n): for each row the x with the least x A x^T - 2 b x^T, with a ridge towards the ``old`` one.
 
