@@ -1,6 +1,7 @@
 // One token through a decoder block with packed matrices: norm, queries, keys and values, rotary positions, attention
 // to the cache, and a gated MLP, in two calls; between them the caller puts keys and values into its cache. Or through
-// all blocks in one call. And its product with a dense matrix, the head.
+// all blocks in one call. And its product with a dense matrix, the head. The tokens of a prompt go through a block in
+// two calls likewise, with attention between them, which is torch's.
 //
 // A token's products take less time than the hundreds of calls around them if each is one of its own. What would be
 // rounded to bfloat16 between torch's operations is rounded here too, so that results agree with theirs to the last
@@ -158,6 +159,14 @@ PART_OF_CALLER void attend(const Attention& a, const float* query, std::int64_t 
     for (std::int64_t i = 0; i < size; ++i) out[i] /= sum;
 }
 
+// x and `other`, numbers as activations are or null.
+PART_OF_CALLER void added(const float* x, const void* other, std::int64_t size, bool half, float* out) {
+    if (other)
+        for (std::int64_t i = 0; i < size; ++i) out[i] = rounded(x[i] + number(other, half, i), half);
+    else
+        for (std::int64_t i = 0; i < size; ++i) out[i] = rounded(x[i], half);
+}
+
 // The products of rows `first` to `last` of a dense W (rows, columns) with x.
 PART_OF_CALLER void dense_rows(const std::uint16_t* W, const float* x, std::int64_t columns, std::int64_t first,
                                std::int64_t last, std::uint16_t* y) {
@@ -168,6 +177,7 @@ PART_OF_CALLER void dense_rows(const std::uint16_t* W, const float* x, std::int6
 struct Parts {
     void (*normalize)(const Norm&, const float* x, std::int64_t size, bool half, float* out);
     void (*gated)(float* gate, const float* up, std::int64_t size, bool half);
+    void (*added)(const float* x, const void* other, std::int64_t size, bool half, float* out);
     void (*attend)(const Attention&, const float* query, std::int64_t head, std::int64_t size, float scaling, bool half,
                    float* scores, float* out);
     void (*dense_rows)(const std::uint16_t* W, const float* x, std::int64_t columns, std::int64_t first,
@@ -181,6 +191,9 @@ struct Parts {
     target void name##_gated(float* gate, const float* up, std::int64_t size, bool half) {                          \
         gated(gate, up, size, half);                                                                                \
     }                                                                                                               \
+    target void name##_added(const float* x, const void* other, std::int64_t size, bool half, float* out) {         \
+        added(x, other, size, half, out);                                                                           \
+    }                                                                                                               \
     target void name##_attend(const Attention& a, const float* query, std::int64_t head, std::int64_t size,         \
                               float scaling, bool half, float* scores, float* out) {                                \
         if (half)                                                                                                   \
@@ -192,7 +205,7 @@ struct Parts {
                                   std::int64_t last, std::uint16_t* y) {                                            \
         dense_rows(W, x, columns, first, last, y);                                                                  \
     }                                                                                                               \
-    constexpr Parts name{name##_normalize, name##_gated, name##_attend, name##_dense_rows};
+    constexpr Parts name{name##_normalize, name##_gated, name##_added, name##_attend, name##_dense_rows};
 
 NIWAKI_PARTS(portable, )
 #if defined(NIWAKI_X86)
@@ -461,6 +474,56 @@ struct Link {
         : projections(b, threads), rest(b, threads), queries(b.heads * b.size), out(b.width) {}
 };
 
+// Many tokens at once, as of a prompt: a step after the other, each for all tokens and by all threads.
+
+// Vectors of `size` numbers, as activations are, with the zeros behind each that products read.
+struct Vectors {
+    std::int64_t stride;
+    std::vector<float> numbers;
+    Vectors(std::int64_t count, std::int64_t size) : stride(padded(size)), numbers(count * stride) {}
+    float* at(std::int64_t i) { return numbers.data() + i * stride; }
+};
+
+class Tokens {
+  public:
+    const std::int64_t count;
+    Tokens(const Block& b, std::int64_t count, int threads)
+        : count(count), b(b), parts(parts_of(b.path)), threads(threads) {}
+    template <typename Function>
+    void each(Function&& function) const {
+        for_rows(count, 1, threads, [&](std::int64_t first, std::int64_t last) {
+            for (std::int64_t i = first; i < last; ++i) function(i);
+        });
+    }
+    // Token i's vector of `values` (count, size), behind which more may be added.
+    const void* at(const void* values, std::int64_t i, std::int64_t size) const {
+        return static_cast<const char*>(values) + i * size * (b.half ? 2 : 4);
+    }
+    Operand operand(Vectors& x) const {
+        return Operand(b.path, x.numbers.data(), count, x.stride, b.half, b.rounds, threads);
+    }
+    // What a layer makes of them.
+    Vectors product(const Linear& layer, Operand& x) const {
+        if (!layer.inner) return product(layer.weight, layer.bias, x);
+        Vectors middle = product(layer.right, nullptr, x);
+        Operand between = operand(middle);
+        return product(layer.weight, layer.bias, between);
+    }
+
+  private:
+    Vectors product(const Matrix& matrix, const void* bias, Operand& x) const {
+        std::vector<float> found(count * matrix.rows);
+        multiply(b.path, x, matrix, count, found.data(), threads);
+        Vectors out(count, matrix.rows);
+        each(
+            [&](std::int64_t i) { parts.added(found.data() + i * matrix.rows, bias, matrix.rows, b.half, out.at(i)); });
+        return out;
+    }
+    const Block& b;
+    const Parts& parts;
+    const int threads;
+};
+
 }  // namespace
 
 // As niwaki/packed/block.py has it: the caches of all blocks, which have the same shape and room for more positions.
@@ -492,6 +555,63 @@ void niwaki_block_end(const Block* block, const void* x, const void* queries, co
                       int threads) {
     Rest rest(*block, threads);
     in_each_thread(threads, [&] { rest.work(x, queries, *attention, out); });
+}
+
+// As niwaki_block_begin for `count` tokens, with x (count, width), angles (count, rotary), and queries, keys and values
+// (heads, count, size).
+void niwaki_tokens_begin(const Block* block, std::int64_t count, const void* x, const void* cosines, const void* sines,
+                         std::int64_t rotary, void* queries, void* keys, void* values, int threads) {
+    const Block& b = *block;
+    const Tokens tokens(b, count, threads);
+    const Parts& parts = parts_of(b.path);
+    Vectors normal(count, b.width);
+    tokens.each([&](std::int64_t i) {
+        float* place = normal.at(i);
+        for (std::int64_t j = 0; j < b.width; ++j) place[j] = number(x, b.half, i * b.width + j);
+        parts.normalize(b.before_attention, place, b.width, b.half, place);
+    });
+    Operand operand = tokens.operand(normal);
+    const auto projected = [&](const Linear& layer, const Norm* norm, std::int64_t heads, void* out) {
+        Vectors found = tokens.product(layer, operand);
+        tokens.each([&](std::int64_t i) {
+            for (std::int64_t head = 0; head < heads; ++head) {
+                float* numbers = found.at(i) + head * b.size;
+                if (norm && norm->weight) parts.normalize(*norm, numbers, b.size, b.half, numbers);
+                if (norm) rotate(numbers, tokens.at(cosines, i, rotary), tokens.at(sines, i, rotary), rotary, b.half);
+                for (std::int64_t j = 0; j < b.size; ++j) put(out, b.half, (head * count + i) * b.size + j, numbers[j]);
+            }
+        });
+    };
+    projected(b.q, &b.queries, b.heads, queries);
+    projected(b.k, &b.keys, b.pairs, keys);
+    projected(b.v, nullptr, b.pairs, values);
+}
+
+// The states `out` of tokens behind the block, from those before and what attention has `found` (count, heads * size).
+void niwaki_tokens_end(const Block* block, std::int64_t count, const void* x, const void* found, void* out,
+                       int threads) {
+    const Block& b = *block;
+    const Tokens tokens(b, count, threads);
+    const Parts& parts = parts_of(b.path);
+    const std::int64_t seen = b.heads * b.size;
+    Vectors attended(count, seen), normal(count, b.width);
+    tokens.each([&](std::int64_t i) {
+        for (std::int64_t j = 0; j < seen; ++j) attended.at(i)[j] = number(found, b.half, i * seen + j);
+    });
+    Operand of_attention = tokens.operand(attended);
+    Vectors state = tokens.product(b.o, of_attention);
+    tokens.each([&](std::int64_t i) {
+        parts.added(state.at(i), tokens.at(x, i, b.width), b.width, b.half, state.at(i));
+        parts.normalize(b.before_mlp, state.at(i), b.width, b.half, normal.at(i));
+    });
+    Operand operand = tokens.operand(normal);
+    Vectors gate = tokens.product(b.gate, operand), up = tokens.product(b.up, operand);
+    tokens.each([&](std::int64_t i) { parts.gated(gate.at(i), up.at(i), b.inner, b.half); });
+    Operand inner = tokens.operand(gate);
+    Vectors last = tokens.product(b.down, inner);
+    tokens.each([&](std::int64_t i) {
+        for (std::int64_t j = 0; j < b.width; ++j) put(out, b.half, i * b.width + j, state.at(i)[j] + last.at(i)[j]);
+    });
 }
 
 // The state `out` of a token behind `count` blocks of the same shape, from `x` before them. Its keys and values are

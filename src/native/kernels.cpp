@@ -595,6 +595,23 @@ void expand_scaled([[maybe_unused]] int path, const Matrix& m, std::int64_t row,
 }
 
 }  // namespace
+void multiply(int path, Operand& operand, const Matrix& matrix, std::int64_t batch, float* y, int threads) {
+    const Product p = operand.with(matrix, y);
+    const std::int64_t rows = matrix.rows;
+    if (const Panels panels = panels_of(path, p)) {
+        for_rows(rows, PANELS, threads, [&](std::int64_t first, std::int64_t last) { panels(p, first, last); });
+        return;
+    }
+    const Rows function = rows_of(path, p);
+    // Many rows at a time, so that they are read on for long; few, where they are to stay in the cache for more
+    // vectors.
+    const std::int64_t each = batch > VECTORS ? 48 : std::max<std::int64_t>(48, rows / (8 * std::max(threads, 1)));
+    for_rows(rows, each, threads, [&](std::int64_t first, std::int64_t last) {
+        for (std::int64_t b = 0; b < batch; b += VECTORS)
+            function(p, b, static_cast<int>(std::min<std::int64_t>(VECTORS, batch - b)), first, last);
+    });
+}
+
 }  // namespace niwaki
 
 using namespace niwaki;
@@ -612,20 +629,7 @@ void niwaki_multiply(int path, const Matrix* matrix, const float* x, int exact, 
                      float* y, int threads) {
     path = std::min(path, best_path());
     Operand operand(path, x, batch, 8 * matrix->stride, exact, rounds, threads);
-    const Product p = operand.with(*matrix, y);
-    const std::int64_t rows = matrix->rows;
-    if (const Panels panels = panels_of(path, p)) {
-        for_rows(rows, PANELS, threads, [&](std::int64_t first, std::int64_t last) { panels(p, first, last); });
-        return;
-    }
-    const Rows function = rows_of(path, p);
-    // Many rows at a time, so that they are read on for long; few, where they are to stay in the cache for more
-    // vectors.
-    const std::int64_t each = batch > VECTORS ? 48 : std::max<std::int64_t>(48, rows / (8 * std::max(threads, 1)));
-    for_rows(rows, each, threads, [&](std::int64_t first, std::int64_t last) {
-        for (std::int64_t b = 0; b < batch; b += VECTORS)
-            function(p, b, static_cast<int>(std::min<std::int64_t>(VECTORS, batch - b)), first, last);
-    });
+    multiply(path, operand, *matrix, batch, y, threads);
 }
 
 // Rows `first` to `last` as they were, (last - first, columns) numbers; whole ones times their scales, as float32.

@@ -105,6 +105,8 @@ Panels panels_of(int path, const Product& product);
 Rows whole_rows_of(int path, const Product& product);
 // A row of such a matrix as float32.
 void expand_whole(int path, const Matrix& matrix, std::int64_t row, std::int64_t columns, float* out);
+// Product of `matrix` with all vectors of an operand, of which there are `batch`, into y (batch, rows).
+void multiply(int path, Operand& operand, const Matrix& matrix, std::int64_t batch, float* y, int threads);
 // Calls `body(data)` in up to `threads` threads at once.
 void in_threads(int threads, void (*body)(void*), void* data);
 

@@ -91,6 +91,30 @@ def test_as_the_dense_model(case: str, tmp_path: Path, counted: Counted) -> None
     assert (found - expected(reference(model), tokens)).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize("case", ["llama biases", "llama grouped", "qwen3"])
+def test_prompts(case: str, tmp_path: Path) -> None:
+    """All tokens of a prompt at once, with what they leave in the cache; up to so many as a product is faster for."""
+    model = sparse_model(tmp_path / "model", case)
+    niwaki.pack(model, tmp_path / "packed")
+    loaded: Any = niwaki.load(tmp_path / "packed", "cpu")
+    for count in (2, 9, kernels.FEW, kernels.FEW + 1):
+        tokens = random_tokens(1, count)
+        with torch.no_grad(), counting(prompts=True) as found:
+            out = loaded(input_ids=tokens[:, :-1], use_cache=True)
+            behind = loaded(input_ids=tokens[:, -1:], **{CACHE: out[CACHE]}, use_cache=True).logits
+        assert len(found) == loaded.config.num_hidden_layers * (2 < count <= kernels.FEW + 1)
+        right = expected(reference(model), tokens, 0)
+        assert (torch.cat([out.logits, behind], dim=1) - right).abs().max() < 2e-5
+    with torch.no_grad(), counting(prompts=True) as found:
+        loaded(input_ids=random_tokens(1, kernels.FEW + 1), use_cache=True)
+        loaded(input_ids=random_tokens(1, 4), **{CACHE: out[CACHE]}, use_cache=True)  # behind another
+        loaded(input_ids=random_tokens(1, 4), attention_mask=torch.tensor([[0, 1, 1, 1]]), use_cache=True)
+        loaded(input_ids=random_tokens(1, 4), **{CACHE: StaticCache(config=loaded.config, max_cache_len=5)})
+        loaded(input_ids=random_tokens(2, 4), use_cache=True)
+        loaded(input_ids=random_tokens(1, 4), use_cache=False)
+    assert not found
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow
 def test_in_bfloat16_as_near_as_transformers(case: str, tmp_path: Path, counted: Counted) -> None:

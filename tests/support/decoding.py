@@ -228,8 +228,8 @@ def _positions(model: PreTrainedModel, start: int, count: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[list[decoding.NativeBlock]]:
-    """The blocks that were computed natively in this context, each as often as it was."""
+def counting(prompts: bool = False) -> Iterator[list[decoding.NativeBlock]]:
+    """The blocks that were computed natively in this context, each as often as it was: for a token, or for several."""
     found = list[decoding.NativeBlock]()
     alone, together, tried = (
         decoding.NativeBlock._prepared_for,
@@ -239,13 +239,13 @@ def counting() -> Iterator[list[decoding.NativeBlock]]:
 
     def counted(self: decoding.NativeBlock, *arguments: Any) -> Any:
         prepared = alone(self, *arguments)
-        if prepared is not None:
+        if prepared is not None and prompts == (arguments[0].shape[1] > 1):
             found.append(self)
         return prepared
 
     def counted_together(self: decoding.NativeDecoder, *arguments: Any) -> Any:
         chain = together(self, *arguments)
-        if chain is not None:
+        if chain is not None and not prompts:
             found.extend(block.forward for block in self._decoder.layers)
         return chain
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.activations import ACT2FN
 
 from niwaki.packed import kernels
@@ -16,6 +17,8 @@ from niwaki.packed.linear import SparseLinear
 
 #: What the library computes with.
 DTYPES = (torch.bfloat16, torch.float32)
+#: The most tokens of a prompt: the library has their states in float32.
+_MOST_TOKENS = 1024
 _CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"})
@@ -69,29 +72,48 @@ class Prepared:
     native: _Block
     dtype: torch.dtype
     tensors: list[Tensor]  # that are there, and stay as long as this does
+    most: float = 1  # of the tokens of a prompt, up to which its products are faster than torch's
 
     def accepts(self, x: Tensor, angles: Any) -> bool:
-        """Whether the token's state and the angles of its position are what the library reads."""
-        if x.dtype != self.dtype or x.shape != (1, 1, self.native.width) or type(angles) is not tuple:
+        """Whether states of tokens (1, count, width) and the angles of their positions are what the library reads."""
+        if x.dtype != self.dtype or x.dim() != 3 or x.shape[::2] != (1, self.native.width) or type(angles) is not tuple:
             return False
         cosines, sines = angles
         size = cosines.shape[-1]
         return bool(
-            cosines.shape == sines.shape == (1, 1, size)
+            0 < x.shape[1] <= max(1, self.most)
+            and cosines.shape == sines.shape == (1, x.shape[1], size)
             and size % 2 == 0
             and size <= self.native.size
             and all(t.dtype == self.dtype and t.is_contiguous() and t.device.type == "cpu" for t in (x, cosines, sines))
         )
 
     def begin(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (1, heads, 1, size)."""
-        native, (cosines, sines) = self.native, angles
-        queries = x.new_empty(1, native.heads, 1, native.size)
-        keys, values = (x.new_empty(1, native.pairs, 1, native.size) for _ in range(2))
+        """Queries, keys and values (1, heads, count, size)."""
+        native, (cosines, sines), count = self.native, angles, x.shape[1]
+        queries = x.new_empty(1, native.heads, count, native.size)
+        keys, values = (x.new_empty(1, native.pairs, count, native.size) for _ in range(2))
         given = (x.data_ptr(), cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1])
         found = (queries.data_ptr(), keys.data_ptr(), values.data_ptr())
-        kernels.loaded().niwaki_block_begin(ctypes.byref(native), *given, *found, torch.get_num_threads())
+        library, block, threads = kernels.loaded(), ctypes.byref(native), torch.get_num_threads()
+        if count == 1:
+            library.niwaki_block_begin(block, *given, *found, threads)
+        else:
+            library.niwaki_tokens_begin(block, count, *given, *found, threads)
         return queries, keys, values
+
+    def end_of_prompt(self, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """The states behind the block of tokens that see those before them, and nothing else."""
+        native, count = self.native, x.shape[1]
+        if keys.shape[2] != count or values.shape[2] != count:
+            raise RuntimeError(f"a cache of keys and values has {keys.shape[2]} positions for {count} tokens")
+        found = scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=native.scaling, enable_gqa=native.heads != native.pairs
+        )
+        found, out = found.transpose(1, 2).contiguous(), torch.empty_like(x)
+        given = (count, x.data_ptr(), found.data_ptr(), out.data_ptr(), torch.get_num_threads())
+        kernels.loaded().niwaki_tokens_end(ctypes.byref(native), *given)
+        return out
 
     def end(self, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """The state behind the block; RuntimeError where the cache gave something else than keys and values."""
@@ -227,7 +249,9 @@ def prepare(modules: dict[str, Any], tensors: list[Tensor]) -> Prepared | None:
     numbers = (width, heads, pairs, size, inner, modules["self_attn"].scaling)
     parts = [*(_norm(modules.get(name)) for name in norms), *(_linear(modules[name]) for name in shapes)]
     native = _Block(kernels.best_path(), dtype == torch.bfloat16, kernels.rounds(dtype), *numbers, *parts)
-    return Prepared(native, dtype, tensors)
+    matrices = [each for name in shapes for each in (modules[name].packed, modules[name].right) if each is not None]
+    most = min(_MOST_TOKENS, *(kernels.most_vectors(each, dtype) for each in matrices))
+    return Prepared(native, dtype, tensors, most)
 
 
 def _has_tensors(module: nn.Module) -> bool:

@@ -1,8 +1,9 @@
-"""One token at a time through a model with packed matrices, by few calls of the native library.
+"""A token, or a short prompt, through a model with packed matrices, by few calls of the native library.
 
 Where text is generated, a small model spends more time between its products than in them. So blocks of the structure
-that LLaMA has, which most models share, leave single tokens to the library, and so does the head; all else is computed
-by transformers as before. Where a decoder only hands tokens from one such block to the next, all of them are one call.
+that LLaMA has, which most models share, leave single tokens and prompts to the library, and so does the head; all else
+is computed by transformers as before. Where a decoder only hands tokens from one such block to the next, all of them
+are one call.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _MORE, _LEAST_MORE = 0.25, 256
 
 
 def attach(model: Any, blocks: Iterable[nn.Module]) -> None:
-    """Lets ``model``, on the CPU, compute single tokens natively where the structure of ``blocks`` is one for it."""
+    """Lets ``model``, on the CPU, compute tokens natively where the structure of ``blocks`` is one for it."""
     if kernels.library() is None:
         return
     blocks = [*blocks]
@@ -101,7 +102,7 @@ class NativeHead:
 
 
 class NativeBlock:
-    """The forward of a block: one token without gradients natively, all else by the block's class."""
+    """The forward of a block: one token, or a prompt, without gradients natively, all else by the block's class."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
@@ -120,6 +121,8 @@ class NativeBlock:
             return type(self._block).forward(self._block, hidden_states, *positional, **named)
         queries, *new = prepared.begin(hidden_states, named["position_embeddings"])
         keys, values = named[_cache_in(named)].update(*new, self._seen.layer)
+        if hidden_states.shape[1] > 1:
+            return prepared.end_of_prompt(hidden_states, queries, keys, values)
         return prepared.end(hidden_states, queries, keys, values, named.get("attention_mask"))
 
     def _prepared_for(self, x: Tensor, named: dict[str, Any]) -> Prepared | None:
@@ -135,6 +138,8 @@ class NativeBlock:
         prepared = self._seen.prepared()
         angles: Any = named.get("position_embeddings")
         if prepared is None or not prepared.accepts(x, angles):
+            return None
+        if x.shape[1] > 1 and not (named.get("attention_mask") is None and _is_empty(named[cache], self._seen.layer)):
             return None
         return prepared if self._seen.agrees(x.dtype, angles[0].shape[-1], others, cache) else None
 
@@ -408,6 +413,11 @@ def _watched(module: nn.Module) -> Iterator[Any]:
 def _cache_in(named: dict[str, Any]) -> str:
     """What the cache is called among a block's arguments; "" where there is none."""
     return next((name for name in CACHES if named.get(name) is not None), "")
+
+
+def _is_empty(cache: Any, layer: int) -> bool:
+    """Whether a cache has nothing of a layer, and gives back what it is given."""
+    return type(cache) is DynamicCache and cache.get_seq_length(layer) == 0
 
 
 def _plain() -> bool:

@@ -95,10 +95,22 @@ def open_library(path: str) -> ctypes.CDLL:
     native.niwaki_expand.argtypes = [int_, pointer, size, size, size, pointer, int_]
     native.niwaki_block_begin.argtypes = [pointer, pointer, pointer, pointer, size, pointer, pointer, pointer, int_]
     native.niwaki_block_end.argtypes = [pointer, pointer, pointer, pointer, pointer, int_]
+    native.niwaki_tokens_begin.argtypes = [pointer, size, *native.niwaki_block_begin.argtypes[1:]]
+    native.niwaki_tokens_end.argtypes = [pointer, size, pointer, pointer, pointer, int_]
     native.niwaki_blocks.argtypes = [pointer, size, pointer, pointer, pointer, size, pointer, pointer, int_]
     native.niwaki_dense.argtypes = [int_, pointer, size, size, pointer, pointer, int_]
     native.niwaki_mask.argtypes = [int_, pointer, int_, size, pointer, int_]
-    for name in ("multiply", "expand", "block_begin", "block_end", "blocks", "dense", "mask"):
+    for name in (
+        "multiply",
+        "expand",
+        "block_begin",
+        "block_end",
+        "tokens_begin",
+        "tokens_end",
+        "blocks",
+        "dense",
+        "mask",
+    ):
         getattr(native, f"niwaki_{name}").restype = None
     return native
 

@@ -1,4 +1,4 @@
-"""Whether transformers computes single tokens of a block as the native library does.
+"""Whether transformers computes tokens of a block as the native library does.
 
 A block's parts do not say what its class makes of them: some turn neighbours instead of halves by their positions, or
 only in some layers, or scale queries, keys or sums. So a copy of the block is made, with all attributes that it has and
@@ -40,13 +40,14 @@ _found: dict[Any, bool] = {}
 
 @dataclass(frozen=True)
 class _Setting:
-    """A token, of which each position has its own random numbers."""
+    """A token or a prompt, of which each position has its own random numbers."""
 
     position: int
     past: int  # positions in the cache
     state: float = 1.0  # how large its numbers are
     gains: Mapping[str, float] = field(default_factory=dict)  # what matrices are multiplied with
     masked: bool = False
+    tokens: int = 1  # of a prompt, each of which sees those before it
 
 
 #: Where limits, thresholds and epsilons would show too.
@@ -58,6 +59,7 @@ _SETTINGS = (
     _Setting(100_000, 7, gains={"k_proj": _LOUD, "up_proj": _LOUD}, masked=True),
     _Setting(1 << 24, 40, state=_LOUD, gains={"o_proj": _LOUD, "gate_proj": _LOUD}),
     _Setting(1 << 30, 7, gains={"q_proj": _QUIET, "k_proj": _QUIET}),
+    _Setting(5_000, 0, gains={"q_proj": _LOUD, "gate_proj": _LOUD}, tokens=13),
 )
 
 
@@ -217,10 +219,14 @@ class _Replica:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """What the block adds to the state, keys and values, by transformers and by the library, in float32."""
         self._generator.manual_seed(1 + setting.position)
-        native, size = self._prepared.native, setting.past + 1
+        native, size, count = self._prepared.native, setting.past + 1, setting.tokens
         x, angles, past = (
             self._random(*shape).to(self._dtype)
-            for shape in ((1, 1, native.width), (2, 1, 1, rotary), (2, 1, native.pairs, setting.past, native.size))
+            for shape in (
+                (1, count, native.width),
+                (2, 1, count, rotary),
+                (2, 1, native.pairs, setting.past, native.size),
+            )
         )
         x *= setting.state
         mask = None
@@ -228,8 +234,7 @@ class _Replica:
             mask = torch.rand((1, 1, 1, size), generator=self._generator, dtype=torch.float32, device="cpu") < 0.7
             mask[..., -1] = True
         positions = {
-            name: torch.full_like(value, setting.position) if isinstance(value, Tensor) else value
-            for name, value in named.items()
+            name: _positions(value, setting) if isinstance(value, Tensor) else value for name, value in named.items()
         }
         turned = (angles[0].contiguous(), angles[1].contiguous())
         kept = _FixedCache(past, self._layer)
@@ -238,7 +243,10 @@ class _Replica:
         try:
             theirs = type(self._block).forward(self._block, x.clone(), **given)
             queries, *new = self._prepared.begin(x, turned)
-            ours = self._prepared.end(x, queries, *kept.behind(*new), mask)
+            if count > 1:
+                ours = self._prepared.end_of_prompt(x, queries, *new)
+            else:
+                ours = self._prepared.end(x, queries, *kept.behind(*new), mask)
         finally:
             self._multiply({name: 1 / gain for name, gain in setting.gains.items()})
         if not isinstance(theirs, Tensor) or theirs.shape != ours.shape or len(kept.seen) != 1:
@@ -247,6 +255,12 @@ class _Replica:
             ours.float() - x.float(),
             *(t.float() for t in new),
         ]
+
+
+def _positions(value: Tensor, setting: _Setting) -> Tensor:
+    """In place of positions: those of the tokens, in the dtype of ``value``."""
+    shape = *value.shape[:-1], setting.tokens
+    return (setting.position + torch.arange(setting.tokens)).to(value).expand(shape)
 
 
 class _FixedCache:
