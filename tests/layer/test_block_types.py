@@ -117,6 +117,19 @@ def test_refitted_scales_lose_less_and_are_least_squares_where_they_are_free(nam
         assert least <= float(D @ H @ D) <= 1.02 * least
 
 
+@each_type
+def test_the_system_of_scales_is_that_of_the_squared_errors(name: str) -> None:
+    """For any scales and minima x: they leave x A x^T - 2 b x^T + w H w^T."""
+    kind, W, H = BLOCK_TYPES[name], normal(5, 512, seed=9), gram(inputs("correlated", 512, seed=10))
+    codes = (3 * normal(5, 512, seed=11)).round()
+    A, b = kind._system(W, codes, H)
+    x = normal(5, A.shape[1], seed=12)
+    s, m = x.split(512 // kind.group, dim=1) if kind.minimum else (x, torch.zeros_like(x))
+    D = W - codes * s.repeat_interleave(kind.group, dim=1) + m.repeat_interleave(kind.group, dim=1)
+    left = torch.einsum("ri,rij,rj->r", x, A, x) - 2 * (b * x).sum(1) + torch.einsum("ri,ij,rj->r", W, H, W)
+    torch.testing.assert_close(left, torch.einsum("ri,ij,rj->r", D, H, D))
+
+
 @pytest.mark.parametrize("name", [name for name, kind in BLOCK_TYPES.items() if not kind.is_plain])
 def test_no_whole_number_of_a_group_alone_would_do_much_better(name: str) -> None:
     grid, kind, W, H = grid_of(name), BLOCK_TYPES[name], normal(3, 256, seed=7), gram(inputs("correlated", 256, seed=8))
