@@ -35,7 +35,7 @@ from torch import Tensor
 from typer import Argument, Option
 
 import niwaki
-from niwaki import Calibration
+from niwaki import Calibration, Measurement
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
 from niwaki.models.locate import locate_model
@@ -90,7 +90,13 @@ def formats(
                 source = place / "on-grid"
                 books = Calibration(calibration, samples=samples, length=length)
                 niwaki.quantize(
-                    model, source, GRIDS[form], effort=effort, calibration=books, measurement=None, restart=True
+                    model,
+                    source,
+                    GRIDS[form],
+                    effort=effort,
+                    calibration=books,
+                    measurement=Measurement(samples=0),
+                    restart=True,
                 )
             niwaki.export(source, file, form)
             cell = compared(llama, dense, file, windows, texts)
@@ -151,7 +157,12 @@ def beside(
                 began, out = time.perf_counter(), place / "out"
                 # The same bytes: what a file has beside its weights is foreseen with a margin.
                 niwaki.compress(
-                    model, out, file.stat().st_size, runtime="llama.cpp", calibration=given, measurement=None
+                    model,
+                    out,
+                    file.stat().st_size,
+                    runtime="llama.cpp",
+                    calibration=given,
+                    measurement=Measurement(samples=0),
                 )
                 add(out / "model.gguf", time.perf_counter() - began, mixture=mixture, by="niwaki")
                 shutil.rmtree(out)
