@@ -595,6 +595,7 @@ void expand_scaled([[maybe_unused]] int path, const Matrix& m, std::int64_t row,
 }
 
 }  // namespace
+
 void multiply(int path, Operand& operand, const Matrix& matrix, std::int64_t batch, float* y, int threads) {
     const Product p = operand.with(matrix, y);
     const std::int64_t rows = matrix.rows;

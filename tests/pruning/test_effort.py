@@ -372,9 +372,9 @@ def test_more_epochs_where_zeros_cannot_be_shared_out(
 
 def test_the_name_is_that_of_what_was_asked_for(tmp_path: Path, model: Path) -> None:
     """Also where less of an effort applies, so that another one would be nearer."""
-    calibration = niwaki.Calibration(TOKENS)
-    grid = niwaki.quantize(model, tmp_path / "grid", "int4", calibration=calibration, measurement=None)
-    less = niwaki.shrink(model, tmp_path / "less", blocks=1, calibration=calibration, measurement=None)
+    given: dict[str, Any] = {"calibration": TOKENS, "measurement": niwaki.Measurement(samples=0)}
+    grid = niwaki.quantize(model, tmp_path / "grid", "int4", **given)
+    less = niwaki.shrink(model, tmp_path / "less", blocks=1, **given)
     for record, synthetic in ((grid, 0.25), (less, 0.5)):
         assert record.effort is not None
         assert (record.effort["name"], record.effort["synthetic"]) == ("balanced", synthetic)

@@ -189,7 +189,8 @@ def test_few_tokens_to_count(tmp_path: Path, times: int, few: bool) -> None:
     """A text with little more tokens than the model has says little of which are rare, and a note says so."""
     model, text = save_with_tokenizer(tmp_path / "model", "bytes"), tmp_path / "some.txt"
     text.write_text(TEXT * times)
-    record = work(model, tmp_path / "out", calibration=Calibration(str(text), samples=1, length=16), measurement=None)
+    given = {"calibration": Calibration(str(text), samples=1, length=16), "measurement": Measurement(samples=0)}
+    record = work(model, tmp_path / "out", **given)
     assert any("little for a vocabulary of" in note and "as much text" in note for note in record.notes) == few
 
 

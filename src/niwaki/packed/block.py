@@ -72,7 +72,7 @@ class Prepared:
     native: _Block
     dtype: torch.dtype
     tensors: list[Tensor]  # that are there, and stay as long as this does
-    most: float = 1  # of the tokens of a prompt, up to which its products are faster than torch's
+    most: float  # of the tokens of a prompt, up to which its products are faster than torch's
 
     def accepts(self, x: Tensor, angles: Any) -> bool:
         """Whether states of tokens (1, count, width) and the angles of their positions are what the library reads."""
@@ -81,7 +81,7 @@ class Prepared:
         cosines, sines = angles
         size = cosines.shape[-1]
         return bool(
-            0 < x.shape[1] <= max(1, self.most)
+            0 < x.shape[1] <= self.most
             and cosines.shape == sines.shape == (1, x.shape[1], size)
             and size % 2 == 0
             and size <= self.native.size

@@ -100,17 +100,8 @@ def open_library(path: str) -> ctypes.CDLL:
     native.niwaki_blocks.argtypes = [pointer, size, pointer, pointer, pointer, size, pointer, pointer, int_]
     native.niwaki_dense.argtypes = [int_, pointer, size, size, pointer, pointer, int_]
     native.niwaki_mask.argtypes = [int_, pointer, int_, size, pointer, int_]
-    for name in (
-        "multiply",
-        "expand",
-        "block_begin",
-        "block_end",
-        "tokens_begin",
-        "tokens_end",
-        "blocks",
-        "dense",
-        "mask",
-    ):
+    of_blocks = ("block_begin", "block_end", "tokens_begin", "tokens_end", "blocks")
+    for name in ("multiply", "expand", *of_blocks, "dense", "mask"):
         getattr(native, f"niwaki_{name}").restype = None
     return native
 
