@@ -31,6 +31,7 @@ COMMANDS = {
     "generate": "generate size PROMPT --tokens 48",
     "bench": "bench size --record bench.json",
     "llama.cpp": "compress MODEL llama --size 0.4 --for llama.cpp CALIBRATED MEASURED",
+    "chat": "chat llama",
     "loss": "compress MODEL loss --loss 0.05 CALIBRATED MEASURED",
     "vocabulary": "shrink MODEL vocabulary --vocabulary used:0.9995 --calibration TEXT MEASURED",
     "parameters": "compress MODEL parameters --parameters 0.75 CALIBRATED MEASURED",
@@ -71,8 +72,14 @@ def commands(
         out = work / (words[2] if len(words) > 2 else "none")
         if words[0] in ("compress", "shrink", "prune", "heal", "pack"):
             shutil.rmtree(out, ignore_errors=True)
-        ran = _timed([sys.executable, "-m", "niwaki", *words], work)
-        made: dict[str, Any] = {}
+        whole = [sys.executable, "-m", "niwaki", *words]
+        if name == "chat":
+            file, place = next((work / "llama").glob("*.gguf"), None), os.environ.get("NIWAKI_LLAMA_CPP")
+            if not (file and place):
+                continue
+            script = common.node_script(Path(place), "llama_cpp_chat.mjs")
+            whole = ["timeout", "300", *script, str(file), QUESTION, "64"]
+        ran, made = _timed(whole, work), dict[str, Any]()
         if name == "bench" and (work / "bench.json").exists():
             speeds = SpeedRecord.load(work / "bench.json").speeds
             made["tokens_per_second"] = {speed.weights: speed.tokens_per_second for speed in speeds}
@@ -80,10 +87,6 @@ def commands(
             record_of_it = Record.load(out / "niwaki.json")
             made |= {"size": record_of_it.size, "loss": record_of_it.loss}
         sheet.add(model=model.name, name=name, command=command, **ran, **made)
-        file = next((work / "llama").glob("*.gguf"), None)
-        if name == "llama.cpp" and file and (place := os.environ.get("NIWAKI_LLAMA_CPP")):
-            chat = [*common.node_script(Path(place), "llama_cpp_chat.mjs"), str(file), QUESTION, "64"]
-            sheet.add(model=model.name, name="chat", **_timed(["timeout", "120", *chat], work))
     print("done")
 
 

@@ -39,6 +39,8 @@ Name = TypeVar("Name", bound=str)
 
 #: The text to measure on, where no other is asked for.
 HELD = ["demo-held"]
+#: For what a benchmark measures itself.
+NOTHING = Measurement(samples=0)
 
 # Options and arguments. What holds several values has commas between them, as in niwaki compare.
 Model = Annotated[Path, Argument(help="A model directory, or demo.")]

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
-from common import Corpus, Length, Model, Samples, TextSamples, Work
+from common import NOTHING, Corpus, Length, Model, Samples, TextSamples, Work
 from corpus import ALL_MEASURED, MEASURED, Texts
 from typer import Option
 
@@ -197,7 +197,7 @@ class _Bench:
         """Makes the model that ``stages`` make, and puts it on the sheet."""
         with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
             out = Path(scratch) / "out"
-            done = niwaki.run(self.dense.checkpoint.path, out, stages, calibration=self.books, measurement=None)
+            done = niwaki.run(self.dense.checkpoint.path, out, stages, calibration=self.books, measurement=NOTHING)
             size = weights_size(out)
             seconds = done.seconds.get("total", 0.0)
             words = [f"{stage.name} {stage}".strip() for stage in stages]
@@ -278,7 +278,7 @@ def speeds(
             foreseen |= {1.0: plan.speed.dense, size: plan.speed.of(plan.way.size)} if plan.speed else {}
             print(plan, flush=True)
             places[size] = Path(scratch) / str(size)
-            niwaki.compress(model, places[size], size, calibration=demo, measurement=None)
+            niwaki.compress(model, places[size], size, calibration=demo, measurement=NOTHING)
         for _ in range(rounds):
             for size, place in places.items():
                 measured = niwaki.bench(place, prompt_tokens=prompt, tokens=tokens)
@@ -305,7 +305,7 @@ def ties(
     """What bits of matrices are foreseen to cost that servers compute as one, over what each costs with its own."""
     stream = StreamedModel(Checkpoint(model), "cpu", "float32")
     books = Calibration(Texts(model, corpus, work, samples, length).to_calibrate("books")[0], samples, length)
-    windows = read.Texts.read(stream, books, niwaki.Measurement(samples=0)).windows
+    windows = read.Texts.read(stream, books, NOTHING).windows
     costs = costs_of_bits(stream, Grid(8, 64, 4.5), windows.tokens, "auto", World(), Progress())
     for mean in map(float, means.split(",")):
         own = foreseen_nats(costs, choose_bits(costs, mean))

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
-from common import Corpus, Model, Sheet, Work, names
+from common import NOTHING, Corpus, Model, Sheet, Work, names
 from corpus import Texts
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -26,7 +26,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from typer import Option
 
 import niwaki
-from niwaki import Calibration, Measurement
+from niwaki import Calibration
 
 #: Learning rates, of all weights and of adapters.
 FULL, LORA = 5e-5, 1e-3
@@ -69,7 +69,7 @@ def finetune(
         pruned = work / f"pruned-{pattern}".replace(" ", "")
         if not pruned.exists():
             books = Calibration(texts.to_calibrate("books"), samples=samples, length=512)
-            niwaki.prune(model, pruned, pattern, effort="fast", calibration=books, measurement=Measurement(samples=0))
+            niwaki.prune(model, pruned, pattern, effort="fast", calibration=books, measurement=NOTHING)
         if not sheet.has(pattern=pattern, way=""):
             add(pruned, zeros_of(AutoModelForCausalLM.from_pretrained(pruned)), pattern=pattern, way="", seconds=0.0)
         for way in names(ways):
@@ -98,9 +98,7 @@ def finetune(
                 shutil.rmtree(again, ignore_errors=True)
                 own = Calibration(task, samples=samples, length=512)
                 began = time.monotonic()
-                niwaki.prune(
-                    out, again, solver="exact", mask_from=pruned, calibration=own, measurement=Measurement(samples=0)
-                )
+                niwaki.prune(out, again, solver="exact", mask_from=pruned, calibration=own, measurement=NOTHING)
                 merged["seconds"] = time.monotonic() - began
                 add(again, zeros_of(AutoModelForCausalLM.from_pretrained(again)), way="lora, given back", **merged)
         for lora in (False, True):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args
 
 import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
-from common import Cell, Corpus, Length, Model, Samples, TextSamples, Work, fractions, names
+from common import NOTHING, Cell, Corpus, Length, Model, Samples, TextSamples, Work, fractions, names
 from corpus import ALL_MEASURED, CHARACTERS, MEASURED, Texts
 from rich.console import Console
 from torch import Tensor
@@ -113,11 +113,11 @@ def _key(result: Cell) -> tuple[bool, str, str, str, str, str]:
 def _prune(model: Path, out: Path, pattern: str, effort: str, calibration: Calibration) -> None:
     match re.fullmatch(r"(\d+) (blocks|% neurons)", pattern):
         case None:
-            niwaki.prune(model, out, pattern, effort=effort, calibration=calibration, measurement=None)
+            niwaki.prune(model, out, pattern, effort=effort, calibration=calibration, measurement=NOTHING)
         case found if found[2] == "blocks":
-            niwaki.shrink(model, out, blocks=int(found[1]), calibration=calibration, measurement=None)
+            niwaki.shrink(model, out, blocks=int(found[1]), calibration=calibration, measurement=NOTHING)
         case found:
-            niwaki.shrink(model, out, neurons=int(found[1]) / 100, calibration=calibration, measurement=None)
+            niwaki.shrink(model, out, neurons=int(found[1]) / 100, calibration=calibration, measurement=NOTHING)
 
 
 def texts(
@@ -148,7 +148,7 @@ def texts(
     pruned = work / f"{effort}-60"
     if not (pruned / "niwaki.json").exists():
         books = Calibration(made.to_calibrate("books"), samples=SAMPLES, length=length)
-        niwaki.prune(model, pruned, 0.6, effort=effort, calibration=books, measurement=None)
+        niwaki.prune(model, pruned, 0.6, effort=effort, calibration=books, measurement=NOTHING)
     print(f"| | trained on | own text | {' | '.join(PLAIN)} | seconds |", flush=True)
     _show(dense, pruned, held, "as it came", "", "", "")
     for method, kinds, share in itertools.product(common.chosen(methods, METHODS), names(texts), fractions(shares)):
@@ -164,7 +164,7 @@ def texts(
                 rate=None if method == "blocks" else rate,
                 own_text=share,
                 calibration=Calibration(text, length=length),
-                measurement=None,
+                measurement=NOTHING,
                 compute=Compute(dtype="float32"),
             )
         seconds = Record.load(healed / "niwaki.json").seconds["total"]

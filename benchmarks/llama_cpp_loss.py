@@ -20,7 +20,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -28,14 +28,14 @@ import common
 import gguf
 import numpy as np
 import torch
-from common import Held, Length, Model, Samples, TextSamples
+from common import NOTHING, Held, Length, Model, Samples, TextSamples
 from llama_library import LlamaCpp
 from rich.console import Console
 from torch import Tensor
 from typer import Argument, Option
 
 import niwaki
-from niwaki import Calibration, Measurement
+from niwaki import Calibration
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import ExportFormat
 from niwaki.models.locate import locate_model
@@ -81,7 +81,8 @@ def formats(
     with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
         place = Path(scratch)
         niwaki.export(model, place / "dense.gguf", "gguf-f16")
-        llama, dense = LlamaCpp(peer), place / "dense.gguf"
+        llama = LlamaCpp(peer)
+        predicted = kept(llama.logits(place / "dense.gguf", windows), place / "predicted")
         for form, effort in asked:
             if sheet.has(format=form, effort=effort):
                 continue
@@ -95,11 +96,11 @@ def formats(
                     GRIDS[form],
                     effort=effort,
                     calibration=books,
-                    measurement=Measurement(samples=0),
+                    measurement=NOTHING,
                     restart=True,
                 )
             niwaki.export(source, file, form)
-            cell = compared(llama, dense, file, windows, texts)
+            cell = compared(predicted, llama.logits(file, windows), windows, texts)
             file.unlink()
             if effort != "none":
                 shutil.rmtree(source)
@@ -138,9 +139,10 @@ def beside(
         llama, dense = LlamaCpp(peer), place / "dense.gguf"
         niwaki.export(model, dense, "gguf-f16")
         exported = time.perf_counter() - began
+        predicted = kept(llama.logits(dense, windows), place / "predicted")
 
         def add(file: Path, seconds: float, **cell: str) -> None:
-            found = compared(llama, dense, file, windows, texts)
+            found = compared(predicted, llama.logits(file, windows), windows, texts)
             shown = ", ".join(f"{name} {np.mean(each['divergence']):.5f}" for name, each in found.items())
             print(f"{cell} {file.stat().st_size:,} bytes, {seconds:.0f} s: KL {shown}", flush=True)
             sheet.add(model=model.name, **cell, bytes=file.stat().st_size, seconds=seconds, texts=found)
@@ -162,7 +164,7 @@ def beside(
                     file.stat().st_size,
                     runtime="llama.cpp",
                     calibration=given,
-                    measurement=Measurement(samples=0),
+                    measurement=NOTHING,
                 )
                 add(out / "model.gguf", time.perf_counter() - began, mixture=mixture, by="niwaki")
                 shutil.rmtree(out)
@@ -188,8 +190,9 @@ def quantized(
         niwaki.export(model, dense, "gguf-f16")
         niwaki.export(model, ours, "gguf")
         llama.quantize(dense, theirs, mixture, {})
+        predicted = kept(llama.logits(dense, windows), Path(scratch) / "predicted")
         for by, file in {"niwaki": ours, "llama-quantize": theirs}.items():
-            found = compared(llama, dense, file, windows, texts)
+            found = compared(predicted, llama.logits(file, windows), windows, texts)
             print(
                 by, f"{file.stat().st_size:,} bytes", *(f"{np.mean(each['divergence']):.5f}" for each in found.values())
             )
@@ -203,15 +206,26 @@ def _mean_squares(file: Path) -> dict[str, Tensor]:
     return {name: (value / values[f"{name}.counts"]).flatten() for name, value in sums.items()}
 
 
+def kept(logits: Iterable[Tensor], place: Path) -> list[Tensor]:
+    """The ``logits`` of each window, which stay in files of the new folder ``place`` and not in memory."""
+    place.mkdir()
+    files = list[Path]()
+    for each in logits:
+        files.append(place / f"{len(files)}.npy")
+        np.save(files[-1], each.numpy())
+    return [torch.from_numpy(np.load(file, mmap_mode="c")) for file in files]
+
+
 def compared(
-    llama: LlamaCpp, dense: Path, other: Path, windows: Tensor, texts: Collection[str]
+    predicted: Iterable[Tensor], logits: Iterable[Tensor], windows: Tensor, texts: Collection[str]
 ) -> dict[str, dict[str, list[float]]]:
     """By text, of which each has as many of the ``windows``, for each of them in nats a token.
 
-    That is the KL divergence of the file ``other`` from ``dense``, and the loss that is added to that of it.
+    That is the KL divergence of the ``logits`` from those ``predicted`` by the dense model, and the loss that is added
+    to that of it.
     """
     divergences, losses = list[float](), list[float]()
-    for before, after, tokens in zip(llama.logits(dense, windows), llama.logits(other, windows), windows, strict=True):
+    for before, after, tokens in zip(predicted, logits, windows, strict=True):
         p, q = before.log_softmax(dim=-1), after.log_softmax(dim=-1)
         following = tokens[1:].unsqueeze(1)
         losses.append(float((p[:-1].gather(1, following) - q[:-1].gather(1, following)).double().mean()))

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
-from common import Cell, Held, Length, Record, Rounds, Samples, TextSamples, measured, names
+from common import NOTHING, Cell, Held, Length, Record, Rounds, Samples, TextSamples, measured, names
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -326,7 +326,7 @@ def structured(text: Held = common.HELD, record: Record = None) -> None:
                 if options is None or sheet.has(method=method, size=float(size)):
                     continue
                 run = niwaki.prune if method == "zeros anywhere" else niwaki.shrink
-                made = run(model, out, calibration=CALIBRATION, measurement=None, **options)
+                made = run(model, out, calibration=CALIBRATION, measurement=NOTHING, **options)
                 removed = made.structure.removed if made.structure else made.sparsity
                 add(method, size, out, removed, made.seconds["total"])
 

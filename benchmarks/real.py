@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
-from common import Cell, Corpus, Length, Model, Patterns, Record, Samples, TextSamples, Work, measured, names
+from common import NOTHING, Cell, Corpus, Length, Model, Patterns, Record, Samples, TextSamples, Work, measured, names
 from corpus import ALL_CALIBRATIONS, ALL_MEASURED, CALIBRATIONS, HELD_PROMPTS, MEASURED, Texts
 from protocol import Lines
 from rich.console import Console
@@ -183,7 +183,13 @@ def sizes(
             with tempfile.TemporaryDirectory(prefix="niwaki-") as place:
                 out = Path(place) / "out"
                 made = niwaki.prune(
-                    model, out, sparsity, effort="balanced", quantize=grid or None, calibration=books, measurement=None
+                    model,
+                    out,
+                    sparsity,
+                    effort="balanced",
+                    quantize=grid or None,
+                    calibration=books,
+                    measurement=NOTHING,
                 )
                 add(out, sparsity, grid, _bits_of(out, sparsity, grid, Path(place)), made.seconds["total"])
 
@@ -220,10 +226,10 @@ def smaller(
         with tempfile.TemporaryDirectory(prefix="niwaki-", dir=work) as scratch:
             out = Path(scratch) / "out"
             if way == "compress":
-                done = niwaki.compress(dense, out, *stages, calibration=books, measurement=None)
+                done = niwaki.compress(dense, out, *stages, calibration=books, measurement=NOTHING)
             else:
                 packs = [] if way == "fewer parameters" and target == "16 bits" else ["pack"]
-                done = niwaki.run(dense, out, [*stages, *packs], calibration=books, measurement=None)
+                done = niwaki.run(dense, out, [*stages, *packs], calibration=books, measurement=NOTHING)
             seconds = done.seconds["total"]
             add(out, way=way, model=dense.name, target=target, stages=stages, size=_weights_of(out), seconds=seconds)
 
@@ -358,7 +364,7 @@ def experts(
         text = Calibration(str(corpus / EXPERT_CALIBRATIONS[name]), samples=samples, length=length)
         with tempfile.TemporaryDirectory() as scratch, patch.object(shrinking, "fit_sum", fits[method]):
             out = Path(scratch) / "out"
-            made = niwaki.shrink(model, out, experts=fraction, calibration=text, measurement=None)
+            made = niwaki.shrink(model, out, experts=fraction, calibration=text, measurement=NOTHING)
             assert made.structure is not None
             errors = [each.error for each in made.matrices]
             add(out, **case, removed=made.structure.removed, seconds=made.seconds["total"], errors=errors)
@@ -394,7 +400,13 @@ def removals(
         with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
             out = Path(scratch) / "out"
             done = niwaki.shrink(
-                model, out, **options, effort=effort, calibration=books, measurement=None, compute=Compute(dtype=dtype)
+                model,
+                out,
+                **options,
+                effort=effort,
+                calibration=books,
+                measurement=NOTHING,
+                compute=Compute(dtype=dtype),
             )
             structure = done.structure
             assert structure
@@ -468,7 +480,7 @@ def _on_grids(
             continue
         with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
             out = Path(scratch) / "out"
-            done = niwaki.run(model, out, [stage], calibration=books, measurement=None)
+            done = niwaki.run(model, out, [stage], calibration=books, measurement=NOTHING)
             add(out, grid=grid, effort=effort, seconds=done.seconds["total"])
 
 
@@ -530,7 +542,7 @@ def own_answers(
                     for file in ([OWN_ANSWERS] if each == OWN_ANSWERS else texts.to_calibrate(each))
                 ]
                 calibration = Calibration(sources, samples=samples, length=length)
-                niwaki.prune(model, directory, pattern, effort=effort, calibration=calibration, measurement=None)
+                niwaki.prune(model, directory, pattern, effort=effort, calibration=calibration, measurement=NOTHING)
             results.append(result(directory.name, directory, effort=effort, calibration=name, pattern=pattern))
     if record:
         order = ["", *EFFORTS]
