@@ -743,3 +743,19 @@ def test_the_command(model: Path, niwaki_: Command, tmp_path: Path, monkeypatch:
     assert "tokens/s now" in planned.out
     assert "this size is only foreseen" in planned.out
     assert not (tmp_path / "out2").exists()
+
+
+@pytest.mark.parametrize("runtime", ["llama.cpp", "vllm"])
+def test_the_size_of_a_quantized_model_is_that_of_its_files(model: Path, tmp_path: Path, runtime: Any) -> None:
+    niwaki.compress(model, tmp_path / "small", 0.6, runtime=runtime, **{**GIVEN, "measurement": Measurement(samples=0)})
+    source = tmp_path / "small" / "model.gguf" if runtime == "llama.cpp" else tmp_path / "small"
+    if runtime == "vllm":  # as others make them
+        config = json.loads((source / "config.json").read_text())
+        del config["pruning_config"]
+        (source / "config.json").write_text(json.dumps(config))
+    size = weights(tmp_path / "small")
+    plan = plan_compression(source, 0.7, **LOOKED)
+    assert plan.before == pytest.approx(size, rel=0.02)  # but for what is beside the tensors
+    assert plan.way.size <= 0.7 * size
+    with pytest.raises(UsageError, match="which is not more than the"):
+        plan_compression(source, int(1.1 * size), **LOOKED)

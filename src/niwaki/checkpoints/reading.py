@@ -293,6 +293,13 @@ class Checkpoint:
         with input_errors(self.path):
             return sum((self.path / shard).stat().st_size for shard in self.shards)
 
+    @property
+    def size_in_files(self) -> int:
+        """Bytes of what its weights are stored as: codes and their scales, or the GGUF file that it was made from."""
+        if (self.path / ORIGIN).is_file():
+            return int(read_json(self.path / ORIGIN)["size"])
+        return sum(entry.size for entry in self.stored.entries.values())
+
     def dtype(self, key: str) -> torch.dtype:
         """The dtype that the tensor under ``key`` is stored in; CheckpointError where torch has none like it."""
         entry = self.entries[key]

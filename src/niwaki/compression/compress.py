@@ -92,8 +92,8 @@ class Asked:
 
     @property
     def before(self) -> int:
-        """Bytes of the weights now."""
-        return sum(entry.size for entry in self.checkpoint.entries.values())
+        """Bytes of the weights now, in the files as they are."""
+        return self.checkpoint.size_in_files
 
     @property
     def ways(self) -> Ways:
@@ -119,7 +119,7 @@ class Compression:
     Attributes:
         model: The model's name.
         runtime: The program that will run the result.
-        before: Bytes of the weights now.
+        before: Bytes of the weights now; of a quantized model, those of its own files.
         asked: Bytes that the result may have; for 2:4, which has no sizes, those of the weights now; for a loss or a
             speed, those that are foreseen to reach it.
         way: What will be done.
@@ -299,7 +299,7 @@ def searched(
         why = "how fast smaller dense models are is not foreseen"
         if asked.program == "niwaki":
             timed, why = _timed(checkpoint, compute, progress)
-        bound = SpeedBound(limit, asked.before, checkpoint.path, compute, timed, why)
+        bound = SpeedBound(limit, checkpoint.size, checkpoint.path, compute, timed, why)
     return _with_foresight(ways, asked, calibration, compute, progress), bound
 
 

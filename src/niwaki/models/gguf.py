@@ -479,7 +479,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16}
 #: The tensors of stretched positions begin with it.
 _ROPE = "rope_"
 #: Part of the name of what is made: other versions of this module may make something else of a file.
-_MAKER = 4
+_MAKER = 5
 #: Bytes of a file's name in that of its directory.
 _NAME = 100
 
@@ -511,7 +511,7 @@ def as_directory(file: Path, tokenizer: bool = True) -> Path:
         directory.mkdir()
         _convert(gguf, file, header, directory, not made.is_dir(), tokenizer)
         if tokenizer:
-            replace_file(directory / ORIGIN, json.dumps({"file": file.name, "sha256": sha256}) + "\n")
+            replace_file(directory / ORIGIN, json.dumps({"file": file.name, "sha256": sha256, "size": status.st_size}) + "\n")
         try:
             directory.rename(made)
         except OSError:
