@@ -150,7 +150,7 @@ class Teacher:
             kept = [part.flatten(0, 1)[at].to(states.device) for part in lessons.parts]
             kept = [part.float() if part.is_floating_point() else part for part in kept]
             made = self._head(model, states.dtype)
-            losses: Tensor = _Divergence.apply(states[counted], made, *kept)  # type: ignore[no-untyped-call]
+            losses: Tensor = _KnownGradient.apply(states[counted], made, *kept)  # type: ignore[no-untyped-call]
             return losses.sum() / (num_items_in_batch if num_items_in_batch is not None else max(1, len(losses)))
 
         return loss
@@ -185,7 +185,7 @@ class Teacher:
             file.write_text(json.dumps(asked))
 
 
-class _Divergence(torch.autograd.Function):
+class _KnownGradient(torch.autograd.Function):
     """KL(dense | model) of each token, by the model's states before the head."""
 
     @staticmethod
