@@ -331,7 +331,7 @@ class StreamedModel:
         if kind not in FAMILIES and kind not in ENCODER_DECODERS:
             names = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", m.name) for m in self.matrices()))
             yield (
-                f"{kind!r} is not among the model families that niwaki is tested with; by its structure it has "
+                f"niwaki has no list of what to prune in a model of the type {kind!r}: by its structure it has "
                 f"{len(self.blocks)} blocks with {names}"
             )
         if not (self.has_head or self.has_scores or self.sees_ahead):

@@ -186,8 +186,7 @@ class Pruning(Task):
         if has_images(run.calibration) and not self.request.rounds_to_nearest:
             reasons.append("calibrated on images: what needs text is left out")
         self.effort = given.settled(shares, predicts=not reasons, writes=self.model.pairs is None)
-        if reasons and self.effort != given.settled(shares):
-            reasons[0] += f", and the effort is {described(describe_effort(self.effort))}"
+        is_less = reasons and self.effort != given.settled(shares)
         plan = self.effort.plan
         if self.request.only_rounds:  # there are no zeros to share out, and no weights to choose
             plan = Planning(together=plan.together)
@@ -196,6 +195,8 @@ class Pruning(Task):
         if not self.request.only_fits or bits > _MOST_TOGETHER:  # it was not shown to gain where there are zeros
             plan = dataclasses.replace(plan, together=0)
         self.effort = dataclasses.replace(self.effort, plan=plan)
+        if is_less:
+            reasons[0] += f", and the effort is {described(describe_effort(self.effort, given))}"
         if run.compute.tf32 == "always" and not has_tf32(self.model.device):
             reasons.append(f"--tf32 always has no effect: {self.model.device} has no TF32, products are in float32")
         self.notes = tuple(reasons)
