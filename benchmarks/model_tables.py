@@ -120,7 +120,8 @@ def commands(made: Any) -> Lines:
         "",
         f"Calibrated on {made['samples']} x {made['length']} tokens of books, Wikipedia and Python (1 MB), measured on "
         "as many of other such texts; nats lost a token: 0.01 is a perplexity 1 % higher. Two threads of "
-        f"{made['machine']} (Zen 5). `python benchmarks/commands.py` measures it again.",
+        f"{made['machine']} (AVX-512 with bfloat16), at times beside other work. `python benchmarks/commands.py` "
+        "measures it again.",
     ]
 
 

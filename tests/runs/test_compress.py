@@ -753,9 +753,12 @@ def test_the_size_of_a_quantized_model_is_that_of_its_files(model: Path, tmp_pat
         config = json.loads((source / "config.json").read_text())
         del config["pruning_config"]
         (source / "config.json").write_text(json.dumps(config))
+        (source / "README.dense.md").unlink()
     size = weights(tmp_path / "small")
     plan = plan_compression(source, 0.7, **LOOKED)
     assert plan.before == pytest.approx(size, rel=0.02)  # but for what is beside the tensors
     assert plan.way.size <= 0.7 * size
+    record = niwaki.compress(source, tmp_path / "smaller", 0.7, **{**GIVEN, "measurement": Measurement(samples=0)})
+    assert record.size == {"before": plan.before, "after": weights(tmp_path / "smaller")}
     with pytest.raises(UsageError, match="which is not more than the"):
         plan_compression(source, int(1.1 * size), **LOOKED)

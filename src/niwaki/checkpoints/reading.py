@@ -295,10 +295,10 @@ class Checkpoint:
 
     @property
     def size_in_files(self) -> int:
-        """Bytes of what its weights are stored as: codes and their scales, or the GGUF file that it was made from."""
+        """Bytes of its weight files as they are, or of the GGUF file that it was made from."""
         if (self.path / ORIGIN).is_file():
             return int(read_json(self.path / ORIGIN)["size"])
-        return sum(entry.size for entry in self.stored.entries.values())
+        return self.stored.size
 
     def dtype(self, key: str) -> torch.dtype:
         """The dtype that the tensor under ``key`` is stored in; CheckpointError where torch has none like it."""

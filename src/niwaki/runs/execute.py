@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError, named
-from niwaki.files import input_errors, output_errors, replace_file, weights_size
+from niwaki.files import output_errors, replace_file, weights_size
 from niwaki.models.device import find_device, peak_memory
 from niwaki.records.perplexity import Agreement
 from niwaki.records.record import MOST_STAGES, Record, StageRecord
@@ -210,8 +210,7 @@ def _finish(run: Run, record: Record) -> None:
     if earlier:
         run.clock.add(earlier.seconds)
     record.seconds = {**run.clock.seconds, "total": run.clock.total()}
-    with input_errors(run.source):
-        record.size = {"before": weights_size(run.source), "after": weights_size(place.directory)}
+    record.size = {"before": Checkpoint(run.source).size_in_files, "after": weights_size(place.directory)}
     if {"before", "after"} <= record.perplexity.keys():
         record.loss = record.perplexity["after"].lost_from(record.perplexity["before"]).nats
     if stage.is_format and (there := place.directory / "niwaki.json").exists():  # written by the stage before
