@@ -121,6 +121,7 @@ def beside(
     calibration: common.Calibration = "demo",
     text: Held = common.HELD,
     mixtures: Annotated[str, Option(help="Of llama-quantize.")] = "Q4_K_M,IQ4_XS,Q3_K_M,Q2_K",
+    quick: Annotated[bool, Option("--quick", help="As of niwaki compress.")] = False,
     samples: Samples = 64,
     text_samples: TextSamples = 8,
     length: Length = 256,
@@ -147,9 +148,10 @@ def beside(
             print(f"{cell} {file.stat().st_size:,} bytes, {seconds:.0f} s: KL {shown}", flush=True)
             sheet.add(model=model.name, **cell, bytes=file.stat().st_size, seconds=seconds, texts=found)
 
+        by = "niwaki --quick" if quick else "niwaki"
         for mixture in common.names(mixtures):
             file = place / "theirs.gguf"
-            if not sheet.has(model=model.name, mixture=mixture, by="niwaki"):
+            if not sheet.has(model=model.name, mixture=mixture, by=by):
                 began = time.perf_counter()
                 niwaki.importance_matrix(model, place / "imatrix.gguf", given)
                 llama.quantize(dense, file, mixture, _mean_squares(place / "imatrix.gguf"))
@@ -163,10 +165,11 @@ def beside(
                     out,
                     file.stat().st_size,
                     runtime="llama.cpp",
+                    quick=quick,
                     calibration=given,
                     measurement=NOTHING,
                 )
-                add(out / "model.gguf", time.perf_counter() - began, mixture=mixture, by="niwaki")
+                add(out / "model.gguf", time.perf_counter() - began, mixture=mixture, by=by)
                 shutil.rmtree(out)
 
 

@@ -29,7 +29,7 @@ from niwaki.evaluation.bench import measure
 from niwaki.files import locked
 from niwaki.layer.grid import Grid
 from niwaki.layer.rounding import to_nearest
-from niwaki.pruning.mixed_bits import cost_of_bits, examined
+from niwaki.pruning.mixed_bits import COARSE, Look, cost_of_bits, examined
 from niwaki.records.progress import Progress
 from niwaki.runs.workplace import Workplace
 from niwaki.stages import make_stage
@@ -762,3 +762,25 @@ def test_the_size_of_a_quantized_model_is_that_of_its_files(model: Path, tmp_pat
     assert record.size == {"before": plan.before, "after": weights(tmp_path / "smaller")}
     with pytest.raises(UsageError, match="which is not more than the"):
         plan_compression(source, int(1.1 * size), **LOOKED)
+
+
+def test_quick(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short look, which the stages go by too, and less work in them."""
+    looks = []
+
+    def looked(*given: Any, **more: Any) -> Any:
+        looks.append(next(each for each in given if isinstance(each, Look)))
+        return examined(*given, **more)
+
+    monkeypatch.setattr("niwaki.compression.foresight.examined", looked)
+    monkeypatch.setattr("niwaki.pruning.mixed_bits.examined", looked)
+    plan = plan_compression(model, 0.3, quick=True, **LOOKED)
+    assert stages(plan)[0].endswith("effort fast")
+    assert not any("healing" in stage for stage in stages(plan))
+    record = niwaki.compress(model, tmp_path / "out", 0.3, quick=True, **GIVEN)
+    assert looks == [COARSE]
+    assert record.effort["name"] == "fast"
+    assert record.size["after"] <= 0.3 * record.size["before"]
+    for other, stage in ({"parameters": 0.9}, "shrink"), ({"runtime": "2:4"}, "prune"):
+        planned = plan_compression(model, None, quick=True, **other, **LOOKED)
+        assert next(each for each in stages(planned) if each.startswith(stage)).endswith("effort fast")

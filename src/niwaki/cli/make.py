@@ -257,6 +257,7 @@ def compress(
     runtime: Annotated[Runtime | None, "PROGRAM", "--for"] = None,
     max_time: Annotated[str | None, "TIME"] = None,
     training: bool = True,
+    quick: bool = False,
     plan: bool = False,
     closely: bool = False,
     work: WorkArguments = WorkArguments(),
@@ -282,6 +283,7 @@ def compress(
             transformers with --parameters]
         max_time: Heal the result until this much time has passed, such as 1h. Healing trains it to match the original
             model. With --loss or --speed the time is for each trial. [default: no healing]
+        quick: Take a fraction of the time and lose more: a short look at the model, the effort fast, no training.
         plan: Only show the plan and its alternatives. Losses are foreseen from a short look at the model.
         closely: With --plan, look as closely as the run itself does. The run that follows uses what is found. Tokens
             per second of packed models are measured too.
@@ -294,9 +296,9 @@ def compress(
     if also and loss is None:
         raise UsageError("--also is for --loss; measure the result on other texts with 'niwaki eval'")
     asked: dict[str, Any] = {"parameters": parameters, "loss": loss, "speed": speed, "also": also or ()}
-    asked |= {"runtime": runtime, "max_time": max_time, "training": training}
+    asked |= {"runtime": runtime, "max_time": max_time, "training": training, "quick": quick}
     if closely and not plan:
-        raise UsageError("--closely is for --plan; a run always looks closely")
+        raise UsageError("--closely is for --plan; a run always looks closely, unless it is --quick")
     if plan:
         with Display(f"looking at {model}") as display:
             from niwaki.compression.compress import plan_compression

@@ -60,8 +60,10 @@ class Asked:
     also: Sequence[str] = ()
     #: Whether what matrices lose by rounding is trained back, unless there is a ``max_time`` to heal in.
     training: bool = True
-    #: How closely the model is looked at.
-    look: Look = CLOSE
+    #: Whether little time is to be taken: the effort of stages is "fast", and nothing is trained.
+    quick: bool = False
+    #: Whether the model is only looked at coarsely.
+    coarse: bool = False
 
     def __post_init__(self) -> None:
         check_how_small(self.size, self.parameters, self.loss, self.speed, self.runtime)
@@ -74,6 +76,16 @@ class Asked:
         if self.runtime == "ollama":
             return "llama.cpp"
         return self.runtime or ("niwaki" if self.parameters is None else "transformers")
+
+    @property
+    def look(self) -> Look:
+        """How closely the model is looked at."""
+        return COARSE if self.coarse or self.quick else CLOSE
+
+    @property
+    def effort(self) -> str | None:
+        """That of stages; None for the usual one of each."""
+        return "fast" if self.quick else None
 
     @property
     def searches(self) -> bool:
@@ -103,12 +115,13 @@ class Asked:
         if self.program != "transformers" or self.searches:
             model.check_head()
         if self.program == "transformers":
-            return DenseWays.of(model, self.heal)
+            return DenseWays.of(model, self.heal, self.effort)
         return PackedWays(
             heal=self.heal,
+            effort=self.effort,
             parts=Composition.of(model, self.program),
             runtime=self.program,
-            trains=self.training and self.max_time is None,
+            trains=self.training and not self.quick and self.max_time is None,
         )
 
 
@@ -198,6 +211,7 @@ def plan_compression(
     runtime: Runtime | None = None,
     max_time: float | str | None = None,
     training: bool = True,
+    quick: bool = False,
     calibration: Calibration | Text = Calibration(),
     compute: Compute | str = Compute(),
     measure_speed: bool = False,
@@ -210,10 +224,9 @@ def plan_compression(
     foreseen to lose least. For "niwaki": matrices of 2 to 8 bits, with more bits where they matter most, and embeddings
     and head of 4 to 8. For "llama.cpp": types of 2.6 to 8.5 bits, with embeddings and head in one of them. For "vllm":
     2 to 8 bits, the same for matrices that it computes as one. For "transformers": a smaller dense model in the same
-    dtype. All of them may have fewer tokens, if their tokenizer
-    is of a known kind and the calibration text is long enough to choose them by: four tokens of it for each of the
-    model's. It does not look at the model if there is only one way: for "2:4", and for sizes of 8 bits a weight or
-    more.
+    dtype. All of them may have fewer tokens, if their tokenizer is of a known kind and the calibration text has at
+    least as many tokens as the model to choose them by. It does not look at the model if there is only one way: for
+    "2:4", and for sizes of 8 bits a weight or more.
 
     For a ``loss`` or a ``speed`` the plan is the size that is foreseen to reach it; :func:`compress` tries several and
     measures them. A loss is foreseen for text like the calibration text, and for texts of ``also`` as for other kinds.
@@ -226,8 +239,7 @@ def plan_compression(
     ``coarse`` it looks at an eighth of the text and rounds to the nearest instead of fitting, which takes about a
     twentieth of the time: losses are then of the right order, and :func:`compress` still looks closely.
     """
-    look = COARSE if coarse else CLOSE
-    asked = Asked(model, size, parameters, loss, speed, runtime, max_time, also, training, look)
+    asked = Asked(model, size, parameters, loss, speed, runtime, max_time, also, training, quick, coarse)
     where, progress = Compute.of(compute), progress or Progress()
     plan, _ = planned(asked, Calibration.of(calibration), where, progress, lambda *_: None)
     if not measure_speed or plan.runtime != "niwaki" or plan.speed:
@@ -246,7 +258,9 @@ def planned(
     runtime, before = asked.program, asked.before
     bound: LossBound | SpeedBound | None = None
     if runtime == "2:4":
-        way = Way("two zeros in every four weights, stored dense", before, (Prune("2:4"), *asked.heal))
+        way = Way(
+            "two zeros in every four weights, stored dense", before, (Prune("2:4", effort=asked.effort), *asked.heal)
+        )
         return Compression(str(asked.model), runtime, before, before, way), calibration
     if asked.searches:
         calibration = usual_calibration(calibration, progress)
@@ -273,7 +287,7 @@ def planned(
         all_tokens=ways.costs.unknown,
         speed=bound.throughput if isinstance(bound, SpeedBound) else None,
         searches=asked.searches,
-        coarse=asked.look == COARSE,
+        coarse=asked.coarse,
     )
     return plan, calibration
 
@@ -373,6 +387,7 @@ def compress(
     runtime: Runtime | None = None,
     max_time: float | str | None = None,
     training: bool = True,
+    quick: bool = False,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
     compute: Compute | str = Compute(),
@@ -407,6 +422,8 @@ def compress(
         training: Whether rounded matrices are trained towards the dense model's predictions, on as many tokens as they
             are calibrated on, where they are foreseen to lose 0.05 nats a token or more. That about doubles the time;
             where memory is not enough, it is left out with a note.
+        quick: Takes a fraction of the time: the model is looked at briefly, as by :func:`plan_compression` with
+            ``coarse``, stages have the effort "fast", and nothing is trained. The result loses more.
         calibration: As in :func:`niwaki.run`.
         measurement: As in :func:`niwaki.run`.
         compute: As in :func:`niwaki.run`.
@@ -422,7 +439,7 @@ def compress(
             (the message says how far one can go); or the model is no larger than that already.
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
-    wanted = Asked(model, size, parameters, loss, speed, runtime, max_time, also, training)
+    wanted = Asked(model, size, parameters, loss, speed, runtime, max_time, also, training, quick)
     world = current_session().world
     if world.first:
         check_output(wanted.checkpoint.path, out)

@@ -62,8 +62,6 @@ from niwaki.windows import Windows
 #: Shares of the tokens that could stay, and multiples that their numbers are.
 _STAY, _MULTIPLE = (0.75, 0.625, 0.5, 0.375, 0.25), 64
 FEWEST = _STAY[-1]
-#: How many tokens of a text have to be counted for each that the model has.
-_COUNTED = 4
 #: On about how many tokens of the text a model with the fewest of them is run.
 _RUN = 2048
 #: What a removed word costs, and at least: on SmolLM2 5 to 8 nats on text of four kinds. It counts as so many words of
@@ -151,8 +149,11 @@ class LookingAtTokens:
         held = windows.of(torch.linspace(0, len(windows.tokens) - 1, count).long())
         model.check_head()
         tokens, counts = ModelTokens(model), count_tokens(model, calibration, held.tokens)
-        if counts.tokens - held.tokens.numel() < (needed := _COUNTED * tokens.rows):
-            raise CalibrationError(f"choosing them takes {needed:,} tokens of text, and there are {counts.tokens:,}")
+        if counts.tokens - held.tokens.numel() < tokens.rows:
+            raise CalibrationError(
+                f"choosing them takes as many tokens of text as the model has, {tokens.rows:,}, and there are "
+                f"{counts.tokens:,}"
+            )
         looking = cls(model, tokens, held, counts.shares)
         if not looking._gone:
             raise UnsupportedModelError("hardly any token can be removed")
@@ -327,7 +328,7 @@ def foresee(
                 shares = zip(_NEURONS, *removed, strict=True) if removed else ()
                 found = Foresight(of_tokens, neurons=tuple((share, math.fsum(nats)) for share, *nats in shares))
             kept.keep("costs", found, whole=True)
-        if grid and look.fitted:
+        if grid:
             remembered_costs(model, grid, own, tf32, lambda: dict(found.bits))
     return found
 

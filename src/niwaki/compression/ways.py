@@ -176,9 +176,13 @@ class Composition:
 
 @dataclass(frozen=True, kw_only=True)
 class Ways(ABC):
-    """All ways for one program, with what is foreseen of the model if it was looked at; ``heal`` is done in each."""
+    """All ways for one program, with what is foreseen of the model if it was looked at; ``heal`` is done in each.
+
+    ``effort`` is that of stages; None for the usual one of each.
+    """
 
     heal: tuple[Stage, ...]
+    effort: str | None = None
     foresight: Foresight | None = None
 
     @property
@@ -253,7 +257,7 @@ class DenseWays(Ways):
     least: int
 
     @classmethod
-    def of(cls, model: StreamedModel, heal: tuple[Stage, ...]) -> "DenseWays":
+    def of(cls, model: StreamedModel, heal: tuple[Stage, ...], effort: str | None = None) -> "DenseWays":
         checkpoint = model.checkpoint
         least = count = numbers(checkpoint, checkpoint.entries)
         with contextlib.suppress(UnsupportedModelError):
@@ -261,6 +265,7 @@ class DenseWays(Ways):
         neurons = (mlp for i in range(len(model.blocks)) for mlp in mlps(model.matrices(i)))
         return cls(
             heal=heal,
+            effort=effort,
             count=count,
             before=sum(entry.size for entry in checkpoint.entries.values()),
             of_neurons=sum(matrix.size for down, ups in neurons for matrix in (down, *ups)),
@@ -304,7 +309,9 @@ class DenseWays(Ways):
         nats = None
         if self.foresight and self.of_neurons:
             nats = self.foresight.of_neurons((there - left) / self.of_neurons)
-        return Way.fitted(words, self._bytes(left), (Shrink(parameters=parameters), *self.heal), nats)
+        return Way.fitted(
+            words, self._bytes(left), (Shrink(parameters=parameters, effort=self.effort), *self.heal), nats
+        )
 
     def _with_fewer_tokens(self, left: float) -> Iterator[Way]:
         if not (costs := self.costs).sizes:
@@ -446,7 +453,7 @@ class PackedWays(Ways):
         lost = self.foresight.of_matrices(bits) if self.foresight else 0.0
         trains = self.trains and lost >= _WORTH
         on_grid = () if ends == _AS_STORED else (QuantizeEmbeddings(ends),)
-        stages = (Quantize(text, effort=_TRAINING if trains else None), *self.heal, *on_grid, last)
+        stages = (Quantize(text, effort=_TRAINING if trains else self.effort), *self.heal, *on_grid, last)
         nats = (_LEFT if trains else 1.0) * lost + self.foresight.ends.get(ends, 0.0) if self.foresight else None
         way = Way.fitted(words, self._bytes(bits, ends), stages, nats)
         return way if self.tokens is None else way.with_tokens(self.tokens, self.costs)

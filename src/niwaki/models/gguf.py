@@ -511,7 +511,9 @@ def as_directory(file: Path, tokenizer: bool = True) -> Path:
         directory.mkdir()
         _convert(gguf, file, header, directory, not made.is_dir(), tokenizer)
         if tokenizer:
-            replace_file(directory / ORIGIN, json.dumps({"file": file.name, "sha256": sha256, "size": status.st_size}) + "\n")
+            replace_file(
+                directory / ORIGIN, json.dumps({"file": file.name, "sha256": sha256, "size": status.st_size}) + "\n"
+            )
         try:
             directory.rename(made)
         except OSError:
