@@ -493,9 +493,12 @@ def llama_quantize(made: Any) -> Lines:
     """How far predictions are from those of F16, in files of llama-quantize and in niwaki's of the same bytes."""
     found = {(cell["model"], cell["mixture"], cell["by"]): cell for cell in made["cells"]}
     texts, rows = made["texts"], []
-    for model, mixture in dict.fromkeys((cell["model"], cell["mixture"]) for cell in made["cells"]):
-        theirs, ours = (found[model, mixture, by] for by in ("llama-quantize", "niwaki"))
-        row = [_MODELS.get(model, model), f"`{mixture}`", *(f"{cell['bytes'] / 2**20:.1f}" for cell in (theirs, ours))]
+    for (model, mixture, by), ours in found.items():
+        if by == "llama-quantize":
+            continue
+        theirs, how = found[model, mixture, "llama-quantize"], by.replace("niwaki", "compress")
+        sizes = (f"{cell['bytes'] / 2**20:.1f}" for cell in (theirs, ours))
+        row = [_MODELS.get(model, model), f"`{mixture}`", f"`{how}`", *sizes]
         means = []
         for text in texts:
             mine, other = (fmean(cell["texts"][text]["divergence"]) for cell in (ours, theirs))
@@ -503,7 +506,10 @@ def llama_quantize(made: Any) -> Lines:
             means.append(mine / other)
         rows.append([*row, f"{fmean(means):.2f}"])
     return [
-        *markdown(["model", "of llama-quantize", "MiB", "niwaki's, MiB", *texts, "niwaki's / llama-quantize's"], rows),
+        *markdown(
+            ["model", "of llama-quantize", "niwaki", "MiB", "niwaki's, MiB", *texts, "niwaki's / llama-quantize's"],
+            rows,
+        ),
         "",
         "KL divergence from the predictions of the `F16` file in llama.cpp, in nats a token: that of llama-quantize's "
         f"file, and that of niwaki's. Both from {made['samples']} x {made['length']} tokens of {made['calibration']}, "
