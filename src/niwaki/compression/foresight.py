@@ -187,7 +187,7 @@ class LookingAtTokens:
 
 
 #: Goes up when anything else is foreseen of the same model: what earlier ones kept is not read then.
-_VERSION = 9
+_VERSION = 10
 #: On about how many tokens predictions are compared.
 _COMPARED = 512
 #: Logarithms of both, probabilities, differences, and their products, which are in memory at once.
