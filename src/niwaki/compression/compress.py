@@ -224,9 +224,9 @@ def plan_compression(
     foreseen to lose least. For "niwaki": matrices of 2 to 8 bits, with more bits where they matter most, and embeddings
     and head of 4 to 8. For "llama.cpp": types of 2.6 to 8.5 bits, with embeddings and head in one of them. For "vllm":
     2 to 8 bits, the same for matrices that it computes as one. For "transformers": a smaller dense model in the same
-    dtype. All of them may have fewer tokens, if their tokenizer is of a known kind and the calibration text has at
-    least as many tokens as the model to choose them by. It does not look at the model if there is only one way: for
-    "2:4", and for sizes of 8 bits a weight or more.
+    dtype. All of them may have fewer tokens, if their tokenizer is of a known kind and the calibration text is long
+    enough to choose them by, half as many tokens as the model has. It does not look at the model if there is only one
+    way: for "2:4", and for sizes of 8 bits a weight or more.
 
     For a ``loss`` or a ``speed`` the plan is the size that is foreseen to reach it; :func:`compress` tries several and
     measures them. A loss is foreseen for text like the calibration text, and for texts of ``also`` as for other kinds.

@@ -149,11 +149,8 @@ class LookingAtTokens:
         held = windows.of(torch.linspace(0, len(windows.tokens) - 1, count).long())
         model.check_head()
         tokens, counts = ModelTokens(model), count_tokens(model, calibration, held.tokens)
-        if counts.tokens - held.tokens.numel() < tokens.rows:
-            raise CalibrationError(
-                f"choosing them takes as many tokens of text as the model has, {tokens.rows:,}, and there are "
-                f"{counts.tokens:,}"
-            )
+        if counts.tokens - held.tokens.numel() < (needed := tokens.rows // 2):
+            raise CalibrationError(f"choosing them takes {needed:,} tokens of text, and there are {counts.tokens:,}")
         looking = cls(model, tokens, held, counts.shares)
         if not looking._gone:
             raise UnsupportedModelError("hardly any token can be removed")
@@ -187,7 +184,7 @@ class LookingAtTokens:
 
 
 #: Goes up when anything else is foreseen of the same model: what earlier ones kept is not read then.
-_VERSION = 10
+_VERSION = 11
 #: On about how many tokens predictions are compared.
 _COMPARED = 512
 #: Logarithms of both, probabilities, differences, and their products, which are in memory at once.
