@@ -739,6 +739,8 @@ def test_the_command(model: Path, niwaki_: Command, tmp_path: Path, monkeypatch:
     assert "pack" in (tmp_path / "out" / "recipe.toml").read_text()
     wrong = niwaki_("compress", "demo", tmp_path / "out2", "--size", "tiny")
     assert wrong.code == 2
+    wrong = niwaki_("compress", "demo", tmp_path / "out2", "--size", "0.4", "--quick", "--plan", "--closely")
+    assert (wrong.code, "--closely is for --plan without --quick" in wrong.err) == (2, True)
     planned = niwaki_("compress", model, tmp_path / "out2", "--loss", "3", "--plan", "--closely", *texts[:-4])
     assert "tokens/s now" in planned.out
     assert "this size is only foreseen" in planned.out
@@ -777,6 +779,7 @@ def test_quick(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     plan = plan_compression(model, 0.3, quick=True, **LOOKED)
     assert stages(plan)[0].endswith("effort fast")
     assert not any("healing" in stage for stage in stages(plan))
+    assert "from a short look at the model\n" in f"{plan}\n"
     record = niwaki.compress(model, tmp_path / "out", 0.3, quick=True, **GIVEN)
     assert looks == [COARSE]
     assert record.effort["name"] == "fast"

@@ -180,7 +180,7 @@ def test_fewer_tokens_for_transformers(
 
 def _without_foresight(least: int) -> DenseWays:
     """Those of a model of 1000 parameters of which nothing could be found out."""
-    sizes = {"count": 1000, "before": 2000, "of_neurons": 500, "of_tokens": 200, "least": least}
+    sizes: dict[str, Any] = {"count": 1000, "before": 2000, "of_neurons": 500, "of_tokens": 200, "least": least}
     return DenseWays(**sizes, heal=(), foresight=Foresight(TokenCosts()))
 
 

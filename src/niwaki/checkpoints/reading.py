@@ -296,9 +296,8 @@ class Checkpoint:
     @property
     def size_in_files(self) -> int:
         """Bytes of its weight files as they are, or of the GGUF file that it was made from."""
-        if (self.path / ORIGIN).is_file():
-            return int(read_json(self.path / ORIGIN)["size"])
-        return self.stored.size
+        size = read_json(self.path / ORIGIN).get("size") if (self.path / ORIGIN).is_file() else None
+        return size if isinstance(size, int) else self.stored.size
 
     def dtype(self, key: str) -> torch.dtype:
         """The dtype that the tensor under ``key`` is stored in; CheckpointError where torch has none like it."""

@@ -297,8 +297,8 @@ def compress(
         raise UsageError("--also is for --loss; measure the result on other texts with 'niwaki eval'")
     asked: dict[str, Any] = {"parameters": parameters, "loss": loss, "speed": speed, "also": also or ()}
     asked |= {"runtime": runtime, "max_time": max_time, "training": training, "quick": quick}
-    if closely and not plan:
-        raise UsageError("--closely is for --plan; a run always looks closely, unless it is --quick")
+    if closely and (quick or not plan):
+        raise UsageError("--closely is for --plan without --quick; a run always looks closely, unless it is --quick")
     if plan:
         with Display(f"looking at {model}") as display:
             from niwaki.compression.compress import plan_compression

@@ -143,6 +143,7 @@ class Compression:
         not_timed: Why they were not, if that was asked for; "" otherwise.
         coarse: Whether the model was only looked at coarsely: losses are of the right order, and no more.
         searches: Whether a run tries several sizes, this one first, because a loss or a speed is asked for.
+        quick: Whether it is to take little time.
     """
 
     model: str
@@ -157,6 +158,7 @@ class Compression:
     not_timed: str = ""
     searches: bool = False
     coarse: bool = False
+    quick: bool = False
 
     def __str__(self) -> str:
         now = in_bytes(self.before) + (f" and {_rate(self.speed.dense)}" if self.speed else "")
@@ -171,7 +173,8 @@ class Compression:
         if self.not_timed:
             lines.append(f"tokens a second were not measured: {self.not_timed}")
         if self.coarse and self.way.nats is not None:
-            lines.append("losses are coarse, from a short look at the model; --closely looks as the run itself does")
+            more = "" if self.quick else "; --closely looks as the run itself does"
+            lines.append(f"losses are coarse, from a short look at the model{more}")
         if self.searches:
             lines.append("this size is only foreseen: without --plan, several are tried and measured")
         by_hand = [word for stage in self.way.stages for word in ("--stage", text_of(stage))]
@@ -287,7 +290,8 @@ def planned(
         all_tokens=ways.costs.unknown,
         speed=bound.throughput if isinstance(bound, SpeedBound) else None,
         searches=asked.searches,
-        coarse=asked.coarse,
+        coarse=asked.look == COARSE,
+        quick=asked.quick,
     )
     return plan, calibration
 
