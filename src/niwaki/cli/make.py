@@ -283,14 +283,15 @@ def compress(
             transformers with --parameters]
         max_time: Heal the result until this much time has passed, such as 1h. Healing trains it to match the original
             model. With --loss or --speed the time is for each trial. [default: no healing]
-        quick: Take a fraction of the time and lose more: a short look at the model, the effort fast, no training.
+        quick: Take a fraction of the time, and lose more. The model is looked at briefly, the effort is fast, and
+            nothing is trained.
         plan: Only show the plan and its alternatives. Losses are foreseen from a short look at the model.
-        closely: With --plan, look as closely as the run itself does. The run that follows uses what is found. Tokens
-            per second of packed models are measured too.
 
     More options:
         training: Train rounded matrices to match the original model, on as many tokens as they are calibrated on, where
             they are foreseen to lose 0.05 nats a token or more; that about doubles the time.
+        closely: With --plan, look as closely as the run itself does. The run that follows uses what is found. Tokens
+            per second of packed models are measured too.
     """
     check_how_small(size, parameters, loss, speed, runtime)
     if also and loss is None:
