@@ -284,7 +284,7 @@ def compress(
         max_time: Heal the result until this much time has passed, such as 1h. Healing trains it to match the original
             model. With --loss or --speed the time is for each trial. [default: no healing]
         quick: Take a fraction of the time, and lose more. The model is looked at briefly, the effort is fast, and
-            nothing is trained.
+            rounded matrices are not trained.
         plan: Only show the plan and its alternatives. Losses are foreseen from a short look at the model.
 
     More options:

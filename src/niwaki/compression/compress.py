@@ -60,7 +60,7 @@ class Asked:
     also: Sequence[str] = ()
     #: Whether what matrices lose by rounding is trained back, unless there is a ``max_time`` to heal in.
     training: bool = True
-    #: Whether little time is to be taken: the effort of stages is "fast", and nothing is trained.
+    #: Whether little time is to be taken: the effort of stages is "fast", and what is rounded is not trained.
     quick: bool = False
     #: Whether the model is only looked at coarsely.
     coarse: bool = False
@@ -427,7 +427,7 @@ def compress(
             are calibrated on, where they are foreseen to lose 0.05 nats a token or more. That about doubles the time;
             where memory is not enough, it is left out with a note.
         quick: Takes a fraction of the time: the model is looked at briefly, as by :func:`plan_compression` with
-            ``coarse``, stages have the effort "fast", and nothing is trained. The result loses more.
+            ``coarse``, stages have the effort "fast", and there is no ``training``. The result loses more.
         calibration: As in :func:`niwaki.run`.
         measurement: As in :func:`niwaki.run`.
         compute: As in :func:`niwaki.run`.
