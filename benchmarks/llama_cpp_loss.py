@@ -122,6 +122,7 @@ def beside(
     text: Held = common.HELD,
     mixtures: Annotated[str, Option(help="Of llama-quantize.")] = "Q4_K_M,IQ4_XS,Q3_K_M,Q2_K",
     quick: Annotated[bool, Option("--quick", help="As of niwaki compress.")] = False,
+    peer_only: Annotated[bool, Option("--peer-only", help="Only the files of llama-quantize.")] = False,
     samples: Samples = 64,
     text_samples: TextSamples = 8,
     length: Length = 256,
@@ -148,17 +149,21 @@ def beside(
             print(f"{cell} {file.stat().st_size:,} bytes, {seconds:.0f} s: KL {shown}", flush=True)
             sheet.add(model=model.name, **cell, bytes=file.stat().st_size, seconds=seconds, texts=found)
 
+        began = time.perf_counter()
+        niwaki.importance_matrix(model, place / "imatrix.gguf", given)
+        importance = _mean_squares(place / "imatrix.gguf")
+        prepared = exported + time.perf_counter() - began
         by = "niwaki --quick" if quick else "niwaki"
         for mixture in common.names(mixtures):
-            file = place / "theirs.gguf"
-            if not sheet.has(model=model.name, mixture=mixture, by=by):
+            theirs, made = (sheet.has(model=model.name, mixture=mixture, by=each) for each in ("llama-quantize", by))
+            if theirs and (made or peer_only):
+                continue
+            began, file, out = time.perf_counter(), place / "theirs.gguf", place / "out"
+            llama.quantize(dense, file, mixture, importance)
+            if not theirs:
+                add(file, prepared + time.perf_counter() - began, mixture=mixture, by="llama-quantize")
+            if not peer_only:
                 began = time.perf_counter()
-                niwaki.importance_matrix(model, place / "imatrix.gguf", given)
-                llama.quantize(dense, file, mixture, _mean_squares(place / "imatrix.gguf"))
-                (place / "imatrix.gguf").unlink()
-                if not sheet.has(model=model.name, mixture=mixture, by="llama-quantize"):
-                    add(file, exported + time.perf_counter() - began, mixture=mixture, by="llama-quantize")
-                began, out = time.perf_counter(), place / "out"
                 # The same bytes: what a file has beside its weights is foreseen with a margin.
                 niwaki.compress(
                     model,

@@ -9,7 +9,7 @@ TF32 = Literal["auto", "always", "never"]
 #: How ``export`` writes a model: without its zeros, as packed integers, or as a file for llama.cpp.
 ExportFormat = Literal["packed", "compressed-tensors", "w8a8", "fp8", "gguf", "gguf-f16", "gguf-q8_0", "gguf-q4_0"]
 #: What runs a compressed model; Ollama has the files of llama.cpp.
-Runtime = Literal["niwaki", "llama.cpp", "ollama", "vllm", "transformers", "2:4"]
+Runtime = Literal["niwaki", "llama.cpp", "ollama", "vllm", "transformers"]
 #: What healing trains: all weights that are left, factors of low rank, norms and biases, or one block after the other;
 #: "auto" is what memory is for.
 HealingMethod = Literal["auto", "full", "lora", "norms", "scales", "blocks"]

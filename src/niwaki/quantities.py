@@ -176,22 +176,16 @@ def check_how_small(
     """UsageError where these do not say how small a model is to be, or say what the program cannot have."""
     runtime = "llama.cpp" if runtime == "ollama" else runtime
     given = sum(each is not None for each in (size, parameters, loss, speed))
-    if runtime == "2:4":
-        if given:
-            raise UsageError(
-                "2:4 has one form, whose files are as large as before: give it no size, parameters, loss or speed"
-            )
-    elif not given:
+    if not given:
         raise UsageError(HOW_SMALL)
-    elif given > 1:
+    if given > 1:
         raise UsageError("give only one of these: a size, parameters, a loss or a speed")
-    elif runtime == "transformers" and size is not None:
+    if runtime == "transformers" and size is not None:
         raise UsageError("transformers takes parameters, such as 0.75, and no size: it reads no packed weights")
-    elif runtime not in (None, "transformers") and parameters is not None:
-        others = "a size or a loss" if runtime in ("llama.cpp", "vllm") else "a size, a loss or a speed"
-        raise UsageError(f"parameters are for transformers; {runtime} takes {others}")
-    elif runtime in ("llama.cpp", "vllm") and speed is not None:
-        raise UsageError(f"the speed of {runtime} is not measured here; give a size or a loss")
+    if runtime not in (None, "transformers") and parameters is not None:
+        raise UsageError(f"parameters are for transformers; give a size or a loss for {runtime}")
+    if runtime == "vllm" and speed is not None:
+        raise UsageError("the speed of vllm is not measured here; give a size or a loss")
 
 
 def parse_vocabulary(given: float | str) -> tuple[int | None, float | None, float | None]:

@@ -83,7 +83,6 @@ _REFUSED = {
     "compress demo out --size 40": "did you mean 0.4 (40 %) or 40MB?",
     "compress demo out --size 0.4 --loss 0.1": "give only one of these",
     "compress demo out --size 0.4 --for transformers": "transformers takes parameters",
-    "compress demo out --size 0.4 --for 2:4": "2:4 has one form",
     "compress demo out --loss none": "loss is a number above 0",
     "compress demo out --speed=-1": "speed is a number above 0",
     "compress demo full --size 0.5": "is not an empty directory",

@@ -52,7 +52,6 @@ REFUSED = {
     "compress model out --size 0.3 --calibration short.txt": "short.txt is too short",
     "compress model out --size 0.45 --for llama.cpp --calibration long.txt --text short.txt": "short.txt is too short",
     "compress model out --parameters 0.95 --calibration long.txt --text short.txt": "short.txt is too short",
-    "compress model out --for 2:4 --calibration long.txt --text short.txt": "short.txt is too short",
     "compress model out --loss 0.5 --calibration long.txt --also short.txt": "short.txt is too short",
     "compress model out --loss 0.5 --calibration long.txt --text short.txt": "short.txt is too short",
     "compress model out --speed 1.1 --calibration long.txt --text short.txt": "short.txt is too short",
@@ -153,4 +152,4 @@ def test_all_commands_and_stages_are_among_them() -> None:
     assert commands >= {"prune", "quantize", "shrink", "heal", "run", "compress", "compare", "eval", "export", "pack"}
     assert commands >= {"push", "generate", "report", "bench"}
     assert all(any(f"-s {name}" in line or f"'{name}" in line for line in REFUSED) for name in ("prune", "quantize"))
-    assert all(any(f"--for {name}" in line for line in REFUSED) for name in ("llama.cpp", "ollama", "2:4"))
+    assert all(any(f"--for {name}" in line for line in REFUSED) for name in ("llama.cpp", "ollama"))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
 
 import pytest
 
@@ -14,46 +12,10 @@ import niwaki
 from niwaki import Compute
 from niwaki.errors import CheckpointError
 from niwaki.evaluation import bench as measuring
+from support.llama_cpp import Llama
 from support.models import message, save_model_with_tokenizer
 
 pytest.importorskip("gguf")
-
-
-class Llama:
-    """Answers with the words of what it is asked, and writes down what it is given."""
-
-    seen: ClassVar[list[Any]] = []
-    metadata: ClassVar[dict[str, str]] = {}
-    fails = False
-
-    def __init__(self, path: str, **how: Any) -> None:
-        if self.fails:
-            raise ValueError(f"Failed to load model from file: {path}")
-        self.seen.append((Path(path).name, how))
-
-    def create_chat_completion(self, messages: list[dict[str, str]], **how: Any) -> Iterator[Any]:
-        self.seen.append(how)
-        ((_, content),) = [(each["role"], each["content"]) for each in messages]
-        yield {"choices": [{"delta": {"role": "assistant"}}]}
-        for word in content.split():
-            yield {"choices": [{"delta": {"content": word + "!"}}]}
-
-    def create_completion(self, prompt: str, **how: Any) -> Iterator[Any]:
-        self.seen.append(how)
-        yield from ({"choices": [{"text": text}]} for text in (" of", "", f" {len(prompt)}"))
-
-    def n_vocab(self) -> int:
-        return 50
-
-    def reset(self) -> None:
-        self.seen.append("reset")
-
-    def eval(self, tokens: list[int]) -> None:
-        self.seen.append(len(tokens))
-
-    def sample(self, temp: float) -> int:
-        assert temp == 0.0
-        return 7
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import niwaki
 from niwaki import Calibration, Compute, Measurement, NiwakiError, Record
 from niwaki.checkpoints.reading import Checkpoint
+from niwaki.choices import Runtime
 from niwaki.compression.compress import Compression, plan_compression
 from niwaki.compression.foresight import foresee
 from niwaki.compression.trials import Throughput, last_that_holds
@@ -35,6 +37,7 @@ from niwaki.runs.workplace import Workplace
 from niwaki.stages import make_stage
 from support.command import Command
 from support.covering import FULL, some
+from support.llama_cpp import Llama
 from support.models import CASES, FEW_TOKENS, add_small_tokenizer, message, random_model, random_tokens, save_random
 from support.pairs import save_pair_model
 from support.runs import StopAt, files
@@ -317,14 +320,16 @@ def test_the_same_call_resumes(model: Path, tmp_path: Path) -> None:
         ({"loss": 0.1, "max_time": "5s", "measurement": None}, "name another text"),
         ({"loss": 0.1, "measurement": Measurement(samples=3)}, "4 windows"),
         ({"speed": "50%"}, "speed is a number"),
-        ({"speed": 2.0, "runtime": "llama.cpp"}, "not measured here"),
-        ({"size": 0.4, "runtime": "2:4"}, "one form"),
-        ({"loss": 0.4, "runtime": "2:4"}, "one form"),
+        ({"speed": 2.0, "runtime": "vllm"}, "not measured here"),
+        ({"speed": 2.0, "runtime": "llama.cpp"}, "pip install llama-cpp-python"),
         ({"size": 0.5, "runtime": "llama.cpp", "out": "out.gguf"}, "directory, with the file"),
         ({"loss": 0.1, "runtime": "llama.cpp", "out": "out.gguf"}, "directory, with the file"),
     ],
 )
-def test_refusals(model: Path, arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_refusals(
+    model: Path, arguments: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(NiwakiError, match=said):
         niwaki.compress(model, **{"out": tmp_path / "out", **GIVEN, **arguments})
     assert not [*tmp_path.iterdir()]
@@ -574,15 +579,17 @@ def test_a_speed_that_was_interrupted(
     assert 2.5 <= dense / weights(tmp_path / "out") <= 2.5 * 1.06
 
 
-def test_tokens_a_second_of_a_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the dense model and of packed forms, the time for a token between them by bytes."""
+@pytest.mark.parametrize("runtime", ["niwaki", "llama.cpp"])
+def test_tokens_a_second_of_a_plan(model: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the dense model and of packed forms or files, the time for a token between them by bytes."""
     monkeypatch.setattr("niwaki.compression.trials.measured", measure)  # in this process
-    plan = plan_compression(model, 0.3, **LOOKED, measure_speed=True)
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
+    plan = plan_compression(model, 0.4, runtime=runtime, **LOOKED, measure_speed=True)
     assert plan.speed
     (small, fast), (large, slow) = plan.speed.smallest, plan.speed.largest
     assert min(plan.speed.dense, fast, slow) > 0
     for form, size in zip(plan.reach, (large, small), strict=True):  # as large as the real ones
-        assert 0.95 * form.size < size <= form.size
+        assert 0.95 * form.size < size <= form.size or runtime == "llama.cpp"  # which has fewer bits for some rows
     assert 1 / plan.speed.of((small + large) // 2) == pytest.approx((1 / fast + 1 / slow) / 2, rel=1e-3)
     told = str(plan).splitlines()
     assert "tokens/s now" in told[0]
@@ -596,7 +603,7 @@ def test_what_is_not_timed(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
     given: dict[str, Any] = {**LOOKED, "measure_speed": True}
     monkeypatch.setattr("niwaki.compression.trials.free_space", lambda _: weights(model) // 2)
     assert "tokens a second were not measured: " in (told := str(plan_compression(model, 0.8, **given)))
-    assert "free, and a packed form of" in told
+    assert "free, and a form of" in told
     memory = SimpleNamespace(available=weights(model))
     monkeypatch.setattr("niwaki.compression.trials.psutil.virtual_memory", lambda: memory)
     with pytest.raises(UsageError, match=r"needs what is foreseen: .* of weights do not fit in the .* of memory"):
@@ -640,12 +647,6 @@ def test_a_plan_says_how_to_make_it_by_hand(model: Path) -> None:
         for stage, text in zip(plan.way.stages, words[5::2], strict=True):
             assert type(made := make_stage(text)) is type(stage)
             assert [str(value) for value in vars(made).values()] == [str(value) for value in vars(stage).values()]
-
-
-def test_two_in_four(model: Path, tmp_path: Path) -> None:
-    record = niwaki.compress(model, tmp_path / "out", runtime="2:4", **GIVEN)
-    assert record.pattern == "2:4"
-    assert all(matrix.sparsity == 0.5 for matrix in record.matrices)
 
 
 @pytest.mark.slow
@@ -784,6 +785,5 @@ def test_quick(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert looks == [COARSE]
     assert record.effort["name"] == "fast"
     assert record.size["after"] <= 0.3 * record.size["before"]
-    for other, stage in ({"parameters": 0.9}, "shrink"), ({"runtime": "2:4"}, "prune"):
-        planned = plan_compression(model, None, quick=True, **other, **LOOKED)
-        assert next(each for each in stages(planned) if each.startswith(stage)).endswith("effort fast")
+    planned = plan_compression(model, parameters=0.9, quick=True, **LOOKED)
+    assert next(each for each in stages(planned) if each.startswith("shrink")).endswith("effort fast")

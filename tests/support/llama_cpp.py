@@ -1,4 +1,4 @@
-"""llama.cpp itself, where it is: its tokens and logits of GGUF files."""
+"""llama.cpp itself, where it is: its tokens and logits of GGUF files; and a stand-in for its package."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -53,3 +54,40 @@ def distance(logits: Tensor, expected: Tensor) -> Tensor:
     """(tokens,) how far logits (tokens, words) are from others, in standard deviations of these."""
     difference = logits.double() - expected.double()
     return difference.pow(2).mean(-1).sqrt() / expected.double().std(-1)
+
+
+class Llama:
+    """Instead of llama-cpp-python: answers with the words of what it is asked, and writes down what it is given."""
+
+    seen: ClassVar[list[Any]] = []
+    metadata: ClassVar[dict[str, str]] = {}
+    fails = False
+
+    def __init__(self, path: str, **how: Any) -> None:
+        if self.fails:
+            raise ValueError(f"Failed to load model from file: {path}")
+        self.seen.append((Path(path).name, how))
+
+    def create_chat_completion(self, messages: list[dict[str, str]], **how: Any) -> Iterator[Any]:
+        self.seen.append(how)
+        ((_, content),) = [(each["role"], each["content"]) for each in messages]
+        yield {"choices": [{"delta": {"role": "assistant"}}]}
+        for word in content.split():
+            yield {"choices": [{"delta": {"content": word + "!"}}]}
+
+    def create_completion(self, prompt: str, **how: Any) -> Iterator[Any]:
+        self.seen.append(how)
+        yield from ({"choices": [{"text": text}]} for text in (" of", "", f" {len(prompt)}"))
+
+    def n_vocab(self) -> int:
+        return 50
+
+    def reset(self) -> None:
+        self.seen.append("reset")
+
+    def eval(self, tokens: list[int]) -> None:
+        self.seen.append(len(tokens))
+
+    def sample(self, temp: float) -> int:
+        assert temp == 0.0
+        return 7

@@ -277,10 +277,9 @@ def compress(
         speed: Speed as a multiple of the dense model's, such as 2.0. It is measured on this machine, in tokens per
             second; the largest model that reaches it is written.
         parameters: Parameters to keep, such as 0.75 or 110M; for transformers.
-        runtime: What will run the result: niwaki, llama.cpp, ollama, vllm, transformers or 2:4. niwaki gets a packed
-            model, llama.cpp and Ollama a GGUF file, vLLM packed integers, transformers a smaller dense model; 2:4, for
-            hardware with that sparsity, a dense model with two zeros in every four weights. [default: niwaki;
-            transformers with --parameters]
+        runtime: What will run the result: niwaki, llama.cpp, ollama, vllm or transformers. niwaki gets a packed model,
+            llama.cpp and Ollama a GGUF file, vLLM packed integers, transformers a smaller dense model. [default:
+            niwaki; transformers with --parameters]
         max_time: Heal the result until this much time has passed, such as 1h. Healing trains it to match the original
             model. With --loss or --speed the time is for each trial. [default: no healing]
         quick: Take a fraction of the time, and lose more. The model is looked at briefly, the effort is fast, and
@@ -291,7 +290,7 @@ def compress(
         training: Train rounded matrices to match the original model, on as many tokens as they are calibrated on, where
             they are foreseen to lose 0.05 nats a token or more; that about doubles the time.
         closely: With --plan, look as closely as the run itself does. The run that follows uses what is found. Tokens
-            per second of packed models are measured too.
+            per second are measured too, for niwaki and llama.cpp.
     """
     check_how_small(size, parameters, loss, speed, runtime)
     if also and loss is None:

@@ -14,6 +14,7 @@ from niwaki.compression.foresight import Foresight, TokenCosts, foresee
 from niwaki.compression.trials import LossBound, SpeedBound, Throughput, Trials, check_windows, throughput, with_notes
 from niwaki.compression.ways import Composition, DenseWays, PackedWays, Way, Ways
 from niwaki.errors import NiwakiError, UnsupportedModelError, UsageError, first_line
+from niwaki.evaluation import llama_cpp
 from niwaki.files import weights_size
 from niwaki.healing.heal import Heal
 from niwaki.models.formats import check_one_matrix
@@ -22,7 +23,6 @@ from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning.mixed_bits import CLOSE, COARSE, Look, Place, summed
-from niwaki.pruning.prune import Prune
 from niwaki.quantities import check_how_small, parse_compressed_size, parse_parameters, parse_positive
 from niwaki.recipes import begun, run
 from niwaki.records.progress import Progress
@@ -41,6 +41,8 @@ from niwaki.texts.texts import read_heldout
 
 #: Nats a token beyond which foreseen ones say nothing but that.
 _USELESS = 5.0
+#: Programs whose speed is measured before a model is made for them.
+_TIMED = ("niwaki", "llama.cpp")
 
 #: Raises what a run of such stages with this text would before anything is computed.
 Check = Callable[[Sequence[Stage], Calibration], None]
@@ -67,6 +69,8 @@ class Asked:
 
     def __post_init__(self) -> None:
         check_how_small(self.size, self.parameters, self.loss, self.speed, self.runtime)
+        if self.speed is not None and self.program == "llama.cpp":
+            llama_cpp.check_installed()
         if self.also and self.loss is None:
             raise UsageError("more texts to measure on are for a loss; give one too, or measure the result with eval")
 
@@ -133,13 +137,12 @@ class Compression:
         model: The model's name.
         runtime: The program that will run the result.
         before: Bytes of the weights now; of a quantized model, those of its own files.
-        asked: Bytes that the result may have; for 2:4, which has no sizes, those of the weights now; for a loss or a
-            speed, those that are foreseen to reach it.
+        asked: Bytes that the result may have; for a loss or a speed, those that are foreseen to reach it.
         way: What will be done.
         others: The best way of each other kind to this size, in ascending order of the foreseen loss.
         reach: The largest and the smallest form for this program; empty if it has no sizes.
         all_tokens: Why ways with fewer tokens were not considered; "" if they were, or if the model was not looked at.
-        speed: Tokens a second of the dense model and of packed forms; None if they were not measured.
+        speed: Tokens a second of the dense model and of forms of it; None if they were not measured.
         not_timed: Why they were not, if that was asked for; "" otherwise.
         coarse: Whether the model was only looked at coarsely: losses are of the right order, and no more.
         searches: Whether a run tries several sizes, this one first, because a loss or a speed is asked for.
@@ -228,26 +231,27 @@ def plan_compression(
     and head of 4 to 8. For "llama.cpp": types of 2.6 to 8.5 bits, with embeddings and head in one of them. For "vllm":
     2 to 8 bits, the same for matrices that it computes as one. For "transformers": a smaller dense model in the same
     dtype. All of them may have fewer tokens, if their tokenizer is of a known kind and the calibration text is long
-    enough to choose them by, half as many tokens as the model has. It does not look at the model if there is only one
-    way: for "2:4", and for sizes of 8 bits a weight or more.
+    enough to choose them by, half as many tokens as the model has. It does not look at the model for sizes of 8 bits a
+    weight or more, which there is only one way to.
 
     For a ``loss`` or a ``speed`` the plan is the size that is foreseen to reach it; :func:`compress` tries several and
     measures them. A loss is foreseen for text like the calibration text, and for texts of ``also`` as for other kinds.
 
-    With ``measure_speed``, and for a ``speed``, plans for "niwaki" also have tokens a second on this machine. The dense
-    model, the smallest form and the largest one are timed, which takes about a minute for a small model, memory for the
-    dense model, and disk space for a packed one.
+    With ``measure_speed``, and for a ``speed``, plans for "niwaki" and "llama.cpp" also have tokens a second on this
+    machine. The dense model, the smallest form and the largest one are timed, which takes about a minute for a small
+    model, memory for the dense model, and disk space for a form. llama.cpp's are timed by llama-cpp-python.
 
     What is found is kept on disk, where :func:`compress` and the same call, also after an interruption, find it. With
     ``coarse`` it looks at an eighth of the text and rounds to the nearest instead of fitting, which takes about a
     twentieth of the time: losses are then of the right order, and :func:`compress` still looks closely.
     """
-    asked = Asked(model, size, parameters, loss, speed, runtime, max_time, also, training, quick, coarse)
+    given: dict[str, Any] = {"runtime": runtime, "max_time": max_time, "also": also, "training": training}
+    asked = Asked(model, size, parameters, loss, speed, **given, quick=quick, coarse=coarse)
     where, progress = Compute.of(compute), progress or Progress()
     plan, _ = planned(asked, Calibration.of(calibration), where, progress, lambda *_: None)
-    if not measure_speed or plan.runtime != "niwaki" or plan.speed:
+    if not measure_speed or plan.runtime not in _TIMED or plan.speed:
         return plan
-    timed, why = _timed(asked.checkpoint, where, progress)
+    timed, why = _timed(asked, where, progress)
     return replace(plan, speed=timed, not_timed=why)
 
 
@@ -258,13 +262,7 @@ def planned(
 
     ``check`` is called with stages of that kind before the model is looked at.
     """
-    runtime, before = asked.program, asked.before
     bound: LossBound | SpeedBound | None = None
-    if runtime == "2:4":
-        way = Way(
-            "two zeros in every four weights, stored dense", before, (Prune("2:4", effort=asked.effort), *asked.heal)
-        )
-        return Compression(str(asked.model), runtime, before, before, way), calibration
     if asked.searches:
         calibration = usual_calibration(calibration, progress)
         texts = tuple(Measurement(text) for text in asked.also)
@@ -281,8 +279,8 @@ def planned(
         way, *others = ways.to(limit)
     plan = Compression(
         model=str(asked.model),
-        runtime=runtime,
-        before=before,
+        runtime=asked.program,
+        before=asked.before,
         asked=way.size if asked.size is None else int(limit),
         way=way,
         others=tuple(others),
@@ -313,11 +311,7 @@ def searched(
     else:
         assert asked.speed is not None
         limit = parse_positive("speed", asked.speed)
-        timed: Throughput | None = None
-        why = "how fast smaller dense models are is not foreseen"
-        if asked.program == "niwaki":
-            timed, why = _timed(checkpoint, compute, progress)
-        bound = SpeedBound(limit, checkpoint.size, checkpoint.path, compute, timed, why)
+        bound = SpeedBound(limit, checkpoint.size, checkpoint.path, compute, *_timed(asked, compute, progress))
     return _with_foresight(ways, asked, calibration, compute, progress), bound
 
 
@@ -363,15 +357,17 @@ def _with_foresight(ways: Ways, asked: Asked, calibration: Calibration, compute:
     return replace(ways, foresight=sight)
 
 
-def _timed(checkpoint: Checkpoint, compute: Compute, progress: Progress) -> tuple[Throughput | None, str]:
+def _timed(asked: Asked, compute: Compute, progress: Progress) -> tuple[Throughput | None, str]:
     """:func:`throughput`, or why it is not known; the first of several processes tells the others."""
+    if asked.program not in _TIMED:
+        return None, "how fast smaller dense models are is not foreseen"
     world = current_session().world
     timed: Throughput | None = None
     why = ""
     if world.first:
         with session():  # no other process takes part in it
             try:
-                timed = throughput(checkpoint, compute, progress)
+                timed = throughput(asked.checkpoint, asked.program, compute, progress)
             except (NiwakiError, RuntimeError) as error:  # the latter where a GPU's memory is full
                 why = first_line(error)
     return world.received((timed, why))
@@ -413,14 +409,13 @@ def compress(
         parameters: For transformers, in place of a size: the parameters to keep, such as 0.75 or "100M".
         loss: The largest allowed increase of the loss in nats a token (0.05 is a perplexity 5 % higher), on the text
             of ``measurement``. The result is the smallest model tried whose 95 % upper bound is within it.
-        speed: Tokens a second on this machine, as a multiple of the dense model's. The result is the largest model
-            tried that reaches it.
+        speed: Tokens a second on this machine, as a multiple of the dense model's in transformers. The result is the
+            largest model tried that reaches it. For "llama.cpp" llama-cpp-python has to be installed.
         also: With ``loss``, more texts on which the limit must hold, such as other kinds of text that the model is
             for: kinds other than that of ``calibration`` lose more. As many windows of each as of ``measurement``.
         runtime: The program that will run the result: "niwaki" (a packed model), "llama.cpp" (a GGUF file), "vllm"
-            (packed integers of compressed-tensors, embeddings and head as they are), "transformers" (a smaller dense
-            model) or "2:4" (a dense model with two zeros in every four weights, which has no sizes). By default
-            transformers if ``parameters`` are given, and niwaki otherwise.
+            (packed integers of compressed-tensors, embeddings and head as they are) or "transformers" (a smaller dense
+            model). By default transformers if ``parameters`` are given, and niwaki otherwise.
         max_time: Heal the result until this much time has passed since the beginning, such as "1h", instead of the
             ``training``.
         training: Whether rounded matrices are trained towards the dense model's predictions, on as many tokens as they
@@ -443,7 +438,8 @@ def compress(
             (the message says how far one can go); or the model is no larger than that already.
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
-    wanted = Asked(model, size, parameters, loss, speed, runtime, max_time, also, training, quick)
+    given: dict[str, Any] = {"runtime": runtime, "max_time": max_time, "also": also, "training": training}
+    wanted = Asked(model, size, parameters, loss, speed, **given, quick=quick)
     world = current_session().world
     if world.first:
         check_output(wanted.checkpoint.path, out)

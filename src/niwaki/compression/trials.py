@@ -15,14 +15,15 @@ from typing import Any, ClassVar
 import psutil
 
 from niwaki.checkpoints.reading import Checkpoint
+from niwaki.choices import Runtime
 from niwaki.compression.foresight import PartOf
 from niwaki.compression.ways import Composition, PackedWays, Way
 from niwaki.errors import UsageError
+from niwaki.evaluation import llama_cpp
 from niwaki.evaluation.bench import bench, measured, positions_of
 from niwaki.evaluation.evaluate import evaluate_both
-from niwaki.exports.export import Pack
 from niwaki.files import free_space, locked, output_errors
-from niwaki.layer.grid import Grid
+from niwaki.layer.block_types import BlockGrid
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import read_config
@@ -40,7 +41,7 @@ from niwaki.runs.stage import current_session
 from niwaki.runs.workplace import check_output, is_complete, new_directory, trials_place
 from niwaki.stages import table_of
 
-# How many tokens a second packed models write on this machine, before they are made.
+# How many tokens a second models of fewer bits write on this machine, before they are made.
 #
 # That does not depend on the values of the weights. So the smallest and the largest form are made by rounding to the
 # nearest, which takes seconds, and timed, as is the dense model. Between them the time for a token grows nearly in a
@@ -56,11 +57,11 @@ _SHARE = 0.8
 
 @dataclass(frozen=True)
 class Throughput:
-    """Tokens a second of one sequence on this machine, measured; those of packed models by their bytes.
+    """Tokens a second of one sequence on this machine, measured; those of models of fewer bits by their bytes.
 
     Attributes:
         dense: Tokens a second of the model as it is, in transformers.
-        smallest: Bytes of the smallest packed form, and its tokens a second.
+        smallest: Bytes of the smallest packed form or file for llama.cpp, and its tokens a second.
         largest: The same of the largest.
     """
 
@@ -69,37 +70,45 @@ class Throughput:
     largest: tuple[int, float]
 
     def of(self, size: int) -> float:
-        """What is foreseen of packed models of that size in bytes."""
+        """What is foreseen of models of that size in bytes."""
         (low, fast), (high, slow) = self.smallest, self.largest
         part = min(1.0, max(0.0, (size - low) / max(1, high - low)))
         return 1 / (part / slow + (1 - part) / fast)
 
 
-def throughput(checkpoint: Checkpoint, compute: Compute, progress: Progress) -> Throughput:
-    """What is measured of a model; UsageError where there is no room for that.
+def throughput(checkpoint: Checkpoint, runtime: Runtime, compute: Compute, progress: Progress) -> Throughput:
+    """What is measured of a model; UsageError where there is no room for that, or no llama.cpp.
 
     ``compute`` says where it runs. Memory is needed for the whole dense model, and space for temporary files for the
-    largest packed one.
+    largest form.
     """
+    if runtime == "llama.cpp":
+        llama_cpp.check_installed()
     model = StreamedModel(checkpoint, "cpu")
-    ways = PackedWays(heal=(), parts=Composition.of(model, "niwaki"), runtime="niwaki")
+    ways = PackedWays(heal=(), parts=Composition.of(model, runtime), runtime=runtime)
     before, free = checkpoint.size, psutil.virtual_memory().available
     if before > _SHARE * free:
         raise UsageError(f"{in_bytes(before)} of weights do not fit in the {in_bytes(free)} of memory that are free")
     scratch, most = Path(tempfile.gettempdir()), ways.largest.size
     if 2 * most > _SHARE * (room := free_space(scratch)):  # with its parts while it is written
-        raise UsageError(f"{scratch} has {in_bytes(room)} free, and a packed form of {in_bytes(most)} is made there")
-    where, group, part = Compute(compute.device), ways.parts.group, PartOf(progress, "measuring speed")
+        raise UsageError(f"{scratch} has {in_bytes(room)} free, and a form of {in_bytes(most)} is made there")
+    where, part = Compute(compute.device), PartOf(progress, "measuring speed")
+    shapes = [matrix.shape for matrix in model.matrices()]
     part.status("timing the dense model")
     dense = measured(checkpoint.path, *_TOKENS, where)
-    found = []
-    for bits, ends in ((2, min(ways.ends, key=ways.ends.__getitem__)), (8, next(iter(ways.ends)))):
-        part.status(f"timing {bits} bits")
-        to_nearest = Quantize(Grid(bits, group), effort="none"), QuantizeEmbeddings(ends, effort="none")
+    found, (largest, *_, smallest) = [], ways.ends
+    # What these rows can have, all can.
+    width, choices = max(((each, ways.grid.choices(each)) for _, each in shapes), key=lambda pair: pair[1][0])
+    for bits, ends in ((choices[0], smallest), (choices[-1], largest)):
+        part.status(f"timing {bits:g} bits")
+        grid = ways.grid.of(bits)
+        if isinstance(grid, BlockGrid):
+            grid = BlockGrid(bits, grid.type_of(width).name)
+        to_nearest = Quantize(grid, effort="none"), QuantizeEmbeddings(ends, effort="none")
         with tempfile.TemporaryDirectory(prefix="niwaki-") as place:
             out = Path(place) / "out"
-            run(checkpoint.path, out, [*to_nearest, Pack()], measurement=None, compute=where)
-            speed = measured(out, *_TOKENS, where)
+            run(checkpoint.path, out, [*to_nearest, ways.stages[-1]], measurement=None, compute=where)
+            speed = measured(llama_cpp.runnable(out, where) or out, *_TOKENS, where)
         found.append((speed.disk, speed.tokens_per_second))
     return Throughput(dense.tokens_per_second, *found)
 

@@ -13,7 +13,7 @@ import torch
 
 from niwaki.checkpoints.gguf_header import checked_header
 from niwaki.checkpoints.local import find_local
-from niwaki.errors import CheckpointError, raised_as
+from niwaki.errors import CheckpointError, UsageError, raised_as
 from niwaki.models.device import peak_memory
 from niwaki.options import Compute
 from niwaki.records.speed import Speed
@@ -32,6 +32,12 @@ def runnable(model: str | Path, compute: Compute) -> Path | None:
         return None
     checked_header(file)
     return file
+
+
+def check_installed() -> None:
+    """UsageError where the package is not there."""
+    if _llama() is None:
+        raise UsageError("the speed of llama.cpp is measured by its package; pip install llama-cpp-python")
 
 
 def _llama() -> Any:
