@@ -174,7 +174,6 @@ def check_how_small(
     runtime: str | None,
 ) -> None:
     """UsageError where these do not say how small a model is to be, or say what the program cannot have."""
-    runtime = "llama.cpp" if runtime == "ollama" else runtime
     given = sum(each is not None for each in (size, parameters, loss, speed))
     if not given:
         raise UsageError(HOW_SMALL)
