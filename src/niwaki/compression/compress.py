@@ -245,8 +245,9 @@ def plan_compression(
     ``coarse`` it looks at an eighth of the text and rounds to the nearest instead of fitting, which takes about a
     twentieth of the time: losses are then of the right order, and :func:`compress` still looks closely.
     """
-    given: dict[str, Any] = {"runtime": runtime, "max_time": max_time, "also": also, "training": training}
-    asked = Asked(model, size, parameters, loss, speed, **given, quick=quick, coarse=coarse)
+    asked = Asked(
+        model, size, parameters, loss, speed, runtime, max_time, also, training=training, quick=quick, coarse=coarse
+    )
     where, progress = Compute.of(compute), progress or Progress()
     plan, _ = planned(asked, Calibration.of(calibration), where, progress, lambda *_: None)
     if not measure_speed or plan.runtime not in _TIMED or plan.speed:
@@ -438,8 +439,7 @@ def compress(
             (the message says how far one can go); or the model is no larger than that already.
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
-    given: dict[str, Any] = {"runtime": runtime, "max_time": max_time, "also": also, "training": training}
-    wanted = Asked(model, size, parameters, loss, speed, **given, quick=quick)
+    wanted = Asked(model, size, parameters, loss, speed, runtime, max_time, also, training=training, quick=quick)
     world = current_session().world
     if world.first:
         check_output(wanted.checkpoint.path, out)

@@ -93,13 +93,13 @@ def throughput(checkpoint: Checkpoint, runtime: Runtime, compute: Compute, progr
     if 2 * most > _SHARE * (room := free_space(scratch)):  # with its parts while it is written
         raise UsageError(f"{scratch} has {in_bytes(room)} free, and a form of {in_bytes(most)} is made there")
     where, part = Compute(compute.device), PartOf(progress, "measuring speed")
-    shapes = [matrix.shape for matrix in model.matrices()]
     part.status("timing the dense model")
     dense = measured(checkpoint.path, *_TOKENS, where)
     found, (largest, *_, smallest) = [], ways.ends
     # What these rows can have, all can.
-    width, choices = max(((each, ways.grid.choices(each)) for _, each in shapes), key=lambda pair: pair[1][0])
-    for bits, ends in ((choices[0], smallest), (choices[-1], largest)):
+    width = max((matrix.shape[1] for matrix in model.matrices()), key=lambda each: ways.grid.choices(each)[0])
+    low, *_, high = ways.grid.choices(width)
+    for bits, ends in ((low, smallest), (high, largest)):
         part.status(f"timing {bits:g} bits")
         grid = ways.grid.of(bits)
         if isinstance(grid, BlockGrid):

@@ -134,8 +134,8 @@ def places(checkpoint: Checkpoint, matrices: Sequence[Matrix], grid: AnyGrid) ->
 def read_scales(checkpoint: Checkpoint, matrix: Matrix, grid: AnyGrid) -> Tensor:
     """(out, groups), in their own dtype; CheckpointError where they are not there, or cannot be its scales."""
     file = checkpoint.path / FILE
-    of, what = places(checkpoint, [matrix], grid), f"scales of {matrix.key!r}"
-    (scales,) = read_beside(file, of, what, f", as the weights on {grid} have it")
+    why = f", as the weights on {grid} have it"
+    (scales,) = read_beside(file, places(checkpoint, [matrix], grid), f"scales of {matrix.key!r}", why)
     scales = scales if matrix.index is None else scales[matrix.index]
     check_scales(scales, file, scale_key(matrix), grid)
     return scales
@@ -152,16 +152,18 @@ def bits_in(checkpoint: Checkpoint, matrix: Matrix, grid: AnyGrid) -> float:
 
 def embedding_places(checkpoint: Checkpoint, keys: Iterable[str], grid: AnyGrid) -> dict[str, Entry]:
     """Where the scales of token embeddings and a head go, the tensors ``keys``: (rows, groups)."""
-    shapes = {key: checkpoint.entries[key].shape for key in keys}
-    found = {key: (rows, grid.groups(columns)) for key, (rows, columns) in shapes.items()}
-    tensors = {f"{key}_scale": (grid.scale_dtype(checkpoint.dtype(key)), shape) for key, shape in found.items()}
+    tensors = {}
+    for key in keys:
+        rows, columns = checkpoint.entries[key].shape
+        tensors[f"{key}_scale"] = grid.scale_dtype(checkpoint.dtype(key)), (rows, grid.groups(columns))
     return new_shard(EMBEDDINGS, tensors)
 
 
 def read_embedding_scales(checkpoint: Checkpoint, key: str, grid: AnyGrid) -> Tensor:
     """(rows, groups), in their own dtype; CheckpointError where they are not there, or cannot be its scales."""
-    file, of = checkpoint.path / EMBEDDINGS, embedding_places(checkpoint, [key], grid)
-    (scales,) = read_beside(file, of, f"scales of {key!r}", f", as embeddings on {grid} have it")
+    file = checkpoint.path / EMBEDDINGS
+    why = f", as embeddings on {grid} have it"
+    (scales,) = read_beside(file, embedding_places(checkpoint, [key], grid), f"scales of {key!r}", why)
     check_scales(scales, file, f"{key}_scale", grid)
     return scales
 
