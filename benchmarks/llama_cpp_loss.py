@@ -229,18 +229,22 @@ def compared(
 ) -> dict[str, dict[str, list[float]]]:
     """By text, of which each has as many of the ``windows``, for each of them in nats a token.
 
-    That is the KL divergence of the ``logits`` from those ``predicted`` by the dense model, and the loss that is added
-    to that of it.
+    That is the KL divergence of the ``logits`` from those ``predicted`` by the dense model, that of the prediction
+    after the first token of a window alone, and the loss that is added to that of the dense model.
     """
-    divergences, losses = list[float](), list[float]()
+    found = {"divergence": list[float](), "first": list[float](), "loss": list[float]()}
     for before, after, tokens in zip(predicted, logits, windows, strict=True):
         p, q = before.log_softmax(dim=-1), after.log_softmax(dim=-1)
         following = tokens[1:].unsqueeze(1)
-        losses.append(float((p[:-1].gather(1, following) - q[:-1].gather(1, following)).double().mean()))
-        divergences.append(float((p.exp() * (p - q)).sum(dim=-1).double().mean()))
+        found["loss"].append(float((p[:-1].gather(1, following) - q[:-1].gather(1, following)).double().mean()))
+        divergences = (p.exp() * (p - q)).sum(dim=-1).double()
+        found["divergence"].append(float(divergences.mean()))
+        found["first"].append(float(divergences[0]))
     each = len(windows) // len(texts)
     slices = [slice(i, i + each) for i in range(0, len(windows), each)]
-    return {name: {"divergence": divergences[of], "loss": losses[of]} for name, of in zip(texts, slices, strict=True)}
+    return {
+        name: {measure: values[of] for measure, values in found.items()} for name, of in zip(texts, slices, strict=True)
+    }
 
 
 if __name__ == "__main__":

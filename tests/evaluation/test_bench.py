@@ -90,7 +90,9 @@ def test_times_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "packed", "bfloat16", 30, 47, 123, load=3, first_token=7, tokens_per_second=2, slowest=0.125, fastest=4, read=40
     )
     assert model.lengths == [8] * 4
-    said = message(lambda: measuring.check_positions(LlamaConfig(max_position_embeddings=12), 9, 4))
+    said = message(
+        lambda: measuring.check_positions(measuring.positions_of(LlamaConfig(max_position_embeddings=12)), 9, 4)
+    )
     assert said == "9 + 4 tokens are more than the 12 positions of the model"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +11,9 @@ import pytest
 
 import niwaki
 from niwaki import Compute
-from niwaki.errors import CheckpointError
+from niwaki.errors import CheckpointError, UsageError
 from niwaki.evaluation import bench as measuring
+from niwaki.evaluation.llama_cpp import positions_of
 from support.llama_cpp import Llama
 from support.models import message, save_model_with_tokenizer
 
@@ -21,7 +23,8 @@ pytest.importorskip("gguf")
 @pytest.fixture
 def llama(monkeypatch: pytest.MonkeyPatch) -> type[Llama]:
     fresh = type("Fresh", (Llama,), {"seen": [], "metadata": {}})
-    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=fresh))
+    package = SimpleNamespace(Llama=fresh, llama_supports_gpu_offload=lambda: False)
+    monkeypatch.setitem(sys.modules, "llama_cpp", package)
     return fresh
 
 
@@ -58,6 +61,32 @@ def test_text(file: Path, llama: type[Llama], alone: bool) -> None:
     llama.metadata["tokenizer.chat_template"] = "..."
     assert niwaki.generate(file, "The sun") == "The!sun!"
     assert niwaki.generate(file, "The sun", raw=True) == " of 7"
+
+
+def test_positions(file: Path, llama: type[Llama], caplog: pytest.LogCaptureFixture) -> None:
+    """No more than the model has: of a long prompt the end is read, and an answer has to leave room for one."""
+    assert positions_of(file) == 128
+    said = message(lambda: niwaki.generate(file, "The sun", tokens=128), UsageError)
+    assert said == "128 tokens are more than the 128 positions of the model have room for"
+    said = message(lambda: niwaki.bench(file, prompt_tokens=120, tokens=9), UsageError)
+    assert said == "120 + 9 tokens are more than the 128 positions of the model"
+    assert not llama.seen
+    assert niwaki.generate(file, "word " * 30, tokens=28) == " of 100"
+    assert llama.seen[0][1]["n_ctx"] == 128
+    assert "of the 150 tokens of the prompt the last 100 are read" in caplog.text
+
+
+def test_a_gpu_that_it_does_not_know(file: Path, llama: type[Llama]) -> None:
+    on_gpu = Compute(device="cuda")
+    for call in (partial(niwaki.generate, file, "The sun"), partial(niwaki.bench, file)):
+        said = message(partial(call, compute=on_gpu), UsageError)
+        assert said.startswith("this llama-cpp-python was built without a GPU")
+    assert not llama.seen
+
+
+def test_the_seed_that_llama_cpp_draws_another_one_for(file: Path, llama: type[Llama]) -> None:
+    niwaki.generate(file, "The sun", temperature=1.0, seed=2**32 - 1)
+    assert llama.seen[1]["seed"] == 0
 
 
 def test_what_is_told_goes_wrong(file: Path, llama: type[Llama]) -> None:

@@ -22,7 +22,7 @@ from niwaki.models.outside import head_gram
 from niwaki.models.scales import EMBEDDINGS
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.linear import SparseEmbedding, SparseLinear
-from niwaki.records.record import Record
+from niwaki.records.record import Record, calibration_tokens
 from support.models import random_model, random_tokens
 from support.runs import Diary, files, raw, tensors
 
@@ -85,7 +85,7 @@ def test_with_few_bits_the_head_is_fitted_to_what_it_receives(tmp_path: Path, ti
     if not tied:  # a table of its own meets no inputs
         assert torch.equal(tensors(tmp_path / "out")[EMBEDDING], tensors(tmp_path / "nearest")[EMBEDDING])
     assert record.method == "least squares"
-    assert record.calibration_tokens == TEXT.numel()
+    assert calibration_tokens(record.calibration) == TEXT.numel()
     assert Record.load(tmp_path / "nearest" / "niwaki.json").calibration == {}
 
 
@@ -107,7 +107,7 @@ def test_fewer_bits_need_a_text_unless_told_otherwise(tmp_path: Path, model: Pat
     options: dict[str, Any] = {"embeddings": "int4:64", "measurement": None}
     assert niwaki.quantize(model, tmp_path / "none", "int4:64", effort="none", **options).calibration == {}
     record = niwaki.quantize(model, tmp_path / "fast", "int4:64", effort="fast", calibration=TEXT, **options)
-    assert record.calibration_tokens == TEXT.numel()
+    assert calibration_tokens(record.calibration) == TEXT.numel()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -373,8 +373,8 @@ def test_fits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_healing(tmp_path: Path) -> None:
-    """With what was trained on, where that was measured; of old records not what they have before any step."""
-    for which, losses in (("full", (None, 0.5)), ("full", (0.75, 0.5)), ("blocks", (None, None))):
+    """With what was trained on, where that was measured."""
+    for which, losses in (("full", (None, 0.5)), ("blocks", (None, None))):
         points = [HealingPoint(100 * i, i, 2.0 * i, 0.5 / (i + 1), loss) for i, loss in enumerate(losses)]
         healing = HealingRecord("dense", which, 100, None, 0.01, 64, 128, points=points, best=1)
         shown = only(sections.healing(material(tmp_path / f"{which} {losses}", healing=healing)))

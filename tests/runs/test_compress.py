@@ -68,11 +68,10 @@ def timed_by_bytes(model: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """The bytes of the dense model; bench says that a trial is as many times as fast as it is smaller."""
     dense = weights(model)
 
-    def bench(directory: Path, **_: Any) -> Any:
-        forms = {"dense": 1.0, "packed": dense / weights(directory)}
-        return SimpleNamespace(speeds=[SimpleNamespace(weights=k, tokens_per_second=v) for k, v in forms.items()])
+    def measured(directory: Path, *_: Any) -> Any:
+        return SimpleNamespace(tokens_per_second=dense / weights(directory))
 
-    monkeypatch.setattr("niwaki.compression.trials.bench", bench)
+    monkeypatch.setattr("niwaki.compression.trials.measured", measured)
     return dense
 
 
@@ -583,7 +582,9 @@ def test_a_speed_that_was_interrupted(
 def test_tokens_a_second_of_a_plan(model: Path, runtime: Runtime, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the dense model and of packed forms or files, the time for a token between them by bytes."""
     monkeypatch.setattr("niwaki.compression.trials.measured", measure)  # in this process
-    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
+    monkeypatch.setitem(
+        sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama, llama_supports_gpu_offload=lambda: False)
+    )
     plan = plan_compression(model, size, runtime=runtime, **LOOKED, measure_speed=True)
     assert plan.speed
     (small, fast), (large, slow) = plan.speed.smallest, plan.speed.largest
@@ -608,14 +609,14 @@ def test_what_is_not_timed(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("niwaki.compression.trials.free_space", lambda _: weights(model) // 2)
     assert "tokens a second were not measured: " in (told := str(plan_compression(model, 0.8, **given)))
     assert "free, and a form of" in told
+    with pytest.raises(UsageError, match="how fast smaller dense models are is not foreseen"):
+        plan_compression(model, speed=2, runtime="transformers", **LOOKED)
     memory = SimpleNamespace(available=weights(model))
     monkeypatch.setattr("niwaki.compression.trials.psutil.virtual_memory", lambda: memory)
-    with pytest.raises(UsageError, match=r"needs what is foreseen: .* of weights do not fit in the .* of memory"):
+    with pytest.raises(UsageError, match=r"of weights do not fit in the .* of memory"):
         plan_compression(model, speed=2, **LOOKED)
     plan = plan_compression(model, parameters=0.9, **given)
     assert "tokens" not in str(plan).splitlines()[0]
-    with pytest.raises(UsageError, match="how fast smaller dense models are is not foreseen"):
-        plan_compression(model, speed=2, runtime="transformers", **LOOKED)
 
 
 def test_plans_for_a_loss_and_a_speed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -791,3 +792,36 @@ def test_quick(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert record.size["after"] <= 0.3 * record.size["before"]
     planned = plan_compression(model, parameters=0.9, quick=True, **LOOKED)
     assert next(each for each in stages(planned) if each.startswith("shrink")).endswith("effort fast")
+    for runtime in ("niwaki", "llama.cpp"):  # 8 bits take no fit, which would be slower
+        (quick, usual) = (
+            plan_compression(model, 0.7, runtime=runtime, quick=quick, **LOOKED) for quick in (True, False)
+        )
+        assert stages(quick) == stages(usual)
+
+
+def test_a_speed_is_that_of_what_users_run(
+    model: Path, text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trial by itself, whatever the run computes in, beside the model that is given."""
+    asked = []
+
+    def measured(directory: Path, *numbers: Any) -> Any:
+        asked.append((directory, *numbers))
+        return SimpleNamespace(tokens_per_second=weights(model) / weights(directory))
+
+    monkeypatch.setattr("niwaki.compression.trials.measured", measured)
+    speeds = Throughput(1, (weights(model) // 8, 8), (weights(model) // 2, 2))
+    monkeypatch.setattr("niwaki.compression.compress.throughput", lambda *_: speeds)
+    compute = Compute("cpu", "float32", max_memory="1GiB", tf32="never")
+    niwaki.compress(model, tmp_path / "out", speed=1.5, calibration=text, measurement=None, compute=compute, quick=True)
+    assert {each[4:] for each in asked} == {(Compute("cpu"),)}
+    assert [each[0] == model for each in asked] == [False, True] * (len(asked) // 2)
+
+
+def test_speeds_between_and_below_those_that_were_measured() -> None:
+    """Time is linear in bytes, and never less than in proportion to them."""
+    speeds = Throughput(100.0, (1000, 400.0), (2000, 250.0))
+    assert speeds.of(1500) == pytest.approx(1 / ((1 / 400 + 1 / 250) / 2))
+    assert speeds.of(900) == pytest.approx(1 / (1 / 400 - (1 / 250 - 1 / 400) / 10))
+    assert speeds.of(3000) == 250
+    assert Throughput(100.0, (1000, 400.0), (2000, 50.0)).of(900) == pytest.approx(400 * 1000 / 900)

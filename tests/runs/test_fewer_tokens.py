@@ -7,6 +7,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,15 +21,17 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.compression.compress import plan_compression
 from niwaki.compression.foresight import Foresight, LookingAtTokens, TokenCosts, foresee
 from niwaki.compression.ways import Composition, DenseWays, PackedWays
-from niwaki.errors import UsageError
+from niwaki.errors import CalibrationError, UsageError
 from niwaki.evaluation.evaluate import evaluate_both
 from niwaki.layer.grid import Grid
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.streamed import StreamedModel
+from niwaki.pruning.mixed_bits import COARSE
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.shrinking.tokens import ModelTokens, Size
 from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
 from support.models import add_tokenizer, edit_json, random_model, random_tokens
 
 CPU = Compute("cpu", "float32")
@@ -53,6 +56,36 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
     order = torch.randint(len(words), (4000,), generator=torch.Generator().manual_seed(0)).tolist()
     file.write_text(" ".join(words[number] for number in order))
     return Calibration(str(file), samples=16, length=32)
+
+
+@pytest.mark.parametrize(
+    ("texts", "count", "tokens", "held"),
+    [
+        (1, 16, 4096, [0, 15]),
+        (3, 128, 16384, [0, 1, 2, 123, 124, 125]),
+        (3, 128, 8192, [0, 1, 2]),
+        (3, 128, 1024, [0, 1, 2]),
+        (5, 4, 8192, [0, 1]),
+    ],
+)
+def test_what_is_measured_on_is_of_all_texts(
+    texts: int, count: int, tokens: int, held: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of several texts take turns, as many of each as can be."""
+    seen = []
+
+    def counted(_: object, __: Calibration, tokens: Tensor) -> None:
+        seen.extend(tokens[:, 0].tolist())
+        raise CalibrationError("enough")
+
+    monkeypatch.setattr("niwaki.compression.foresight.count_tokens", counted)
+    monkeypatch.setattr("niwaki.compression.foresight.ModelTokens", lambda _: SimpleNamespace(rows=ROWS))
+    windows = Windows(torch.arange(count).unsqueeze(1).expand(-1, 2048), "numbers")
+    calibration = Calibration(tuple(f"{i}.txt" for i in range(texts)))
+    model: Any = SimpleNamespace(check_head=lambda: None)
+    with pytest.raises(CalibrationError, match="enough"):
+        LookingAtTokens.of(model, calibration, windows, replace(COARSE, tokens=tokens))
+    assert seen == held
 
 
 def _nats(path: Path, tokens: Tensor, spans: Tensor) -> float:

@@ -262,7 +262,7 @@ def generate(
         raw: Continue PROMPT as it stands, without the chat template.
     """
     with Screen(f"loading {model}", stopped="stopped") as screen, in_session():
-        from niwaki.evaluation.generate import write
+        from niwaki.evaluation.generate import generate as run
 
         def say(text: str) -> None:
             screen.stop_spinner()
@@ -273,7 +273,8 @@ def generate(
 
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding lacks
-        write(model, prompt, tokens, temperature, seed, raw, compute, say=say, echo=True)
+        how: Any = {"temperature": temperature, "seed": seed, "raw": raw, "compute": compute}
+        run(model, prompt, tokens=tokens, **how, say=say, echo=True)
         say("\n")
 
 

@@ -237,7 +237,7 @@ class Display(Screen):
             self.line("   tokens  minutes  held out" + ("" if record.by_block else "  trained on"))
         if self._healed != point:
             self._healed = point
-            values = (point.error,) if record.by_block else (point.error, point.trained_on)
+            values = (point.error,) if record.by_block else (point.error, point.loss)
             # Rounding leaves negative zeros.
             kl = "    ".join("       -" if value is None else f"{round(value, 4) + 0.0:8.4f}" for value in values)
             self.line(f"{point.tokens:9,}  {point.seconds / 60:7.1f}  {kl}")

@@ -11,7 +11,16 @@ from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import Runtime
 from niwaki.compression.foresight import Foresight, TokenCosts, foresee
-from niwaki.compression.trials import LossBound, SpeedBound, Throughput, Trials, check_windows, throughput, with_notes
+from niwaki.compression.trials import (
+    LossBound,
+    SpeedBound,
+    Throughput,
+    Trials,
+    check_memory,
+    check_windows,
+    throughput,
+    with_notes,
+)
 from niwaki.compression.ways import Composition, DenseWays, PackedWays, Way, Ways
 from niwaki.errors import NiwakiError, UnsupportedModelError, UsageError, first_line
 from niwaki.evaluation import llama_cpp
@@ -267,7 +276,7 @@ def planned(
     if asked.searches:
         calibration = usual_calibration(calibration, progress)
         texts = tuple(Measurement(text) for text in asked.also)
-        ways, bound = searched(asked, texts, calibration, compute, progress, check)
+        ways, bound = searched(asked, texts, calibration, compute, progress, check, plans=True)
         way, *others = _foreseen(ways, bound)
     else:
         limit = _limit(asked)
@@ -302,8 +311,12 @@ def searched(
     compute: Compute,
     progress: Progress,
     check: Check,
+    plans: bool = False,
 ) -> tuple[Ways, LossBound | SpeedBound]:
-    """The ways among which sizes are tried, and the bound that they have to keep; a loss ``also`` on other texts."""
+    """The ways among which sizes are tried, and the bound that they have to keep; a loss ``also`` on other texts.
+
+    Where it only ``plans``, UsageError if a speed is not foreseen.
+    """
     checkpoint, ways = asked.checkpoint, asked.ways
     check(ways.stages, calibration)
     bound: LossBound | SpeedBound
@@ -312,15 +325,23 @@ def searched(
     else:
         assert asked.speed is not None
         limit = parse_positive("speed", asked.speed)
-        bound = SpeedBound(limit, checkpoint.size, checkpoint.path, compute, *_timed(asked, compute, progress))
+        check_memory(checkpoint)
+        timed, why = _timed(asked, compute, progress)
+        if why and plans:
+            raise UsageError(f"a plan needs speeds that are foreseen: {why}; without --plan, sizes are tried")
+        if why:
+            progress.note(f"sizes are only tried: {why}")
+        bound = SpeedBound(limit, checkpoint.size, checkpoint.path, compute, timed)
     return _with_foresight(ways, asked, calibration, compute, progress), bound
 
 
 def _foreseen(ways: Ways, bound: LossBound | SpeedBound) -> list[Way]:
     """The way that is foreseen to be the best within the bound, and others to its size; UsageError where none is."""
     ladder = ways.ladder()
-    if why := bound.unknown(ladder):
-        raise UsageError(f"a plan needs what is foreseen: {why}; without --plan, sizes are tried")
+    if isinstance(bound, LossBound) and ladder[0].nats is None:
+        raise UsageError(
+            "what these forms would lose is not foreseen, so there is no plan; without --plan, sizes are tried"
+        )
     fit = [way for way in ladder if bound.within(bound.expected(way))]
     if not fit:
         raise UsageError(bound.refusal(bound.told(ladder[0 if bound.from_large else -1])))
@@ -423,7 +444,7 @@ def compress(
             are calibrated on, where they are foreseen to lose 0.05 nats a token or more. That about doubles the time;
             where memory is not enough, it is left out with a note.
         quick: Takes a fraction of the time: the model is looked at briefly, as by :func:`plan_compression` with
-            ``coarse``, stages have the effort "fast", and there is no ``training``. The result loses more.
+            ``coarse``, stages that fit have the effort "fast", and there is no ``training``. The result loses more.
         calibration: As in :func:`niwaki.run`.
         measurement: As in :func:`niwaki.run`.
         compute: As in :func:`niwaki.run`.

@@ -143,14 +143,19 @@ class LookingAtTokens:
         cls, model: StreamedModel, calibration: Calibration, windows: Windows, look: Look = CLOSE
     ) -> LookingAtTokens:
         """Raises what says why not, where tokens of the model cannot be removed, or the text is too short for it."""
-        count = min(len(windows.tokens) // 2, max(1, look.tokens // windows.tokens.shape[1]))
-        if not count:
+        texts = len(calibration.texts)  # whose windows take turns
+        if not (half := len(windows.tokens) // 2):
             raise CalibrationError("the text has one window")
-        held = windows.of(torch.linspace(0, len(windows.tokens) - 1, count).long())
+        count = max(1, min(half, look.tokens // windows.tokens.shape[1]) // texts)
+        turns = torch.linspace(0, max(0, len(windows.tokens) // texts - 1), count).long()
+        held = windows.of((turns.unsqueeze(1) * texts + torch.arange(texts)).flatten()[:half])
         model.check_head()
         tokens, counts = ModelTokens(model), count_tokens(model, calibration, held.tokens)
-        if counts.tokens - held.tokens.numel() < (needed := tokens.rows // 2):
-            raise CalibrationError(f"choosing them takes {needed:,} tokens of text, and there are {counts.tokens:,}")
+        if (rest := counts.tokens - held.tokens.numel()) < (needed := tokens.rows // 2):
+            measured = f"{held.tokens.numel():,} that they are measured on"
+            raise CalibrationError(
+                f"choosing them takes {needed:,} tokens of text beside {measured}, and there are {rest:,}"
+            )
         looking = cls(model, tokens, held, counts.shares)
         if not looking._gone:
             raise UnsupportedModelError("hardly any token can be removed")
@@ -184,7 +189,7 @@ class LookingAtTokens:
 
 
 #: Goes up when anything else is foreseen of the same model: what earlier ones kept is not read then.
-_VERSION = 11
+_VERSION = 12
 #: On about how many tokens predictions are compared.
 _COMPARED = 512
 #: Logarithms of both, probabilities, differences, and their products, which are in memory at once.

@@ -20,7 +20,7 @@ from niwaki.compression.foresight import PartOf
 from niwaki.compression.ways import Composition, PackedWays, Way
 from niwaki.errors import UsageError
 from niwaki.evaluation import llama_cpp
-from niwaki.evaluation.bench import bench, measured, positions_of
+from niwaki.evaluation.bench import measured, positions_of
 from niwaki.evaluation.evaluate import evaluate_both
 from niwaki.files import free_space, locked, output_errors
 from niwaki.layer.block_types import BlockGrid
@@ -49,8 +49,8 @@ from niwaki.stages import table_of
 
 #: Tokens of the prompt, tokens that are written after it, and how often.
 _TOKENS = 16, 24, 3
-#: Of a result, those of the prompt and after it, of models with fewer positions as many as there are.
-_OF_RESULTS = 128, 32
+#: The same of a result; of models with fewer positions as many as there are.
+_OF_RESULTS = 128, 32, 3
 #: Of free memory and space on disk, what may be used.
 _SHARE = 0.8
 
@@ -61,8 +61,9 @@ class Throughput:
 
     Attributes:
         dense: Tokens a second of the model as it is, in transformers.
-        smallest: Bytes of the smallest packed form or file for llama.cpp, and its tokens a second.
-        largest: The same of the largest.
+        smallest: Bytes of a packed form or a file for llama.cpp of the fewest bits that all rows can have, and its
+            tokens a second.
+        largest: The same of the most bits.
     """
 
     dense: float
@@ -72,8 +73,17 @@ class Throughput:
     def of(self, size: int) -> float:
         """What is foreseen of models of that size in bytes."""
         (low, fast), (high, slow) = self.smallest, self.largest
-        part = min(1.0, max(0.0, (size - low) / max(1, high - low)))
-        return 1 / (part / slow + (1 - part) / fast)
+        part = min(1.0, (size - low) / max(1, high - low))
+        # Below the smallest, where some rows have fewer bits, at most in proportion to the bytes.
+        return 1 / max(part / slow + (1 - part) / fast, min(1.0, size / low) / fast)
+
+
+def check_memory(checkpoint: Checkpoint) -> None:
+    """UsageError where the dense model, whose speed others are compared with, does not fit in the first's memory."""
+    world, before = current_session().world, checkpoint.size
+    free = world.received(psutil.virtual_memory().available if world.first else 0)
+    if before > _SHARE * free:
+        raise UsageError(f"{in_bytes(before)} of weights do not fit in the {in_bytes(free)} of memory that are free")
 
 
 def throughput(checkpoint: Checkpoint, runtime: Runtime, compute: Compute, progress: Progress) -> Throughput:
@@ -84,11 +94,9 @@ def throughput(checkpoint: Checkpoint, runtime: Runtime, compute: Compute, progr
     """
     if runtime == "llama.cpp":
         llama_cpp.check_installed()
+    check_memory(checkpoint)
     model = StreamedModel(checkpoint, "cpu")
     ways = PackedWays(heal=(), parts=Composition.of(model, runtime), runtime=runtime)
-    before, free = checkpoint.size, psutil.virtual_memory().available
-    if before > _SHARE * free:
-        raise UsageError(f"{in_bytes(before)} of weights do not fit in the {in_bytes(free)} of memory that are free")
     scratch, most = Path(tempfile.gettempdir()), ways.largest.size
     if 2 * most > _SHARE * (room := free_space(scratch)):  # with its parts while it is written
         raise UsageError(f"{scratch} has {in_bytes(room)} free, and a form of {in_bytes(most)} is made there")
@@ -183,10 +191,6 @@ class LossBound:
             return 0.01 * (1e9 / way.size) ** 3
         return max(way.nats + (way.elsewhere if self.also else 0.0), _TINY)
 
-    def unknown(self, ways: Sequence[Way]) -> str:
-        """Why nothing is foreseen of ``ways``; "" where it is."""
-        return "" if ways[0].nats is not None else "what these forms would lose is not foreseen"
-
     def told(self, way: Way) -> str:
         """What is foreseen of a way, in words."""
         return f"about {self.expected(way):.2g} nats a token"
@@ -208,25 +212,20 @@ class SpeedBound:
     dense: Path
     compute: Compute
     throughput: Throughput | None = None  # as foreseen
-    why: str = ""  # it is not
     from_large: bool = False
     name: ClassVar[str] = "speed"
 
     def measured(self, trial: Trial) -> tuple[float, str]:
         """The ratio, and words for it."""
-        speeds = self._speeds(trial.directory)
-        if "packed" in speeds:
-            ratio = speeds["packed"] / speeds["dense"]
-        else:
-            (speed,) = speeds.values()  # of a dense model, or of llama.cpp
-            ratio = speed / self._speeds(self.dense)["dense"]
+        ratio = self._speed(trial.directory) / self._speed(self.dense)
         return ratio, f"{ratio:.2f} times the tokens a second of the dense model"
 
-    def _speeds(self, directory: Path) -> dict[str, float]:
-        """Tokens a second of each form."""
-        prompt, tokens = (int(min(most, positions_of(read_config(self.dense)) // 2)) for most in _OF_RESULTS)
-        asked: Any = {"prompt_tokens": prompt, "tokens": tokens, "compute": self.compute}
-        return {each.weights: each.tokens_per_second for each in bench(directory, **asked).speeds}
+    def _speed(self, directory: Path) -> float:
+        """Tokens a second of a model in the program that runs it, as it does without being asked for anything."""
+        prompt, tokens, repeats = _OF_RESULTS
+        half, where = positions_of(read_config(self.dense)) // 2, Compute(self.compute.device)
+        numbers = int(min(prompt, half)), int(min(tokens, half)), repeats
+        return measured(llama_cpp.runnable(directory, where) or directory, *numbers, where).tokens_per_second
 
     def within(self, value: float) -> bool:
         """Whether a way of that ratio is kept."""
@@ -237,10 +236,6 @@ class SpeedBound:
         if self.throughput is None:
             return self.before / way.size
         return self.throughput.of(way.size) / self.throughput.dense
-
-    def unknown(self, ways: Sequence[Way]) -> str:
-        """Why nothing is foreseen of ``ways``; "" where it is."""
-        return self.why
 
     def told(self, way: Way) -> str:
         """What is foreseen of a way, in words."""

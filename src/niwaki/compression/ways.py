@@ -453,7 +453,9 @@ class PackedWays(Ways):
         lost = self.foresight.of_matrices(bits) if self.foresight else 0.0
         trains = self.trains and lost >= _WORTH
         on_grid = () if ends == _AS_STORED else (QuantizeEmbeddings(ends),)
-        stages = (Quantize(text, effort=_TRAINING if trains else self.effort), *self.heal, *on_grid, last)
+        # 8 bits are rounded to the nearest, which takes less time than any other effort.
+        effort = None if bits == self._most else _TRAINING if trains else self.effort
+        stages = (Quantize(text, effort=effort), *self.heal, *on_grid, last)
         nats = (_LEFT if trains else 1.0) * lost + self.foresight.ends.get(ends, 0.0) if self.foresight else None
         way = Way.fitted(words, self._bytes(bits, ends), stages, nats)
         return way if self.tokens is None else way.with_tokens(self.tokens, self.costs)

@@ -80,14 +80,14 @@ def bench(
         for name, directory in forms.items():
             progress.status(f"measuring the {name} model")
             speeds.append(measured(directory, *numbers, compute))
-    device = compute.device if compute.device != "auto" else find_device("auto").type
+    found = llama_cpp.device() if "GGUF" in forms else find_device("auto").type
+    device = compute.device if compute.device != "auto" else found
     threads, command = torch.get_num_threads(), current_session().command
     return SpeedRecord(str(model), *numbers, device, threads, kernels.describe(), command, speeds, versions())
 
 
-def check_positions(config: PreTrainedConfig, prompt: int, tokens: int) -> None:
+def check_positions(longest: float, prompt: int, tokens: int) -> None:
     """UsageError where a prompt and an answer are longer than the positions of a model."""
-    longest = positions_of(config)
     if prompt + tokens > longest:
         raise UsageError(f"{prompt} + {tokens} tokens are more than the {longest} positions of the model")
 
@@ -103,11 +103,12 @@ def _forms(
 ) -> Iterator[dict[str, Path]]:
     """The model's directory by form: "dense", and "packed" if it can be; the file of one that llama.cpp runs."""
     if file := llama_cpp.runnable(model, compute):
+        check_positions(llama_cpp.positions_of(file), prompt, tokens)
         yield {"GGUF": file}
         return
     name, path = str(model), locate_model(str(model))
     check_continues(open_checkpoint(path), "bench")
-    check_positions(read_config(path), prompt, tokens)
+    check_positions(positions_of(read_config(path)), prompt, tokens)
     if (path / ORIGIN).exists():
         progress.note(
             "weights of a GGUF file are measured as transformers and niwaki hold them; llama.cpp is measured where "

@@ -70,7 +70,7 @@ def evaluate(
         windows = read_heldout(streamed, text, measurement)
         dense = None if other is None else StreamedModel(other, compute.device, compute.dtype, budget)
         if dense is not None:
-            _check_same_tokens(streamed, dense, windows, text, measurement)
+            _check_same_tokens(streamed, dense, windows, text, measurement, f"{model} and {against}")
         if isinstance(text, str):  # so that models with other tokens compare
             windows = with_bytes(windows, streamed.tokenizer)
         if compute.budget is not None:
@@ -84,21 +84,20 @@ def evaluate(
 
 
 def _check_same_tokens(
-    model: StreamedModel, other: StreamedModel, windows: Windows, text: Text, measurement: Measurement
+    model: StreamedModel, other: StreamedModel, windows: Windows, text: Text, measurement: Measurement, names: str
 ) -> None:
-    """UsageError unless both models have the same tokens, also of the text in ``windows``."""
+    """UsageError, with the ``names`` of both, unless they have the same tokens, also of the text in ``windows``."""
     sizes = [each.config.vocab_size for each in (model, other)]
-    paths = f"{model.checkpoint.path} and {other.checkpoint.path}"
     hint = "their bits a byte compare: measure each alone"
     if sizes[0] != sizes[1]:
-        raise UsageError(f"{paths} have different tokens ({sizes[0]:,} and {sizes[1]:,}); {hint}")
+        raise UsageError(f"{names} have different tokens ({sizes[0]:,} and {sizes[1]:,}); {hint}")
     if (model.pairs is None) != (other.pairs is None):
-        raise UsageError(f"{paths} do not predict the same: one of them is an encoder with a decoder")
+        raise UsageError(f"{names} do not predict the same: one of them is an encoder with a decoder")
     if isinstance(text, str | os.PathLike):
         length = measurement.length or windows.tokens.shape[1]
         theirs = read_heldout(other, text, replace(measurement, length=length)).tokens
         if not torch.equal(theirs, windows.tokens):
-            raise UsageError(f"{paths} have different tokens for this text; {hint}")
+            raise UsageError(f"{names} have different tokens for this text; {hint}")
 
 
 class _Measuring(Progress):

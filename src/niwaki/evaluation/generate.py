@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, NumericalError, UsageError, first_line
 from niwaki.evaluation import llama_cpp
 from niwaki.models.locate import check_continues, locate_model
-from niwaki.models.tokens import check_known, check_tokens, encode, load_tokenizer
+from niwaki.models.tokens import check_known, check_tokens, encode, load_tokenizer, room_for_prompt
 from niwaki.options import Compute, check_count
 from niwaki.packed.format import open_checkpoint
 from niwaki.packed.load import load
@@ -24,7 +23,6 @@ from niwaki.texts.rows import rendered
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_log = logging.getLogger(__name__)
 #: What a text does not end with for certain: half of a character, and a space.
 _WAITING = "\N{REPLACEMENT CHARACTER} "
 
@@ -40,6 +38,7 @@ def generate(
     raw: bool = False,
     compute: Compute | str = Compute(),
     say: Callable[[str], None] | None = None,
+    echo: bool = False,
 ) -> str:
     """Generates text with a model, dense, pruned or packed: its answer to ``prompt``, or a continuation.
 
@@ -56,6 +55,7 @@ def generate(
         raw: Continue the prompt as it is, without the chat template.
         compute: The device and the dtype, as in :func:`niwaki.bench`.
         say: Called with each piece of the text as soon as it is certain.
+        echo: Whether a prompt that is continued goes before the first piece that ``say`` receives.
 
     Returns:
         The generated text.
@@ -63,22 +63,7 @@ def generate(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`.
     """
-    return write(model, prompt, tokens, temperature, seed, raw, Compute.of(compute), say)
-
-
-@checked
-def write(
-    model: str | Path,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    raw: bool,
-    compute: Compute,
-    say: Callable[[str], None] | None,
-    echo: bool = False,
-) -> str:
-    """:func:`generate`; with ``echo`` a prompt that is continued goes before the first piece that ``say`` receives."""
+    compute = Compute.of(compute)
     compute.only("generate", "device", "dtype")
     check(prompt, tokens, temperature, seed)
     if file := llama_cpp.runnable(model, compute):
@@ -227,10 +212,4 @@ def _prompt_tokens(
         raise UsageError(f"the prompt {prompt[:40]!r} has no tokens; give some text")
     check_tokens(given, model.config)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * tokens + 2048
-    if tokens >= longest:
-        raise UsageError(f"{tokens} tokens are more than the {longest} positions of the model have room for")
-    room = longest - tokens
-    if given.shape[1] > room:
-        read = f"of the {given.shape[1]} tokens of the prompt the last {room} are read"
-        _log.warning(f"{read}: the model has room for {longest}, and {tokens} are to be written")
-    return given[:, -room:]
+    return given[:, -int(room_for_prompt(given.shape[1], tokens, longest)) :]

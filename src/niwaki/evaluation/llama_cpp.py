@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,31 +14,51 @@ import torch
 
 from niwaki.checkpoints.gguf_header import checked_header
 from niwaki.checkpoints.local import find_local
-from niwaki.errors import CheckpointError, UsageError, raised_as
+from niwaki.errors import CheckpointError, UsageError, first_line, raised_as
 from niwaki.models.device import peak_memory
+from niwaki.models.tokens import room_for_prompt
 from niwaki.options import Compute
 from niwaki.records.speed import Speed
 
 #: Positions that a chat template may take.
 _OF_TEMPLATE = 1024
+#: How many seeds llama.cpp has.
+_SEEDS = 2**32 - 1
 
 
 def runnable(model: str | Path, compute: Compute) -> Path | None:
     """The GGUF file that ``model`` is, if llama.cpp is here to run it; None of others, and with a dtype, which is ours.
 
-    CheckpointError where the file is damaged, which llama.cpp is not to find out.
+    CheckpointError where the file is damaged, which llama.cpp is not to find out. UsageError for a GPU that it does not
+    compute on.
     """
     file = find_local(str(model))
     if file is None or file.is_dir() or compute.dtype != "auto" or _llama() is None:
         return None
     checked_header(file)
+    if compute.device not in ("auto", "cpu") and device() == "cpu":
+        raise UsageError("this llama-cpp-python was built without a GPU; leave the device out, or install another one")
     return file
 
 
 def check_installed() -> None:
-    """UsageError where the package is not there."""
-    if _llama() is None:
-        raise UsageError("the speed of llama.cpp is measured by its package; pip install llama-cpp-python")
+    """UsageError where the package is not there, or finds no library."""
+    try:
+        importlib.import_module("llama_cpp")
+    except Exception as error:  # it raises several kinds
+        how = "pip install llama-cpp-python" if isinstance(error, ImportError) else first_line(error)
+        raise UsageError(f"the speed of llama.cpp is measured by its package; {how}") from error
+
+
+def device() -> str:
+    """Where llama.cpp computes unless it is asked for the CPU."""
+    return "cuda" if importlib.import_module("llama_cpp").llama_supports_gpu_offload() else "cpu"
+
+
+def positions_of(file: Path) -> float:
+    """The most tokens that the model in a file takes."""
+    fields = checked_header(file)[0].fields
+    return fields.get(f"{fields.get('general.architecture')}.context_length") or math.inf
 
 
 def _llama() -> Any:
@@ -51,19 +72,27 @@ def _llama() -> Any:
 def write(
     file: Path, prompt: str, raw: bool, device: str, say: Callable[[str], None] | None, echo: bool, **how: float
 ) -> str:
-    """What llama.cpp writes, as :func:`.generate.write`; ``how`` are ``max_tokens``, ``temperature`` and ``seed``."""
-    model = _opened(file, len(prompt.encode()) + int(how["max_tokens"]) + _OF_TEMPLATE, device)
-    how |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}  # nothing but what is asked for
+    """What llama.cpp writes, as :func:`niwaki.generate`; ``how`` are ``max_tokens``, ``temperature`` and ``seed``."""
+    tokens, longest = int(how["max_tokens"]), positions_of(file)
+    room_for_prompt(0, tokens, longest)  # which refuses what leaves none, before the file is loaded
+    model = _opened(file, int(min(longest, len(prompt.encode()) + tokens + _OF_TEMPLATE)), device)
+    # Nothing but what is asked for; the largest seed of 32 bits draws another one.
+    how |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "seed": int(how["seed"]) % _SEEDS}
     is_message = "tokenizer.chat_template" in model.metadata and not raw
+    given: str | list[int] = prompt
+    if not is_message:
+        ids = model.tokenize(prompt.encode(), add_bos=True, special=True)
+        if len(ids) > (room := room_for_prompt(len(ids), tokens, longest)):
+            given = ids[-int(room) :]
     before, made = iter([prompt] if echo and not is_message else []), list[str]()
-    for piece in filter(None, _pieces(file, model, prompt, is_message, {**how, "stream": True})):
+    for piece in filter(None, _pieces(file, model, given, is_message, {**how, "stream": True})):
         made.append(piece)
         if say:
             say(next(before, "") + piece)
     return "".join(made)
 
 
-def _pieces(file: Path, model: Any, prompt: str, is_message: bool, how: dict[str, Any]) -> Iterator[str]:
+def _pieces(file: Path, model: Any, prompt: str | list[int], is_message: bool, how: dict[str, Any]) -> Iterator[str]:
     with _errors(file):
         if is_message:
             for piece in model.create_chat_completion([{"role": "user", "content": prompt}], **how):

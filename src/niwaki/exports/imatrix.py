@@ -7,7 +7,7 @@ common/imatrix-loader.cpp of llama.cpp, which say what such a file has.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,25 +91,22 @@ class _Power:
     tokens: int = 0
 
 
-@dataclass
-class _BlockPowers:
-    """Those of the matrices of a block, by parameter and expert."""
+def _powers_of_block(
+    block: DecoderBlock, states: HiddenStates, progress: Progress
+) -> dict[tuple[str, int | None], _Power]:
+    """Those of the matrices of a block, by parameter and expert, while it runs on ``states``."""
+    found = dict[tuple[str, int | None], _Power]()
 
-    block: DecoderBlock
-    found: dict[tuple[str, int | None], _Power] = field(default_factory=dict)
-
-    def advance(self, states: HiddenStates, progress: Progress) -> None:
-        """Runs the block, and adds what it sees."""
-        parameters = dict(self.block.module.named_parameters())
-        with Products(self.block.matrices, parameters, self._see):
-            self.block.advance(states, progress.step)
-
-    def _see(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
+    def see(parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
         rows = X[X.any(dim=1)] if together else X.flatten(0, -2)
         zeros = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-        power = self.found.setdefault((parameter, expert), _Power(zeros))
+        power = found.setdefault((parameter, expert), _Power(zeros))
         power.sums += rows.float().square().sum(dim=0, dtype=torch.float64)
         power.tokens += len(rows)
+
+    with Products(block.matrices, dict(block.module.named_parameters()), see):
+        block.advance(states, progress.step)
+    return found
 
 
 def _powers(
@@ -120,11 +117,10 @@ def _powers(
     states, notes, idle = model.embed(windows.tokens), list[str](), 0
     for block in model.stream():
         progress.stage(block.index, "capture", len(states.hidden))
-        seen = _BlockPowers(block)
-        seen.advance(states, progress)
+        seen = _powers_of_block(block, states, progress)
         for matrix in block.matrices:
             none = _Power(torch.zeros(matrix.shape[1], dtype=torch.float64))
-            power = seen.found.get((matrix.parameter, matrix.expert), none)
+            power = seen.get((matrix.parameter, matrix.expert), none)
             if not power.tokens and matrix.expert is None and ".experts." not in matrix.name:
                 raise UnsupportedModelError(
                     f"{matrix.parameter} is not used when its block runs; please report this model"

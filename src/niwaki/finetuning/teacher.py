@@ -160,10 +160,7 @@ class Teacher:
         output = model.get_output_embeddings()
         if isinstance(output.weight, DTensor):
             raise UnsupportedModelError("the head is split over processes (FSDP); the loss is for whole models, or DDP")
-        values = [output.weight, getattr(output, "bias", None)]
-        weight, bias = (None if each is None else each.detach().to(dtype, copy=copy) for each in values)
-        assert weight is not None
-        return self._logits.head(weight, bias)
+        return self._logits.of(model, dtype, copy)
 
     def _check_directory(self, tokens: Tensor) -> None:
         """OutputError where it has something else; else it says from now on what it has."""

@@ -41,11 +41,11 @@ from niwaki.options import (
     Compute,
 )
 from niwaki.quantities import parse_multiple, parse_number, parse_share, parse_time
-from niwaki.records.record import CalibrationRecord, HealingRecord, Record, calibration_tokens, versions
+from niwaki.records.record import CalibrationRecord, HealingRecord, Record, calibration_tokens
 from niwaki.records.wording import counted
 from niwaki.runs.carried import BASE
 from niwaki.runs.duration import passes, training
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, usually_asked
 from niwaki.texts.same_text import same_text
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
@@ -342,17 +342,13 @@ class Healing(Task):
 
     def asked(self) -> dict[str, Any]:
         return {
+            **usually_asked(self.dense, self.texts),
             **self._identity,
             "teacher": self.dense.checkpoint.fingerprint(),
-            "calibration": self.texts.windows.fingerprint(),
-            "text": self.texts.only and self.texts.only.fingerprint(),
             "method": self.stage.method,
             "rate": self.stage.rate,
             **self._settings,
             "tokens": self.tokens,
-            "device": self.dense.device.type,
-            "dtype": str(self.dense.dtype).removeprefix("torch."),
-            "versions": versions(),
         }
 
     def expected(self, speed: float) -> float:

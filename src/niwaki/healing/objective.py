@@ -191,11 +191,11 @@ class Logits(NamedTuple):
     scale: float
     cap: float | None = None
 
-    def of(self, model: PreTrainedModel, dtype: torch.dtype) -> Head:
-        """The head of ``model``, in ``dtype``."""
+    def of(self, model: PreTrainedModel, dtype: torch.dtype, copy: bool = False) -> Head:
+        """The head of ``model``, in ``dtype``; a ``copy`` of it where its weights will not stay."""
         output = model.get_output_embeddings()
-        bias = getattr(output, "bias", None)
-        return self.head(output.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+        bias, weight = getattr(output, "bias", None), output.weight.detach().to(dtype, copy=copy)
+        return self.head(weight, None if bias is None else bias.detach().to(dtype, copy=copy))
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """The head with these parameters."""

@@ -133,12 +133,8 @@ def places(checkpoint: Checkpoint, matrices: Sequence[Matrix], grid: AnyGrid) ->
 
 def read_scales(checkpoint: Checkpoint, matrix: Matrix, grid: AnyGrid) -> Tensor:
     """(out, groups), in their own dtype; CheckpointError where they are not there, or cannot be its scales."""
-    file = checkpoint.path / FILE
-    why = f", as the weights on {grid} have it"
-    (scales,) = read_beside(file, places(checkpoint, [matrix], grid), f"scales of {matrix.key!r}", why)
-    scales = scales if matrix.index is None else scales[matrix.index]
-    check_scales(scales, file, scale_key(matrix), grid)
-    return scales
+    where = places(checkpoint, [matrix], grid)
+    return _read(checkpoint.path / FILE, where, matrix.key, f"the weights on {grid} have it", grid, matrix.index)
 
 
 def bits_in(checkpoint: Checkpoint, matrix: Matrix, grid: AnyGrid) -> float:
@@ -161,9 +157,14 @@ def embedding_places(checkpoint: Checkpoint, keys: Iterable[str], grid: AnyGrid)
 
 def read_embedding_scales(checkpoint: Checkpoint, key: str, grid: AnyGrid) -> Tensor:
     """(rows, groups), in their own dtype; CheckpointError where they are not there, or cannot be its scales."""
-    file = checkpoint.path / EMBEDDINGS
-    why = f", as embeddings on {grid} have it"
-    (scales,) = read_beside(file, embedding_places(checkpoint, [key], grid), f"scales of {key!r}", why)
+    where = embedding_places(checkpoint, [key], grid)
+    return _read(checkpoint.path / EMBEDDINGS, where, key, f"embeddings on {grid} have it", grid)
+
+
+def _read(file: Path, where: dict[str, Entry], key: str, have: str, grid: AnyGrid, index: int | None = None) -> Tensor:
+    """The scales of the tensor ``key``, checked; of one of several matrices those at ``index``."""
+    (scales,) = read_beside(file, where, f"scales of {key!r}", f", as {have}")
+    scales = scales if index is None else scales[index]
     check_scales(scales, file, f"{key}_scale", grid)
     return scales
 

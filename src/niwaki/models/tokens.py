@@ -133,6 +133,20 @@ def check_known(ids: list[int], tokenizer: PreTrainedTokenizerBase, text: str) -
         raise CalibrationError(f"the model's tokenizer knows nothing of {text}")
 
 
+def room_for_prompt(given: int, tokens: int, longest: float) -> float:
+    """How many tokens of a prompt, the last ones, a model reads that has ``longest`` positions for them and an answer.
+
+    UsageError where the ``tokens`` of the answer leave none; a warning in the log where the ``given`` ones are more.
+    """
+    if tokens >= longest:
+        raise UsageError(f"{tokens} tokens are more than the {longest} positions of the model have room for")
+    room = longest - tokens
+    if given > room:
+        read = f"of the {given} tokens of the prompt the last {room} are read"
+        _log.warning(f"{read}: the model has room for {longest}, and {tokens} are to be written")
+    return room
+
+
 def check_tokens(tokens: Tensor, config: PreTrainedConfig) -> None:
     """Raises UsageError where a model with this configuration has no embedding for one of the tokens."""
     check_known_tokens(tokens, config.get_text_config().vocab_size)

@@ -128,7 +128,7 @@ class QuantizingEmbeddings(Task):
         self.carried = run.carried(checkpoint, checkpoint.size)
 
     def asked(self) -> dict[str, Any]:
-        return {**usually_asked(self.model, self.texts, self._begun), "embeddings": str(self.grid)}
+        return {**usually_asked(self.model, self.texts), "embeddings": str(self.grid)}
 
     def expected(self, speed: float) -> float:
         operations = measuring(self.model, self.texts, self._before)

@@ -36,7 +36,7 @@ from niwaki.models.training import COPIES
 from niwaki.pruning.request import PatternOf, Request, notes_on_masks, patterns_of, read_texts
 from niwaki.pruning.walk import Walk
 from niwaki.records.data import plain
-from niwaki.records.record import Record
+from niwaki.records.record import Record, calibration_tokens
 from niwaki.records.wording import in_words
 from niwaki.runs.card import pruning_config, write_config
 from niwaki.runs.carried import CarriedFiles
@@ -242,7 +242,7 @@ class Pruning(Task):
         )
         record.notes += [*filter(None, [request.left_out]), *notes_of(model)]
         widest = max(matrix.shape[1] for matrix in model.matrices())
-        if record.calibration and (tokens := record.calibration_tokens) < widest:
+        if record.calibration and (tokens := calibration_tokens(record.calibration)) < widest:
             record.notes.append(
                 f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"
             )
@@ -267,7 +267,7 @@ class Pruning(Task):
         request, record, lender = self.request, self.record, self.request.mask_model
         measured = "both" if self.measurement.before else "after"
         return {
-            **usually_asked(self.model, self.texts, record),
+            **usually_asked(self.model, self.texts),
             "mask_from": Checkpoint(locate_model(lender)).fingerprint() if lender else request.mask_source,
             "solver": record.solver,
             "effort": record.effort,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from niwaki.arguments import INTERNAL, check_fields
+from niwaki.arguments import INTERNAL
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import LEAST_SQUARES, NEAREST, TWO_FACTORS
 from niwaki.effort import NO_EFFORT, Effort, make_effort, usual_effort
@@ -36,7 +36,7 @@ _FINE = 8
 class Request:
     """What :func:`niwaki.prune` is asked for: its arguments as they were given, and what they stand for.
 
-    That raises UsageError where an argument is not valid.
+    UsageError where one is not valid comes from :class:`~niwaki.runs.stage.Stage`, which checks all fields.
     """
 
     pattern: float | str | Pattern | None = None
@@ -49,9 +49,6 @@ class Request:
     blocks: tuple[int, int] | str | None = None
     #: A note on what is not done of what was asked for.
     left_out: str = field(default="", metadata=INTERNAL)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def check(self) -> None:
         """UsageError where two arguments exclude each other."""

@@ -108,7 +108,7 @@ class HealingPoint:
             as the files have them. For models without a head, the squared distance of states, relative to their
             squares.
         loss: The same on the text trained on since the last point; None if there is none, as at the first point, and if
-            blocks are trained, each towards its own. In old records the first point has a copy of the error.
+            blocks are trained, each towards its own.
     """
 
     tokens: Count
@@ -116,11 +116,6 @@ class HealingPoint:
     seconds: Seconds
     error: Amount
     loss: Finite | None
-
-    @property
-    def trained_on(self) -> float | None:
-        """``loss``, except that it is None at a point before any step, where old records have a number."""
-        return self.loss if self.steps else None
 
 
 @dataclass
@@ -527,11 +522,6 @@ class Record(JsonFile):
             found.append((stage, after.above(before, by_bytes) if after and before else None))
             before = after or before
         return found
-
-    @property
-    def calibration_tokens(self) -> int:
-        """The number of tokens calibrated on; for conversations, an upper bound."""
-        return calibration_tokens(self.calibration)
 
     @property
     def teacher(self) -> str:

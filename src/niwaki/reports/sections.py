@@ -308,7 +308,7 @@ def healing(material: Material) -> Section | None:
     points, rows = [], []
     for i, point in enumerate(record.points):
         error = TableCell(f"{point.error:.4g}", best=i == record.best)
-        loss = point.trained_on
+        loss = point.loss
         row = [TableCell(f"{point.tokens:,}"), TableCell(f"{point.seconds:.0f}"), error]
         rows.append(row if record.by_block else [*row, TableCell("-" if loss is None else f"{loss:.4g}")])
         for name, value in (("trained on", loss), ("held out", point.error)):

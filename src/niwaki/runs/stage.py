@@ -447,15 +447,15 @@ def remembered(what: str, checkpoint: Checkpoint, arguments: Hashable, find: Cal
 # The record of a stage, as far as it is known before the work.
 
 
-def usually_asked(model: StreamedModel, texts: Texts, record: Record) -> dict[str, Any]:
+def usually_asked(model: StreamedModel, texts: Texts) -> dict[str, Any]:
     """What nearly every stage on ``model`` has to share with a run that it resumes, see :meth:`.stage.Task.asked`."""
     return {
         "model": model.checkpoint.fingerprint(),
         "calibration": texts.calibration and texts.calibration.fingerprint(),
         "text": texts.only and texts.only.fingerprint(),
         "device": model.device.type,
-        "dtype": record.dtype,
-        "versions": record.versions,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "versions": versions(),
     }
 
 

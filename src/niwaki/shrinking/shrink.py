@@ -216,7 +216,7 @@ class Shrinking(Task):
 
     def asked(self) -> dict[str, Any]:
         return {
-            **usually_asked(self.model, self.texts, self.record),
+            **usually_asked(self.model, self.texts),
             "solver": self.record.solver,
             "effort": describe_effort(self._effort),
             "measure": self._measured,

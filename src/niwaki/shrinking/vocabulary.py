@@ -26,6 +26,7 @@ from niwaki.records.record import Record, StructureRecord
 from niwaki.runs.card import write_config
 from niwaki.runs.duration import measuring
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage, Task, usually_asked
+from niwaki.shrinking.configuration import numbers
 from niwaki.shrinking.tokenizer import left_out, write_tokenizer
 from niwaki.shrinking.tokens import FILES, PRIOR, ModelTokens, Size, mapped
 from niwaki.texts.counting import count_tokens
@@ -168,7 +169,7 @@ class ShrinkingVocabulary(Task):
 
     def asked(self) -> dict[str, Any]:
         return {
-            **usually_asked(self.model, self.texts, self.record),
+            **usually_asked(self.model, self.texts),
             "solver": self.record.solver,
             "tokens": Windows(torch.tensor([[*self._new]]), "tokens").fingerprint(),  # which stay
             "measure": self._measured,
@@ -184,7 +185,7 @@ class ShrinkingVocabulary(Task):
         both = None if name is None else self._both(name)
         if both and run.measurement.before:
             self._measure(run, "before", model, both[0])
-        before = _numbers(model.checkpoint)
+        before = numbers(model.checkpoint, model.checkpoint.entries)
         fewer = (self._rows - self._size) * sum(
             math.prod(model.checkpoint.entries[key].shape[1:]) for key in self._keys
         )
@@ -284,7 +285,3 @@ def _too_short(counted: int, tokens: int) -> str:
         f"that is little for a vocabulary of {tokens:,}: tokens that are common in other texts may go; count in "
         f"{math.ceil(_FEWEST * tokens / max(1, counted))} times as much text, or more"
     )
-
-
-def _numbers(checkpoint: Checkpoint) -> int:
-    return sum(math.prod(entry.shape) for entry in checkpoint.entries.values())

@@ -349,8 +349,7 @@ class Removing:
         """Leaves the units that go out of ``tensors``, and puts them into the record's lists."""
         kept = changes.kept[removal.kind]
         tensors.keep(removal, kept)
-        if removal.kind in self.removed:
-            self.removed[removal.kind].append((~kept).nonzero().squeeze(1).tolist())
+        self.removed[removal.kind].append((~kept).nonzero().squeeze(1).tolist())
 
     def _remove(self, block: DecoderBlock, removal: Removal, states: HiddenStates, changes: Changes) -> None:
         """Chooses heads or neurons to remove, and puts zeros into ``block`` for them."""

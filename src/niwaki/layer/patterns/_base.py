@@ -209,14 +209,10 @@ def check_shape(what: str, places: Tensor, shape: Sequence[int]) -> None:
         raise PatternError(f"the given {what} shape {tuple(places.shape)}, the matrix {tuple(shape)}")
 
 
-def runs(columns: int, width: int, group: int = 1) -> Iterator[tuple[int, int]]:
-    """Runs that end at the multiples of ``width``, or at the last multiple of ``group`` before."""
-    start = 0
-    for end in range(width, columns + width, width):
-        stop = min(end, columns) // group * group
-        if stop > start:
-            yield start, stop
-            start = stop
+def runs(columns: int, width: int) -> Iterator[tuple[int, int]]:
+    """Runs of ``width`` columns, the last one of those that are left."""
+    for start in range(0, columns, width):
+        yield start, min(start + width, columns)
 
 
 def short_number(value: float) -> str:
