@@ -74,8 +74,9 @@ class Throughput:
         """What is foreseen of models of that size in bytes."""
         (low, fast), (high, slow) = self.smallest, self.largest
         part = min(1.0, (size - low) / max(1, high - low))
-        # Below the smallest, where some rows have fewer bits, at most in proportion to the bytes.
-        return 1 / max(part / slow + (1 - part) / fast, min(1.0, size / low) / fast)
+        seconds = part / slow + (1 - part) / fast
+        # Below the smallest, where some rows have fewer bits, it falls at most in proportion to the bytes.
+        return 1 / (max(seconds, size / low / fast) if size < low else seconds)
 
 
 def check_memory(checkpoint: Checkpoint) -> None:
