@@ -325,7 +325,7 @@ def searched(
     else:
         assert asked.speed is not None
         limit = parse_positive("speed", asked.speed)
-        check_memory(checkpoint)
+        check_memory(checkpoint, compute.device)
         timed, why = _timed(asked, compute, progress)
         if why and plans:
             raise UsageError(f"a plan needs speeds that are foreseen: {why}; without --plan, sizes are tried")

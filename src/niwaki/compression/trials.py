@@ -24,6 +24,7 @@ from niwaki.evaluation.bench import measured, positions_of
 from niwaki.evaluation.evaluate import evaluate_both
 from niwaki.files import free_space, locked, output_errors
 from niwaki.layer.block_types import BlockGrid
+from niwaki.models.device import find_device
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import read_config
@@ -79,11 +80,11 @@ class Throughput:
         return 1 / (max(seconds, size / low / fast) if size < low else seconds)
 
 
-def check_memory(checkpoint: Checkpoint) -> None:
+def check_memory(checkpoint: Checkpoint, device: str) -> None:
     """UsageError where the dense model, whose speed others are compared with, does not fit in the first's memory."""
     world, before = current_session().world, checkpoint.size
     free = world.received(psutil.virtual_memory().available if world.first else 0)
-    if before > _SHARE * free:
+    if before > _SHARE * free and find_device(device).type == "cpu":
         raise UsageError(f"{in_bytes(before)} of weights do not fit in the {in_bytes(free)} of memory that are free")
 
 
@@ -95,7 +96,7 @@ def throughput(checkpoint: Checkpoint, runtime: Runtime, compute: Compute, progr
     """
     if runtime == "llama.cpp":
         llama_cpp.check_installed()
-    check_memory(checkpoint)
+    check_memory(checkpoint, compute.device)
     model = StreamedModel(checkpoint, "cpu")
     ways = PackedWays(heal=(), parts=Composition.of(model, runtime), runtime=runtime)
     scratch, most = Path(tempfile.gettempdir()), ways.largest.size
