@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import time
@@ -35,7 +36,7 @@ def runnable(model: str | Path, compute: Compute) -> Path | None:
     file = find_local(str(model))
     if file is None or file.is_dir() or compute.dtype != "auto" or _llama() is None:
         return None
-    checked_header(file)
+    positions_of(file)  # which checks it
     if compute.device not in ("auto", "cpu") and device() == "cpu":
         raise UsageError("this llama-cpp-python was built without a GPU; leave the device out, or install another one")
     return file
@@ -56,7 +57,16 @@ def device() -> str:
 
 
 def positions_of(file: Path) -> float:
-    """The most tokens that the model in a file takes."""
+    """The most tokens that the model in a file takes; CheckpointError where the file is damaged.
+
+    Of a large vocabulary a header takes half a second, so that it is read once while the file stays as it is.
+    """
+    stat = file.stat()
+    return _positions(file, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _positions(file: Path, *_: int) -> float:
     fields = checked_header(file)[0].fields
     return fields.get(f"{fields.get('general.architecture')}.context_length") or math.inf
 
