@@ -164,9 +164,10 @@ def tutorial_output(page: str, made: Any) -> str:
 def tutorial_steps(made: Any) -> Lines:
     """What each command of the tutorial took, those that took a while."""
     steps = [each for each in made["steps"] if each["cpu"] >= 30]
+    names = [each["command"].partition(" --")[0] + " --plan" * ("--plan" in each["command"]) for each in steps]
     rows = [
-        [f"`{each['command'].partition(' --')[0]}`", f"{each['seconds'] / 60:.1f}", f"{each['cpu'] / 60:.1f}"]
-        for each in steps
+        [f"`{name}`", f"{each['seconds'] / 60:.1f}", f"{each['cpu'] / 60:.1f}"]
+        for name, each in zip(names, steps, strict=True)
     ]
     busy = any(each["cpu"] < each["seconds"] for each in steps)
     beside = ", while other programs were running" if busy else ""
@@ -670,6 +671,7 @@ def speed(made: Any) -> Lines:
         for bits, theirs in (("8 bits", "llama.cpp, Q8_0"), ("4 bits", "llama.cpp, Q4_0")):
             ours = next(f for name, f in forms.items() if f"int{bits[0]}:64, embeddings" in name)
             peer, row = forms[theirs], [_processor(run), _MODELS.get(run["model"], run["model"]), bits]
+            row += [str(run["threads"]), str(run["prompt"])]
             row += [
                 f"{each['tokens_per_second']:.0f} ({each['slowest']:.0f} to {each['fastest']:.0f})"
                 for each in (peer, ours)
@@ -677,8 +679,8 @@ def speed(made: Any) -> Lines:
             row.append(f"{ours['tokens_per_second'] / peer['tokens_per_second']:.2f}")
             row += [f"{each['first_token'] * 1e3:.0f}" for each in (peer, ours)]
             rows.append([*row, f"{forms['transformers, bfloat16']['tokens_per_second']:.0f}"])
-    heads = ["processor", "model", "", "llama.cpp, tokens/s", "packed", "ratio", "first token, ms: llama.cpp", "packed"]
-    return markdown([*heads, "transformers in bfloat16, tokens/s"], rows)
+    heads = ["processor", "model", "", "threads", "prompt", "llama.cpp, tokens/s", "packed", "ratio"]
+    return markdown([*heads, "first token, ms: llama.cpp", "packed", "transformers in bfloat16, tokens/s"], rows)
 
 
 def _processor(run: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from niwaki.choices import FIRST_PARAMETERS
+from niwaki.cli.checks import check
 from niwaki.stages import STAGES
 
 #: Runs each list of arguments on standard input; says the exit code, standard output and error of each.
@@ -90,6 +91,7 @@ _REFUSED = {
     "run demo out --stage purne": "did you mean prune",
     "run demo out -s 'prune foo'": "'foo' is not a valid pattern",
     "run demo out -s 'shrink blocks=1' -s 'quantize int99'": "a grid has 2 to 8 bits",
+    "run demo out -s 'heal tokens=lots'": "invalid number 'lots'",
     "run demo out --recipe nowhere.toml": "nowhere.toml cannot be read",
     "compare demo -o out --solvers wanda,foo": "no solver is called 'foo'",
     "compare demo -o out --solvers wanda@foo": "no effort is called 'foo'",
@@ -188,6 +190,10 @@ def test_refused_without_torch(refusals: dict[str, tuple[int, str, str]], line: 
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert _REFUSED[line] in err
+
+
+def test_a_stage_that_trains_on_so_many_times_the_tokens_of_another() -> None:
+    check({"stages": ["prune 0.5", "heal tokens=0.5x", "heal tokens=2M"]})
 
 
 def test_names_of_stages() -> None:

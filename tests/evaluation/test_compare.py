@@ -232,6 +232,17 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, model: Path, calls: list
     assert calls[5:] == ["ria_50"]
 
 
+@pytest.mark.parametrize("pattern", ["60%", "2:4"])
+def test_an_effort_that_does_not_apply_in_full_is_not_done_again(
+    tmp_path: Path, model: Path, calls: list[str], pattern: str
+) -> None:
+    """Records have what of it applied to the pattern."""
+    solvers = ["wanda@balanced:synthetic=0:batch=64"]
+    first = run(model, tmp_path / "out", solvers, [pattern])
+    assert run(model, tmp_path / "out", solvers, [pattern]).cells == first.cells
+    assert len(calls) == 1
+
+
 class StopAt(Progress):
     """Interrupts when it has been told of so many things of a kind."""
 

@@ -114,6 +114,16 @@ def test_experts_without_tokens_are_said(tmp_path: Path) -> None:
     assert note.startswith(f"{idle} matrices of experts had no tokens on this text")
 
 
+def test_without_a_network_the_text_is_one_that_ships_with_niwaki(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("niwaki.texts.sources._not_available", lambda _: "cannot be reached")
+    model, out = save_model_with_tokenizer(tmp_path / "model"), tmp_path / "imatrix.gguf"
+    niwaki.importance_matrix(model, out, niwaki.Calibration(samples=3, length=16), compute="cpu")
+    assert gguf.GGUFReader(out).fields["imatrix.datasets"].contents() == ["demo"]
+
+
 def test_what_the_file_says(tmp_path: Path, niwaki_: Command) -> None:  # noqa: F811
     model, out = save_model_with_tokenizer(tmp_path / "model"), tmp_path / "imatrix.gguf"
     options = ("--calibration", "demo", "--samples", 3, "--length", 16, "--device", "cpu")

@@ -21,6 +21,7 @@ from niwaki.quantities import (
     find,
     fraction,
     parse_compressed_size,
+    parse_multiple,
     parse_name,
     parse_number,
     parse_parameters,
@@ -91,6 +92,8 @@ def _published(text: str) -> None:
 
 def _stage(text: str) -> None:
     name, given = parse_stage(text)
+    if name == "heal" and parse_multiple(str(given.get("tokens"))):
+        del given["tokens"]  # so many times those of a stage before
     check({key: value for key, value in given.items() if (name, key) not in _OTHERS})
 
 

@@ -88,7 +88,7 @@ def prune(
         sparsity: Fraction of the weights to set to zero, such as 0.6 or 60%.
         pattern: Pattern of zeros instead of --sparsity, such as 2:4. Available: {patterns}.
         solver: Pruning method, such as {solver} or wanda; 'niwaki solvers' lists them. Available: {solver} (the
-            default), {solvers}; for masks {masks}; for weights {weights}; or several combined, as in wanda+swaps+exact.
+            default), {solvers}; for masks {masks}; for weights {weights}; or several combined, as in wanda+exact.
             Parameters can be set, as in admm1:rho=0.5.
         effort: How much to do for the model as a whole, beyond pruning each matrix: {efforts}. Efforts distribute zeros
             over matrices, fit blocks and heal; heal is best with three times as much training. Parameters can be set,
@@ -197,7 +197,8 @@ class TrainingArguments:
     Options:
         method: What to train: auto, full, lora, norms, scales or blocks. full: all weights; lora: low-rank products;
             norms: norms and biases; scales: these and the scales of a grid; blocks: one block after the other, in the
-            memory of one; auto: the first of full, lora and blocks that fits in memory.
+            memory of one; auto: the first of full, lora and blocks that fits in memory,
+            on a grid of scales, norms and blocks.
         tokens: Tokens to train on, such as 500k or 2M.
         max_time: Time limit, such as 90m or 2h.
         own_text: Fraction of the training text that the dense model generates; 0 for none.

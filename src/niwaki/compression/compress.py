@@ -79,7 +79,7 @@ class Asked:
     def __post_init__(self) -> None:
         check_how_small(self.size, self.parameters, self.loss, self.speed, self.runtime)
         if self.speed is not None and self.program == "llama.cpp":
-            llama_cpp.check_installed()
+            llama_cpp.package()
         if self.also and self.loss is None:
             raise UsageError("more texts to measure on are for a loss; give one too, or measure the result with eval")
 

@@ -95,7 +95,7 @@ def throughput(checkpoint: Checkpoint, runtime: Runtime, compute: Compute, progr
     largest form.
     """
     if runtime == "llama.cpp":
-        llama_cpp.check_installed()
+        llama_cpp.package()
     check_memory(checkpoint, compute.device)
     model = StreamedModel(checkpoint, "cpu")
     ways = PackedWays(heal=(), parts=Composition.of(model, runtime), runtime=runtime)

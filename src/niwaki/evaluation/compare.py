@@ -10,12 +10,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.effort import PLAIN_EFFORT, Effort, describe as describe_effort, make_effort
+from niwaki.effort import PLAIN_EFFORT, describe as describe_effort, make_effort
 from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import given_path, locked, output_errors, replace_file
@@ -37,6 +38,7 @@ from niwaki.records.wording import in_words
 from niwaki.runs.carried import find_carried
 from niwaki.runs.stage import current_session
 from niwaki.runs.workplace import check_comparison
+from niwaki.texts.conversations import has_images
 from niwaki.texts.own import with_answers
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
@@ -49,10 +51,8 @@ class AskedCell:
     """A cell that was asked for."""
 
     key: tuple[str, str]  # method and pattern, as in the table
-    given: str | Solver
-    solver: Solver
-    effort: Effort
-    pattern: Pattern
+    stage: Prune
+    effort: dict[str, Any] = field(default_factory=dict)  # as in records: what applies to the pattern and the model
 
     @property
     def name(self) -> str:
@@ -69,11 +69,11 @@ class AskedCell:
 
     def made(self, record: Record) -> bool:
         """Whether ``record`` is one of this cell, by what it says of the solver, the effort and the pattern."""
-        asked = plain(describe(self.solver)), describe_effort(self.effort), str(self.pattern)
+        asked = plain(describe(self.stage.solving)), self.effort, str(self.stage.pattern)
         return (record.solver, record.effort, record.pattern) == asked
 
     def __str__(self) -> str:
-        return f"{in_words(describe(self.solver))}, {in_words(describe_effort(self.effort))}, {self.pattern}"
+        return f"{in_words(describe(self.stage.solving))}, {in_words(self.effort)}, {self.stage.pattern}"
 
 
 def asked_cells(
@@ -92,9 +92,9 @@ def asked_cells(
                 raise UsageError("no solver can be called 'dense', as the model before it is; rename its class")
             used = own or effort
             key = (name if used == PLAIN_EFFORT else f"{name}@{used}", _column(column))
-            cell = AskedCell(key, given, solver, make_effort(used), make_pattern(column, solver.default_pattern))
-            if cells.setdefault(key, cell) != cell:
-                raise UsageError(f"two solvers are called {key[0]!r}: {cells[key].solver} and {solver}")
+            stage = Prune(make_pattern(column, solver.default_pattern), given, make_effort(used))
+            if cells.setdefault(key, cell := AskedCell(key, stage)) != cell:
+                raise UsageError(f"two solvers are called {key[0]!r}: {cells[key].stage.solving} and {solver}")
     if not cells:
         raise UsageError("say which solvers and which patterns to compare, such as wanda and 0.5")
     return list(cells.values())
@@ -182,10 +182,12 @@ def compare(
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
     streamed.check_head()
     streamed.check_coverage()
-    for cell in cells:
+    for i, cell in enumerate(cells):
         with named(" at ".join(cell.key)):
-            Prune(cell.pattern, cell.given, cell.effort).check()
-            patterns_of(cell.pattern, None, streamed)
+            cell.stage.check()
+            patterns_of(cell.stage.wanted, None, streamed)
+        applied = cell.stage.applied_effort(not has_images(calibration), streamed.pairs is None)
+        cells[i] = dataclasses.replace(cell, effort=describe_effort(applied, cell.stage.settled_effort))
     if out is not None:
         out = given_path(out).resolve()
         check_comparison(out, given_path(model), checkpoint.path)
@@ -297,11 +299,11 @@ class _ComparisonRun:
         record = self.finished(asked) or prune(
             self.dense,
             pruned,
-            asked.pattern,
-            solver=asked.given,
-            effort=asked.effort,
+            asked.stage.pattern,
+            solver=asked.stage.solver,
+            effort=asked.stage.effort,
             # What heals reads more of the text; for others it is read once, and answers are written once.
-            calibration=self.calibration if asked.effort.healing else read,
+            calibration=self.calibration if asked.stage.settled_effort.healing else read,
             measurement=Measurement(samples=0),
             compute=self.compute,
             progress=self.progress,

@@ -34,7 +34,11 @@ def runnable(model: str | Path, compute: Compute) -> Path | None:
     compute on.
     """
     file = find_local(str(model))
-    if file is None or file.is_dir() or compute.dtype != "auto" or _llama() is None:
+    if file is None or file.is_dir() or compute.dtype != "auto":
+        return None
+    try:
+        package()
+    except UsageError:
         return None
     positions_of(file)  # which checks it
     if compute.device not in ("auto", "cpu") and device() == "cpu":
@@ -42,10 +46,10 @@ def runnable(model: str | Path, compute: Compute) -> Path | None:
     return file
 
 
-def check_installed() -> None:
-    """UsageError where the package is not there, or finds no library."""
+def package() -> Any:
+    """The package llama-cpp-python; UsageError where it is not there, or finds no library."""
     try:
-        importlib.import_module("llama_cpp")
+        return importlib.import_module("llama_cpp")
     except Exception as error:  # it raises several kinds
         how = "pip install llama-cpp-python" if isinstance(error, ImportError) else first_line(error)
         raise UsageError(f"the speed of llama.cpp is measured by its package; {how}") from error
@@ -53,7 +57,7 @@ def check_installed() -> None:
 
 def device() -> str:
     """Where llama.cpp computes unless it is asked for the CPU."""
-    return "cuda" if importlib.import_module("llama_cpp").llama_supports_gpu_offload() else "cpu"
+    return "cuda" if package().llama_supports_gpu_offload() else "cpu"
 
 
 def positions_of(file: Path) -> float:
@@ -69,14 +73,6 @@ def positions_of(file: Path) -> float:
 def _positions(file: Path, *_: int) -> float:
     fields = checked_header(file)[0].fields
     return fields.get(f"{fields.get('general.architecture')}.context_length") or math.inf
-
-
-def _llama() -> Any:
-    """The class of the package; None where that is not installed, or finds no library."""
-    try:
-        return importlib.import_module("llama_cpp").Llama
-    except Exception:  # it raises several kinds
-        return None
 
 
 def write(
@@ -139,7 +135,7 @@ def _opened(file: Path, positions: int, device: str) -> Any:
     threads = torch.get_num_threads()
     how = {"n_threads": threads, "n_threads_batch": threads, "n_gpu_layers": 0 if device == "cpu" else -1}
     with _errors(file):
-        return _llama()(str(file), n_ctx=positions, verbose=False, **how)
+        return package().Llama(str(file), n_ctx=positions, verbose=False, **how)
 
 
 def _errors(file: Path) -> AbstractContextManager[None]:

@@ -43,7 +43,8 @@ def export(
     | "w8a8" | the same of 8 bits, for inputs that are rounded to 8 bits too | on the grid "int8" |
     | "fp8" | weights in FP8, for inputs that are rounded to FP8 too | any that is not on a grid |
     | "packed" | a mask and values, for :func:`niwaki.load` | pruned, or on a grid |
-    | "gguf-f16", "gguf-q8_0", "gguf-q4_0" | one file, for llama.cpp and Ollama | LLaMA, Qwen, Gemma and more |
+    | "gguf" | one file, for llama.cpp and Ollama, with the numbers that there are | on a grid of llama.cpp's |
+    | "gguf-f16", "gguf-q8_0", "gguf-q4_0" | the same, rounded to the nearest | LLaMA, Qwen, Gemma and more |
 
     Only one tensor is in memory at a time.
 
@@ -51,7 +52,7 @@ def export(
         model: A directory or hub id.
         out: Output directory, new or empty. For GGUF it receives the file, such as ``model-Q8_0.gguf``, a model card
             and the record; if the name ends in ".gguf", ``out`` is the file itself.
-        format: The format, see above.
+        format: "compressed-tensors", "w8a8", "fp8", "packed", "gguf", "gguf-f16", "gguf-q8_0" or "gguf-q4_0".
         progress: Receives the progress of the export.
 
     Returns:

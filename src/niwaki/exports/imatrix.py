@@ -33,6 +33,7 @@ from niwaki.records.recipe import public_name
 from niwaki.records.wording import counted
 from niwaki.runs.duration import passes, products_per_second
 from niwaki.texts.own import with_answers
+from niwaki.texts.sources import usual_calibration
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
@@ -66,7 +67,8 @@ def importance_matrix(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`.
     """
-    calibration, compute, progress = Calibration.of(calibration), Compute.of(compute), progress or Progress()
+    compute, progress = Compute.of(compute), progress or Progress()
+    calibration = usual_calibration(Calibration.of(calibration), progress)
     checkpoint = Checkpoint(locate_model(str(model)))
     form, file = Gguf(checkpoint, "F16", {}, progress), check_place(out, [checkpoint.path])
     with contextlib.closing(MemoryBudget(compute.budget)) as budget, products(tf32=False):

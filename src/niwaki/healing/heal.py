@@ -303,9 +303,8 @@ class Healing(Task):
             calibration = replace(calibration, order="first")
         length = calibration.length
         is_pairs = self.dense.pairs is not None
-        if (
-            length is None and not is_pairs and all(isinstance(text, str) for text in calibration.texts)
-        ):  # no windows, which have theirs
+        are_texts = all(isinstance(text, str) for text in calibration.texts)  # and no windows, which have their length
+        if length is None and are_texts and not is_pairs:
             length = min(HEALING_LENGTH, model.window_length(None))
         usual = _PAIR if is_pairs else length or HEALING_LENGTH
         seen = _seen(calibration, run.seen, usual)
@@ -366,15 +365,11 @@ class Healing(Task):
         healing = self._make_run(self.dense, self.student, self.held, self._record(run), run)
         with products(tf32=False):
             if self.carried:
-                healing.write(self.texts, self._dense_windows(run), self.carried)
+                dense_windows = self._dense_heldout or (None if self.translation else self.texts.only)
+                healing.write(self.texts, dense_windows if run.measurement.before else None, self.carried)
             else:
                 healing.train(self.texts.windows)
         return healing.record
-
-    def _dense_windows(self, run: Run) -> Windows | None:
-        """What the dense model is measured on, if it is."""
-        same = None if self.translation else self.texts.only
-        return (self._dense_heldout or same) if run.measurement.before else None
 
     def _limit(self, run: Run) -> float | None:
         """Seconds that it may take, of which stages before may have used some; a twentieth is for those after it."""

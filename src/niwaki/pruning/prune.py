@@ -1,6 +1,5 @@
 """The stage that prunes: blocks x calibration x solver -> checkpoint."""
 
-import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +11,7 @@ from niwaki.arguments import INTERNAL, checked_names, given_fields
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.choices import NO_ZEROS
-from niwaki.effort import Effort, Planning, describe as describe_effort, described
+from niwaki.effort import Effort, describe as describe_effort, described
 from niwaki.errors import UsageError
 from niwaki.layer.grid import AnyGrid
 from niwaki.layer.linalg import has_tf32, products
@@ -46,9 +45,6 @@ from niwaki.runs.store import WeightStore
 from niwaki.runs.workplace import Workplace
 from niwaki.texts.conversations import has_images
 from niwaki.texts.texts import Texts
-
-#: Bits of a weight, up to which rows of a matrix make up for each other's rounding: it takes as long as all else.
-_MOST_TOGETHER = 5.5
 
 
 @checked_names
@@ -177,7 +173,7 @@ class Pruning(Task):
 
     def _settle(self, run: Run) -> None:
         """Sets the effort and the measurement that can be done, and notes on what cannot."""
-        given, shares, reasons = self.request.settled_effort, self.request.shares_zeros, []
+        reasons = []
         self.measurement = run.measured
         if not self.model.has_head:
             what = "scores" if self.model.has_scores else "sentence vectors"
@@ -185,18 +181,9 @@ class Pruning(Task):
             reasons.append(f"this model predicts no words: no perplexity is measured{near}")
         if has_images(run.calibration) and not self.request.rounds_to_nearest:
             reasons.append("calibrated on images: what needs text is left out")
-        self.effort = given.settled(shares, predicts=not reasons, writes=self.model.pairs is None)
-        is_less = reasons and self.effort != given.settled(shares)
-        plan = self.effort.plan
-        if self.request.only_rounds:  # there are no zeros to share out, and no weights to choose
-            plan = Planning(together=plan.together)
-        grid = self.request.grid
-        bits = (grid.average or grid.bits) if grid else 0
-        if not self.request.only_fits or bits > _MOST_TOGETHER:  # it was not shown to gain where there are zeros
-            plan = dataclasses.replace(plan, together=0)
-        self.effort = dataclasses.replace(self.effort, plan=plan)
-        if is_less:
-            reasons[0] += f", and the effort is {described(describe_effort(self.effort, given))}"
+        self.effort = self.request.applied_effort(predicts=not reasons, writes=self.model.pairs is None)
+        if reasons and self.effort != self.request.applied_effort():
+            reasons[0] += f", and the effort is {described(describe_effort(self.effort, self.request.settled_effort))}"
         if run.compute.tf32 == "always" and not has_tf32(self.model.device):
             reasons.append(f"--tf32 always has no effect: {self.model.device} has no TF32, products are in float32")
         self.notes = tuple(reasons)

@@ -10,7 +10,7 @@ import torch
 from niwaki.arguments import INTERNAL
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import LEAST_SQUARES, NEAREST, TWO_FACTORS
-from niwaki.effort import NO_EFFORT, Effort, make_effort, usual_effort
+from niwaki.effort import NO_EFFORT, Effort, Planning, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import is_model
 from niwaki.layer.block_types import BlockGrid
@@ -30,6 +30,8 @@ PatternOf = Callable[[Matrix], Pattern]
 
 #: From so many bits on text would regain less than 0.002 nats of what the nearest numbers of a grid lose.
 _FINE = 8
+#: Bits of a weight, up to which rows of a matrix make up for each other's rounding: it takes as long as all else.
+_MOST_TOGETHER = 5.5
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,19 @@ class Request:
         usual = usual_effort(self.solver, self.mask_from, self.makes_factors or None)
         given = usual if self.effort is None else self.effort
         return make_effort(given) if isinstance(given, str) else given
+
+    def applied_effort(self, predicts: bool = True, writes: bool = True) -> Effort:
+        """What of the effort applies here, and to a model that predicts words, or writes them from nothing.
+
+        Where zeros are made, rows that make up for each other's rounding were not shown to gain.
+        """
+        applied = self.settled_effort.settled(self.shares_zeros, predicts, writes)
+        plan, grid = applied.plan, self.grid
+        if self.only_rounds:  # there are no zeros to share out, and no weights to choose
+            plan = Planning(together=plan.together)
+        if grid is None or not self.only_fits or (grid.average or grid.bits) > _MOST_TOGETHER:
+            plan = replace(plan, together=0)
+        return replace(applied, plan=plan)
 
     @cached_property
     def wanted(self) -> Pattern | None:

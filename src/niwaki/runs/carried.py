@@ -146,7 +146,8 @@ def _of_weights(names: Collection[Path], ours: Collection[str], modules: Collect
 
     A folder with weights in it is another form of the model, or what was left of its training.
     """
-    others = [name for name in names if name.as_posix() not in ours and not any(_is_in(name, each) for each in modules)]
+    inside = tuple(f"{module}/" for module in modules)
+    others = [name for name in names if name.as_posix() not in ours and not name.as_posix().startswith(inside)]
     weights = {name for name in others if _WEIGHTS.fullmatch(name.name) or _INDICES.fullmatch(name.name)}
     folders = {name.parent for name in weights} - {Path()}
     beside = [name.name for name in weights if name.parent == Path()]
@@ -159,10 +160,6 @@ def _of_weights(names: Collection[Path], ours: Collection[str], modules: Collect
         or any(part.endswith(_PACKAGES) for part in name.parts)
         or any(re.fullmatch(own, str(name)) for own in belonging)
     ]
-
-
-def _is_in(name: Path, folder: str) -> bool:
-    return name.as_posix().startswith(f"{folder}/")
 
 
 def _check(path: Path, name: Path) -> None:
