@@ -182,11 +182,12 @@ def compare(
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
     streamed.check_head()
     streamed.check_coverage()
+    predicts, writes = not has_images(calibration), streamed.pairs is None
     for i, cell in enumerate(cells):
         with named(" at ".join(cell.key)):
             cell.stage.check()
             patterns_of(cell.stage.wanted, None, streamed)
-        applied = cell.stage.applied_effort(not has_images(calibration), streamed.pairs is None)
+        applied = cell.stage.applied_effort(predicts, writes)
         cells[i] = dataclasses.replace(cell, effort=describe_effort(applied, cell.stage.settled_effort))
     if out is not None:
         out = given_path(out).resolve()

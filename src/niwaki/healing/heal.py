@@ -302,11 +302,10 @@ class Healing(Task):
         if run.seen and calibration.order is None:  # so that what comes after it is new
             calibration = replace(calibration, order="first")
         length = calibration.length
-        is_pairs = self.dense.pairs is not None
         are_texts = all(isinstance(text, str) for text in calibration.texts)  # and no windows, which have their length
-        if length is None and are_texts and not is_pairs:
+        if length is None and are_texts and self.dense.pairs is None:
             length = min(HEALING_LENGTH, model.window_length(None))
-        usual = _PAIR if is_pairs else length or HEALING_LENGTH
+        usual = length or HEALING_LENGTH if self.dense.pairs is None else _PAIR
         seen = _seen(calibration, run.seen, usual)
         samples = seen + math.ceil(self.tokens / usual) + _held(self.tokens, usual)
         more = replace(calibration, samples=max(samples, len(calibration.texts)), length=length)
