@@ -14,9 +14,9 @@ REPOSITORY = "https://github.com/niwaki/niwaki"
 # (niwaki.packed.kernels).
 KERNELS = Extension(
     "niwaki._kernels",
-    [f"src/native/{name}.cpp" for name in ("kernels", "lanes", "whole", "panels", "decoding", "masks")],
-    depends=[f"src/native/{name}.h" for name in ("products", "streams", "words")],
-    extra_compile_args=["-std=c++17", "-O3", "-g0"],
+    [f"src/native/{name}.cpp" for name in ("kernels", "lanes", "whole", "strips", "panels", "decoding", "masks")],
+    depends=[f"src/native/{name}.h" for name in ("products", "streams", "strips", "words")],
+    extra_compile_args=["-std=c++17", "-O3", "-g0", "-fno-trapping-math"],
     extra_link_args=["-pthread"],
     language="c++",
     optional=True,

@@ -53,8 +53,8 @@ namespace {
 
 PART_OF_CALLER std::uint16_t to_bf16(float value) {
     const auto bits = load<std::uint32_t>(&value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>(bits >> 16 | 64);
-    return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+    const std::uint32_t nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16, no_number = bits >> 16 | 64;
+    return static_cast<std::uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? no_number : nearest);
 }
 
 PART_OF_CALLER float rounded(float value, bool half) {
@@ -112,11 +112,12 @@ PART_OF_CALLER void normalize(const Norm& norm, const float* x, std::int64_t siz
 }
 
 // silu(gate) up, into gate.
-PART_OF_CALLER void gated(float* gate, const float* up, std::int64_t size, bool half) {
+template <bool half>
+PART_OF_CALLER void gated(float* __restrict gate, const float* __restrict up, std::int64_t size) {
     for (std::int64_t i = 0; i < size; ++i) {
         const float e = exponential(-std::fabs(gate[i]));
-        const float silu = gate[i] * (gate[i] < 0 ? e : 1.0f) / (1.0f + e);
-        gate[i] = rounded(rounded(silu, half) * up[i], half);
+        const float share = gate[i] < 0 ? e : 1.0f;
+        gate[i] = rounded(rounded(gate[i] * share / (1.0f + e), half) * up[i], half);
     }
 }
 
@@ -189,7 +190,10 @@ struct Parts {
         normalize(norm, x, size, half, out);                                                                        \
     }                                                                                                               \
     target void name##_gated(float* gate, const float* up, std::int64_t size, bool half) {                          \
-        gated(gate, up, size, half);                                                                                \
+        if (half)                                                                                                   \
+            gated<true>(gate, up, size);                                                                            \
+        else                                                                                                        \
+            gated<false>(gate, up, size);                                                                           \
     }                                                                                                               \
     target void name##_added(const float* x, const void* other, std::int64_t size, bool half, float* out) {         \
         added(x, other, size, half, out);                                                                           \
@@ -249,7 +253,7 @@ struct Tiles {
     std::int64_t rows, each, count;
     Tiles(std::int64_t rows, int threads)
         : rows(rows),
-          each(std::max<std::int64_t>(48, rows / (4 * std::max(threads, 1)))),
+          each(whole_strips(std::max<std::int64_t>(48, rows / (4 * std::max(threads, 1))))),
           count((rows + each - 1) / each) {}
     std::int64_t first(std::int64_t i) const { return i * each; }
     std::int64_t last(std::int64_t i) const { return std::min(rows, (i + 1) * each); }

@@ -444,6 +444,7 @@ Product Operand::with(const Matrix& matrix, float* y) {
     Product product{matrix, x, nullptr, batch, y, nullptr};
     if (is_whole(matrix)) {
         if (rounds && !rounded) rounded.emplace(path, x, batch * width, threads);
+        if (rounds && matrix.in_strips) rounded->split(path);
         if (rounds) product.rounded = &*rounded;
         return product;
     }
@@ -606,7 +607,8 @@ void multiply(int path, Operand& operand, const Matrix& matrix, std::int64_t bat
     const Rows function = rows_of(path, p);
     // Many rows at a time, so that they are read on for long; few, where they are to stay in the cache for more
     // vectors.
-    const std::int64_t each = batch > VECTORS ? 48 : std::max<std::int64_t>(48, rows / (8 * std::max(threads, 1)));
+    const std::int64_t each =
+        batch > VECTORS ? 48 : whole_strips(std::max<std::int64_t>(48, rows / (8 * std::max(threads, 1))));
     for_rows(rows, each, threads, [&](std::int64_t first, std::int64_t last) {
         for (std::int64_t b = 0; b < batch; b += VECTORS)
             function(p, b, static_cast<int>(std::min<std::int64_t>(VECTORS, batch - b)), first, last);
@@ -633,22 +635,24 @@ void niwaki_multiply(int path, const Matrix* matrix, const float* x, int exact, 
     multiply(path, operand, *matrix, batch, y, threads);
 }
 
-// Rows `first` to `last` as they were, (last - first, columns) numbers; whole ones times their scales, as float32.
-void niwaki_expand(int path, const Matrix* matrix, std::int64_t columns, std::int64_t first, std::int64_t last,
-                   void* out, int threads) {
+// Some `rows`, or if these are null those from `first` on, as they were, (count, columns) numbers; whole ones times
+// their scales, as float32.
+void niwaki_expand(int path, const Matrix* matrix, std::int64_t columns, const std::int64_t* rows, std::int64_t first,
+                   std::int64_t count, void* out, int threads) {
     path = std::min(path, best_path());
-    for_rows(last - first, 16, threads, [&](std::int64_t from, std::int64_t to) {
-        for (std::int64_t row = from; row < to; ++row) {
+    for_rows(count, 16, threads, [&](std::int64_t from, std::int64_t to) {
+        for (std::int64_t i = from; i < to; ++i) {
+            const std::int64_t row = rows ? rows[i] : first + i;
             const auto as_they_are = [&](auto number) {
                 using T = decltype(number);
-                const T* values = static_cast<const T*>(matrix->values) + matrix->starts[first + row];
-                const std::uint8_t* bits = matrix->mask + (first + row) * matrix->stride;
-                expand_row(path, Row<T>{bits, values, columns, static_cast<T*>(out) + row * columns, 0});
+                const T* values = static_cast<const T*>(matrix->values) + matrix->starts[row];
+                const std::uint8_t* bits = matrix->mask + row * matrix->stride;
+                expand_row(path, Row<T>{bits, values, columns, static_cast<T*>(out) + i * columns, 0});
             };
             if (is_whole(*matrix))
-                expand_whole(path, *matrix, first + row, columns, static_cast<float*>(out) + row * columns);
+                expand_whole(path, *matrix, row, columns, static_cast<float*>(out) + i * columns);
             else if (scaled(*matrix))
-                expand_scaled(path, *matrix, first + row, columns, static_cast<float*>(out) + row * columns);
+                expand_scaled(path, *matrix, row, columns, static_cast<float*>(out) + i * columns);
             else if (matrix->dtype == FP32)
                 as_they_are(std::uint32_t{});
             else

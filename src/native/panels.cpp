@@ -6,9 +6,10 @@
 // up in 32 bits, as those of single vectors are in whole.cpp.
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
-#include "words.h"
+#include "strips.h"
 
 namespace niwaki {
 namespace {
@@ -137,8 +138,36 @@ void avx2_panel(const Panel<AVX2_ROWS>& panel, std::int64_t words, const std::in
 
 constexpr int AVX512_ROWS = 32;
 
+// Columns 4 j to 4 j + 3 of a strip's rows as two pairs of each, from `pairs` on.
+template <int dtype, int j>
+TARGET(NIWAKI_AVX512VNNI)
+inline void unpack_columns(const __m512i* lines, std::int32_t* pairs) {
+    // Signs are where those of bytes are, as everywhere here.
+    const __m512i few = columns<dtype, j>(lines), moved = _mm512_slli_epi32(few, 8 - BITS<dtype>);
+    const __m512i numbers = _mm512_xor_si512(moved, _mm512_set1_epi32(static_cast<int>(0x80808080u)));
+    const __m512i evens = _mm512_srai_epi16(_mm512_slli_epi16(numbers, 8), 8), odds = _mm512_srai_epi16(numbers, 8);
+    const __m512i lower = _mm512_set1_epi32(0xffff);
+    const __m512i first = _mm512_or_si512(_mm512_and_si512(evens, lower), _mm512_slli_epi32(odds, 16));
+    const __m512i second = _mm512_or_si512(_mm512_srli_epi32(evens, 16), _mm512_andnot_si512(lower, odds));
+    _mm512_storeu_si512(pairs + 2 * j * AVX512_ROWS, first);
+    _mm512_storeu_si512(pairs + (2 * j + 1) * AVX512_ROWS, second);
+}
+
+// A strip as rows `pairs` of a panel and those behind it.
+template <int dtype, int... j>
+TARGET(NIWAKI_AVX512VNNI)
+void unpack_strip(const std::uint8_t* place, std::int64_t words, std::int32_t* pairs,
+                  std::integer_sequence<int, j...>) {
+    for (std::int64_t word = 0; word < words; ++word, pairs += PAIRS * AVX512_ROWS) {
+        __m512i lines[LINES<dtype>];
+#pragma GCC unroll 16
+        for (int i = 0; i < LINES<dtype>; ++i, place += 4 * STRIP) lines[i] = _mm512_loadu_si512(place);
+        (unpack_columns<dtype, j>(lines, pairs), ...);
+    }
+}
+
 template <int vectors>
-TARGET("avx512f,avx512bw,avx512vnni")
+TARGET(NIWAKI_AVX512VNNI)
 void avx512_panel(const Panel<AVX512_ROWS>& panel, std::int64_t words, const std::int16_t* x, const float* units,
                   std::int64_t stride, float* out) {
     __m512 total[2][vectors];
@@ -180,6 +209,12 @@ void fill(const Matrix& m, std::int64_t row, int count, std::int64_t word, std::
     const std::int64_t all = m.stride / 8, each = all / m.groups;
     const std::uint8_t* place = row_of<dtype>(m, row) + word * SIZE<dtype>;
     int done = 0;
+#if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
+    if constexpr (rows == AVX512_ROWS)
+        for (; row + done < m.in_strips && done < count; done += STRIP)
+            unpack_strip<dtype>(row_of<dtype>(m, row + done) + word * STRIP * SIZE<dtype>, words,
+                                panel.pairs.data() + done, std::make_integer_sequence<int, WORD / 4>{});
+#endif
 #if defined(NIWAKI_X86)
     for (; done + 8 <= count; done += 8)
         avx2_unpack_rows<dtype, rows>(place + done * all * SIZE<dtype>, all * SIZE<dtype>, words, done,
@@ -189,7 +224,7 @@ void fill(const Matrix& m, std::int64_t row, int count, std::int64_t word, std::
         unpack_row<dtype, rows>(place + done * all * SIZE<dtype>, words, done, panel.pairs.data());
     for (std::int64_t at = 0; at < words; ++at) {
         for (int r = 0; r < rows; ++r)
-            panel.scales[at * rows + r] = r < count ? m.scales[(row + r) * m.groups + (word + at) / each] : 0.0f;
+            panel.scales[at * rows + r] = r < count ? scale_of(m, row + r, (word + at) / each) : 0.0f;
         for (int pair = 0; count < rows && pair < PAIRS; ++pair)
             std::fill_n(panel.pairs.data() + (at * PAIRS + pair) * rows + count, rows - count, 0);
     }
@@ -249,7 +284,7 @@ Panels panels_of([[maybe_unused]] int path, const Product& product) {
         if (path >= AVX512) return avx512_panels<dtype>;
 #endif
 #if defined(NIWAKI_X86)
-        if (path >= AVX2) return avx2_panels<dtype>;
+        if (path >= AVX2 && !product.matrix.in_strips) return avx2_panels<dtype>;
 #endif
         return nullptr;
     });

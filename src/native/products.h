@@ -39,18 +39,23 @@ struct Matrix {
     const std::int64_t* starts;
     const float* scales;  // (rows, groups), of whole numbers
     std::int64_t groups;
+    std::int64_t in_strips;  // rows, of whole numbers without a mask (words.h): a multiple of STRIP, or 0
 };
 
 inline bool is_whole(const Matrix& matrix) {
     return !matrix.mask && matrix.scales;
 }
 
-// Vectors as whole numbers: of each 64 in a row, from -32767 to 32767 and what to multiply them with. What is infinite
+// Vectors as whole numbers: of each 64 in a row, from -32639 to 32639 and what to multiply them with. What is infinite
 // or no number makes that no number.
 struct Rounded {
     Rounded(int path, const float* x, std::int64_t count, int threads);
+    // What products with strips want of them, too.
+    void split(int path);
     std::vector<std::int16_t> numbers;
     std::vector<float> units;
+    std::vector<std::int8_t> bytes;  // of each 64 the upper ones, rounded, and behind them what these lack
+    std::vector<std::int32_t> sums;  // of each 64
 };
 
 struct Product {
@@ -69,6 +74,11 @@ using Rows = void (*)(const Product&, std::int64_t b, int vectors, std::int64_t 
 constexpr std::int64_t PANELS = 32;
 // Up to so many vectors share the work of decoding.
 constexpr int VECTORS = 4;
+// Rows side by side, in the lanes of a register.
+constexpr std::int64_t STRIP = 16;
+constexpr std::int64_t whole_strips(std::int64_t rows) {
+    return (rows + STRIP - 1) / STRIP * STRIP;
+}
 
 // Vectors in the order in which the products of a path want them.
 class Operand {
@@ -101,8 +111,10 @@ Rows lane_rows_of(int dtype);
 using Panels = void (*)(const Product&, std::int64_t first, std::int64_t last);
 // The function of panels.cpp for a path; null where other products are as fast, or there is none.
 Panels panels_of(int path, const Product& product);
-// The one of whole.cpp, for a matrix without a mask.
+// The one of whole.cpp, for a matrix without a mask; of strips.cpp, for one in strips; and of the rows behind these.
 Rows whole_rows_of(int path, const Product& product);
+Rows strip_rows_of(int dtype);
+void rows_behind_strips(const Product&, std::int64_t b, int vectors, std::int64_t first, std::int64_t last);
 // A row of such a matrix as float32.
 void expand_whole(int path, const Matrix& matrix, std::int64_t row, std::int64_t columns, float* out);
 // Product of `matrix` with all vectors of an operand, of which there are `batch`, into y (batch, rows).

@@ -14,21 +14,22 @@
 namespace niwaki {
 namespace {
 
-constexpr float MOST = 32767.0f;  // of a rounded vector
+// Of a rounded vector: its upper byte, rounded, has to be one.
+constexpr float MOST = 32639.0f;
 
 template <int dtype, bool rounded>
 void portable_rows(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
     constexpr int lanes = 8;  // sums that are independent of each other
     const Matrix& m = p.matrix;
     const std::int64_t words = m.stride / 8, each = words / m.groups;
-    const std::uint8_t* place = row_of<dtype>(m, first);
+    std::uint8_t room[SIZE<dtype>];
     for (std::int64_t row = first; row < last; ++row) {
         float sums[VECTORS] = {};
         for (std::int64_t group = 0; group < m.groups; ++group) {
             float parts[VECTORS] = {};
-            for (std::int64_t word = group * each; word < (group + 1) * each; ++word, place += SIZE<dtype>) {
+            for (std::int64_t word = group * each; word < (group + 1) * each; ++word) {
                 std::int8_t numbers[WORD];
-                unpack<dtype>(place, numbers);
+                unpack<dtype>(word_of<dtype>(m, row, word, room), numbers);
                 for (int v = 0; v < vectors; ++v) {
                     const std::int64_t at = (b + v) * words + word;
                     if constexpr (rounded) {
@@ -45,7 +46,7 @@ void portable_rows(const Product& p, std::int64_t b, int vectors, std::int64_t f
                     }
                 }
             }
-            const float scale = m.scales[row * m.groups + group] * UNIT<dtype>;
+            const float scale = scale_of(m, row, group) * UNIT<dtype>;
             for (int v = 0; v < vectors; ++v) sums[v] += parts[v] * scale;
         }
         for (int v = 0; v < vectors; ++v) p.y[(b + v) * m.rows + row] = sums[v];
@@ -151,104 +152,56 @@ void avx2_rows(const Product& p, std::int64_t b, int vectors, std::int64_t first
 
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
 
-#define NIWAKI_AVX512VNNI "avx512f,avx512bw,avx512vnni"
-
-template <int dtype>
-TARGET(NIWAKI_AVX512VNNI)
-inline __m512i unpack(const std::uint8_t* word) {
-    if constexpr (dtype == INT8) {
-        return _mm512_loadu_si512(word);
-    } else {
-        __m512i numbers = _mm512_setzero_si512();
-        if constexpr (HAS_FOUR<dtype>) {
-            const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(word)));
-            const __m512i apart = _mm512_sllv_epi64(twice, _mm512_set_epi64(0, 0, 0, 0, 4, 4, 4, 4));
-            constexpr int ends = BITS<dtype> - 4;  // how far they are from where they belong
-            const __m512i moved = ends ? _mm512_srli_epi32(apart, ends) : apart;
-            numbers = _mm512_and_si512(moved, _mm512_set1_epi32(static_cast<int>((0xf0u >> ends) * 0x01010101u)));
-        }
-        if constexpr (HAS_TWO<dtype>) {
-            const __m128i once = _mm_loadu_si128(reinterpret_cast<const __m128i*>(word + TWOS<dtype>));
-            const __m512i moved =
-                _mm512_sllv_epi64(_mm512_broadcast_i32x4(once), _mm512_set_epi64(0, 0, 2, 2, 4, 4, 6, 6));
-            const __m512i fields = _mm512_and_si512(moved, _mm512_set1_epi32(static_cast<int>(0xc0c0c0c0u)));
-            // None leaves its byte.
-            numbers = _mm512_or_si512(numbers, HAS_ONE<dtype> ? _mm512_srli_epi32(fields, 1) : fields);
-        }
-        if constexpr (HAS_ONE<dtype>)
-            numbers = _mm512_or_si512(numbers, _mm512_maskz_set1_epi8(load<std::uint64_t>(word + ONES<dtype>), -128));
-        return numbers;
-    }
-}
+#define NIWAKI_AVX512 "avx512f,avx512bw"
 
 // As avx2_word.
-template <int dtype, bool rounded, int vectors, int rows>
-TARGET(NIWAKI_AVX512VNNI)
+template <int dtype, int vectors, int rows>
+TARGET(NIWAKI_AVX512)
 inline void avx512_word(const Product& p, std::int64_t at, std::int64_t words, const std::uint8_t* place,
                         std::int64_t apart, const __m512 (&scales)[rows], __m512 (&total)[rows][vectors]) {
-    if constexpr (rounded) {
+    __m512 parts[rows][vectors];
+    for (auto& those : parts)
+        for (auto& sum : those) sum = _mm512_setzero_ps();
+    // Of INT4, by the bits of a number; a look-up takes the lowest four only.
+    alignas(64) static constexpr float HALVES[16] = {0,    16,   32,  48,  64,  80,  96,  112,
+                                                     -128, -112, -96, -80, -64, -48, -32, -16};
+    const __m512 halves = _mm512_loadu_ps(HALVES);
+    constexpr bool narrow = dtype != INT4 && dtype != INT8;
+    alignas(64) std::int8_t unpacked[narrow ? rows : 1][WORD];
+    if constexpr (narrow)
+        for (int r = 0; r < rows; ++r) niwaki::unpack<dtype>(place + r * apart, unpacked[r]);
+#pragma GCC unroll 4
+    for (int i = 0; i < (dtype == INT4 ? WORD / 2 : WORD); i += 16) {
+        __m512 x[vectors][2];
+        for (int v = 0; v < vectors; ++v)
+            for (int half = 0; half < 1 + (dtype == INT4); ++half)
+                x[v][half] = _mm512_loadu_ps(p.x + (at + v * words) * WORD + i + half * WORD / 2);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
-            const __m512i bytes = unpack<dtype>(place + r * apart);
-            const __m512i numbers[2] = {_mm512_cvtepi8_epi16(_mm512_castsi512_si256(bytes)),
-                                        _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(bytes, 1))};
+            const void* from = place + r * apart + i;
+            if constexpr (narrow) from = unpacked[r] + i;
+            const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
+            if constexpr (dtype == INT4) {
+                const __m512i both = _mm512_cvtepu8_epi32(bytes);
+                const __m512 lower = _mm512_permutexvar_ps(both, halves);
+                const __m512 upper = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), halves);
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; ++v) {
-                const std::int64_t word = at + v * words;
-                const std::int16_t* x = p.rounded->numbers.data() + word * WORD;
-                __m512i sums = _mm512_setzero_si512();
-#pragma GCC unroll 2
-                for (int half = 0; half < 2; ++half)
-                    sums = _mm512_dpwssd_epi32(sums, numbers[half], _mm512_loadu_si512(x + half * WORD / 2));
-                const __m512 unit = _mm512_set1_ps(p.rounded->units[word]);
-                total[r][v] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sums), unit), scales[r], total[r][v]);
+                for (int v = 0; v < vectors; ++v)
+                    parts[r][v] = _mm512_fmadd_ps(upper, x[v][1], _mm512_fmadd_ps(lower, x[v][0], parts[r][v]));
+            } else {
+                const __m512 weights = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#pragma GCC unroll 4
+                for (int v = 0; v < vectors; ++v) parts[r][v] = _mm512_fmadd_ps(weights, x[v][0], parts[r][v]);
             }
         }
-    } else {
-        __m512 parts[rows][vectors];
-        for (auto& those : parts)
-            for (auto& sum : those) sum = _mm512_setzero_ps();
-        // Of INT4, by the bits of a number; a look-up takes the lowest four only.
-        alignas(64) static constexpr float HALVES[16] = {0,    16,   32,  48,  64,  80,  96,  112,
-                                                         -128, -112, -96, -80, -64, -48, -32, -16};
-        const __m512 halves = _mm512_loadu_ps(HALVES);
-        constexpr bool narrow = dtype != INT4 && dtype != INT8;
-        alignas(64) std::int8_t unpacked[narrow ? rows : 1][WORD];
-        if constexpr (narrow)
-            for (int r = 0; r < rows; ++r) niwaki::unpack<dtype>(place + r * apart, unpacked[r]);
-#pragma GCC unroll 4
-        for (int i = 0; i < (dtype == INT4 ? WORD / 2 : WORD); i += 16) {
-            __m512 x[vectors][2];
-            for (int v = 0; v < vectors; ++v)
-                for (int half = 0; half < 1 + (dtype == INT4); ++half)
-                    x[v][half] = _mm512_loadu_ps(p.x + (at + v * words) * WORD + i + half * WORD / 2);
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; ++r) {
-                const void* from = place + r * apart + i;
-                if constexpr (narrow) from = unpacked[r] + i;
-                const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
-                if constexpr (dtype == INT4) {
-                    const __m512i both = _mm512_cvtepu8_epi32(bytes);
-                    const __m512 lower = _mm512_permutexvar_ps(both, halves);
-                    const __m512 upper = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), halves);
-#pragma GCC unroll 4
-                    for (int v = 0; v < vectors; ++v)
-                        parts[r][v] = _mm512_fmadd_ps(upper, x[v][1], _mm512_fmadd_ps(lower, x[v][0], parts[r][v]));
-                } else {
-                    const __m512 weights = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-#pragma GCC unroll 4
-                    for (int v = 0; v < vectors; ++v) parts[r][v] = _mm512_fmadd_ps(weights, x[v][0], parts[r][v]);
-                }
-            }
-        }
-        for (int r = 0; r < rows; ++r)
-            for (int v = 0; v < vectors; ++v) total[r][v] = _mm512_fmadd_ps(parts[r][v], scales[r], total[r][v]);
     }
+    for (int r = 0; r < rows; ++r)
+        for (int v = 0; v < vectors; ++v) total[r][v] = _mm512_fmadd_ps(parts[r][v], scales[r], total[r][v]);
 }
 
 // As avx2_streams.
-template <int dtype, bool rounded, int vectors, int rows>
-TARGET(NIWAKI_AVX512VNNI)
+template <int dtype, int vectors, int rows>
+TARGET(NIWAKI_AVX512)
 void avx512_streams(const Product& p, std::int64_t b, std::int64_t first, std::int64_t step) {
     const Matrix& m = p.matrix;
     const std::int64_t words = m.stride / 8, each = words / m.groups, apart = step * words * SIZE<dtype>;
@@ -263,7 +216,7 @@ void avx512_streams(const Product& p, std::int64_t b, std::int64_t first, std::i
             for (int r = 0; r < rows; ++r) scales[r] = _mm512_set1_ps(m.scales[(row + r * step) * m.groups + group]);
             for (const std::int64_t end = at + each; at != end; ++at, place += SIZE<dtype>) {
                 ask_for<rows, SIZE<dtype>>(place, apart);
-                avx512_word<dtype, rounded>(p, at, words, place, apart, scales, total);
+                avx512_word<dtype>(p, at, words, place, apart, scales, total);
             }
         }
         for (int r = 0; r < rows; ++r)
@@ -272,11 +225,11 @@ void avx512_streams(const Product& p, std::int64_t b, std::int64_t first, std::i
     }
 }
 
-template <int dtype, bool rounded>
+template <int dtype>
 void avx512_rows(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
     with_number(vectors, [&](auto number) {
         in_streams<4>(first, last, [&](auto rows, std::int64_t from, std::int64_t step) {
-            avx512_streams<dtype, rounded, number, rows>(p, b, from, step);
+            avx512_streams<dtype, number, rows>(p, b, from, step);
         });
     });
 }
@@ -284,12 +237,13 @@ void avx512_rows(const Product& p, std::int64_t b, int vectors, std::int64_t fir
 #endif
 
 template <int dtype>
-Rows rows_of_dtype([[maybe_unused]] int path, bool rounded) {
+Rows rows_of_dtype([[maybe_unused]] int path, bool rounded, bool in_strips) {
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
-    if (path >= AVX512) return rounded ? avx512_rows<dtype, true> : avx512_rows<dtype, false>;
+    if (path >= AVX512 && rounded && in_strips) return strip_rows_of(dtype);
+    if (path >= AVX512 && !rounded && !in_strips) return avx512_rows<dtype>;
 #endif
 #if defined(NIWAKI_X86)
-    if (path >= AVX2) return rounded ? avx2_rows<dtype, true> : avx2_rows<dtype, false>;
+    if (path >= AVX2 && !in_strips) return rounded ? avx2_rows<dtype, true> : avx2_rows<dtype, false>;
 #endif
     return rounded ? portable_rows<dtype, true> : portable_rows<dtype, false>;
 }
@@ -297,11 +251,11 @@ Rows rows_of_dtype([[maybe_unused]] int path, bool rounded) {
 template <int dtype>
 PART_OF_CALLER void expand(const Matrix& m, std::int64_t row, std::int64_t columns, float* out) {
     const std::int64_t each = m.stride / 8 / m.groups;
-    const std::uint8_t* place = row_of<dtype>(m, row);
-    for (std::int64_t word = 0; word * WORD < columns; ++word, place += SIZE<dtype>) {
+    std::uint8_t room[SIZE<dtype>];
+    for (std::int64_t word = 0; word * WORD < columns; ++word) {
         std::int8_t numbers[WORD];
-        unpack<dtype>(place, numbers);
-        const float scale = m.scales[row * m.groups + word / each];
+        unpack<dtype>(word_of<dtype>(m, row, word, room), numbers);
+        const float scale = scale_of(m, row, word / each);
         const int count = static_cast<int>(std::min<std::int64_t>(WORD, columns - word * WORD));
         // Not as one factor: with it a small scale would lose digits.
         for (int i = 0; i < count; ++i) out[word * WORD + i] = numbers[i] * UNIT<dtype> * scale;
@@ -360,6 +314,32 @@ void avx2_round(const float* from, std::int64_t words, std::int16_t* to, float* 
 
 #endif
 
+// Numbers of words as 256 times one byte and another, and their sums.
+PART_OF_CALLER void split_words(const std::int16_t* from, std::int64_t words, std::int8_t* to, std::int32_t* sums) {
+    for (std::int64_t word = 0; word < words; ++word, from += WORD, to += 2 * WORD) {
+        std::int32_t sum = 0;
+        for (int i = 0; i < WORD; ++i) {
+            to[i] = static_cast<std::int8_t>((from[i] + 128) >> 8);
+            to[i + WORD] = static_cast<std::int8_t>(from[i]);
+            sum += from[i];
+        }
+        sums[word] = sum;
+    }
+}
+
+void portable_split(const std::int16_t* from, std::int64_t words, std::int8_t* to, std::int32_t* sums) {
+    split_words(from, words, to, sums);
+}
+
+#if defined(NIWAKI_X86)
+
+TARGET("avx2")
+void avx2_split(const std::int16_t* from, std::int64_t words, std::int8_t* to, std::int32_t* sums) {
+    split_words(from, words, to, sums);
+}
+
+#endif
+
 }  // namespace
 
 Rounded::Rounded([[maybe_unused]] int path, const float* x, std::int64_t count, int threads)
@@ -373,9 +353,26 @@ Rounded::Rounded([[maybe_unused]] int path, const float* x, std::int64_t count, 
     });
 }
 
+void Rounded::split([[maybe_unused]] int path) {
+    if (!bytes.empty()) return;
+    auto* function = portable_split;
+#if defined(NIWAKI_X86)
+    if (path >= AVX2) function = avx2_split;
+#endif
+    bytes.resize(2 * numbers.size());
+    sums.resize(units.size());
+    function(numbers.data(), static_cast<std::int64_t>(units.size()), bytes.data(), sums.data());
+}
+
 Rows whole_rows_of(int path, const Product& product) {
-    const bool rounded = product.rounded != nullptr;
-    return with_dtype(product.matrix.dtype, [&](auto dtype) { return rows_of_dtype<dtype>(path, rounded); });
+    const Matrix& m = product.matrix;
+    return with_dtype(
+        m.dtype, [&](auto dtype) { return rows_of_dtype<dtype>(path, product.rounded != nullptr, m.in_strips != 0); });
+}
+
+void rows_behind_strips(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
+    with_dtype(p.matrix.dtype,
+               [&](auto dtype) { rows_of_dtype<dtype>(AVX2, true, false)(p, b, vectors, first, last); });
 }
 
 void expand_whole([[maybe_unused]] int path, const Matrix& m, std::int64_t row, std::int64_t columns, float* out) {

@@ -6,6 +6,10 @@
 // the upper one, so that a shift and a mask make bytes of them; byte i of one of two bits has the columns i, i + 16,
 // i + 32 and i + 48, the first in its lowest bits; bit i of the 64 of the last field is that of column i. Here the
 // bytes that come of it are 2 to 64 times what the numbers are, which keeps signs where they are.
+//
+// Rows from the first on may be in strips, 16 side by side: of each word the first four bytes of each row, then the
+// next four, and so on, and of each group the scales of all 16. A strip takes the place of the same rows one after the
+// other.
 
 #ifndef NIWAKI_WORDS_H
 #define NIWAKI_WORDS_H
@@ -66,6 +70,21 @@ auto with_dtype(int dtype, Function&& function) {
 template <int dtype>
 const std::uint8_t* row_of(const Matrix& m, std::int64_t row) {
     return static_cast<const std::uint8_t*>(m.values) + row * (m.stride / 8) * SIZE<dtype>;
+}
+
+// A word of a row: where it is, or, of a row in a strip, brought together in `room`.
+template <int dtype>
+PART_OF_CALLER const std::uint8_t* word_of(const Matrix& m, std::int64_t row, std::int64_t word, std::uint8_t* room) {
+    if (row >= m.in_strips) return row_of<dtype>(m, row) + word * SIZE<dtype>;
+    const std::int64_t lane = row % STRIP;
+    const std::uint8_t* place = row_of<dtype>(m, row - lane) + word * STRIP * SIZE<dtype> + 4 * lane;
+    for (int i = 0; i < SIZE<dtype>; i += 4) std::memcpy(room + i, place + i * STRIP, 4);
+    return room;
+}
+
+inline float scale_of(const Matrix& m, std::int64_t row, std::int64_t group) {
+    const std::int64_t lane = row % STRIP;
+    return m.scales[row < m.in_strips ? (row - lane) * m.groups + group * STRIP + lane : row * m.groups + group];
 }
 
 template <int dtype>

@@ -23,7 +23,7 @@ from transformers import DynamicCache, StaticCache
 
 import niwaki
 from niwaki.packed import decoding, kernels
-from niwaki.packed.matrix import pack
+from niwaki.packed.matrix import in_strips, pack
 from support.caches import CACHE
 from support.decoding import block_by_block, counting
 from support.models import random_tokens, sparse_model
@@ -59,14 +59,14 @@ for rows, (columns, groups), bits in itertools.product(
 ):
     W, codes, scales = on_grid(rows, columns, groups, bits, zeros=0.1)
     packed, exact = pack(W, codes, scales, bits, whole=True), dense_of(codes, scales)
-    for path in paths:
-        assert torch.equal(kernels.expand(packed, path=path), W)
+    for path, form in itertools.product(paths, (packed, in_strips(packed))):
+        assert torch.equal(kernels.expand(form, path=path), W)
         for batch, rounded in itertools.product((1, 2, 3, 5, 9, 16), (False, True)):
             x = vectors(batch, columns)
-            assert is_product(kernels.multiply(packed, x, path, rounded), in_whole_numbers(x) if rounded else x, exact)
+            assert is_product(kernels.multiply(form, x, path, rounded), in_whole_numbers(x) if rounded else x, exact)
         odd = vectors(1, columns)
         odd[0, -1] = torch.nan
-        assert kernels.multiply(packed, odd, path, rounded=True).isnan().all()
+        assert kernels.multiply(form, odd, path, rounded=True).isnan().all()
 
 # Numbers that a mask makes 0, up to the last bit of each.
 for dtype, count in itertools.product((torch.int8, torch.bfloat16, torch.float32, torch.float64), (1, 8, 77, 70_001)):

@@ -15,7 +15,7 @@ import niwaki
 import support
 from niwaki.packed import kernels
 from niwaki.packed.kernels import Path as Instructions
-from niwaki.packed.matrix import pack
+from niwaki.packed.matrix import in_strips, pack
 from support.caches import CACHE
 from support.covering import covered
 from support.models import random_tokens, reference, sparse_model
@@ -77,11 +77,12 @@ def test_product_with_whole_numbers(
 def test_product_without_a_mask(path: Instructions, columns: int, groups: int, bits: int, rounded: bool) -> None:
     W, codes, scales = on_grid(37, columns, groups, bits, zeros=0.1)
     packed, exact = pack(W, codes, scales, bits, whole=True), dense_of(codes, scales)
-    assert torch.equal(kernels.expand(packed, path=path), W)
-    for batch in (1, 2, 3, 4, 5, 9, 14):
-        x = vectors(batch, columns)
-        y = kernels.multiply(packed, x, path, rounded)
-        assert is_product(y, in_whole_numbers(x) if rounded else x, exact)
+    for form in (packed, in_strips(packed)):
+        assert torch.equal(kernels.expand(form, path=path), W)
+        for batch in (1, 2, 3, 4, 5, 9, 14):
+            x = vectors(batch, columns)
+            y = kernels.multiply(form, x, path, rounded)
+            assert is_product(y, in_whole_numbers(x) if rounded else x, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

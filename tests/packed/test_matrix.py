@@ -85,8 +85,8 @@ def test_comes_back_bit_for_bit(dtype: torch.dtype, columns: int, sparsity: floa
     for path in PATHS:
         assert same_bits(kernels.expand(packed, path=path), W)
         assert same_bits(kernels.expand(packed, 2, 7, path=path), W[2:7])
-    assert same_bits(kernels._expanded(packed, 0, 9), W)
-    assert same_bits(kernels._expanded(packed, 2, 7), W[2:7])
+    assert same_bits(kernels._unpacked(packed, slice(0, 9)), W)
+    assert same_bits(kernels._unpacked(packed, slice(2, 7)), W[2:7])
     again = unpacked(packed.mask, packed.values, columns, dtype)
     assert again.starts is not None
     assert packed.starts is not None
@@ -109,8 +109,8 @@ def test_whole_numbers_come_back_bit_for_bit(columns: int, groups: int, bits: in
     for path in PATHS:
         assert same_bits(kernels.expand(packed, path=path), W)
         assert same_bits(kernels.expand(packed, 3, 11, path=path), W[3:11])
-    assert torch.equal(kernels._expanded(packed, 0, 20), codes)
-    assert torch.equal(kernels._expanded(packed, 3, 11), codes[3:11])
+    assert torch.equal(kernels._unpacked(packed, slice(0, 20)), codes)
+    assert torch.equal(kernels._unpacked(packed, slice(3, 11)), codes[3:11])
     again = unpacked(packed.mask, packed.values, columns, W.dtype, scales.bfloat16())
     assert again.starts is not None
     assert packed.starts is not None

@@ -22,9 +22,9 @@ from niwaki.errors import CheckpointError, UsageError
 from niwaki.packed import kernels, linear
 from niwaki.packed.format import Index
 from niwaki.packed.kernels import Path as Instructions
-from niwaki.packed.linear import SparseLinear
+from niwaki.packed.linear import SparseEmbedding, SparseLinear
 from niwaki.packed.load import in_large_pages
-from niwaki.packed.matrix import PADDING, PackedMatrix, all_numbers, pack, unpacked, with_bytes
+from niwaki.packed.matrix import PADDING, PackedMatrix, all_numbers, in_rows, in_strips, pack, unpacked, with_bytes
 from support.caches import CACHE
 from support.covering import covered, in_turns
 from support.decoding import counting
@@ -111,16 +111,59 @@ def test_layout() -> None:
     assert (four.count, four.kept) == (128, 140)
 
 
+@each_number_of_bits
+@pytest.mark.parametrize("rows", [7, 16, 37])
+def test_layout_of_strips(rows: int, bits: int) -> None:
+    """Of 16 rows the first four bytes, the next four, and so on; and the scales of a group; then what is left."""
+    packed, _, _ = whole(rows, 320, 5, bits)
+    strips, all_rows = in_strips(packed), packed.values[:-PADDING].view(rows, -1).numpy()
+    assert strips.scales is not None
+    assert packed.scales is not None
+    assert strips.in_strips == rows // 16 * 16
+    expected, scales = [], []
+    for first in range(0, strips.in_strips, 16):
+        for four in range(0, all_rows.shape[1], 4):
+            expected += [all_rows[row, four : four + 4].tobytes() for row in range(first, first + 16)]
+        scales += [packed.scales[row, group] for group in range(5) for row in range(first, first + 16)]
+    expected += [all_rows[strips.in_strips :].tobytes(), bytes(PADDING)]
+    scales += packed.scales[strips.in_strips :].flatten().tolist()
+    assert strips.values.numpy().tobytes() == b"".join(expected)
+    assert torch.equal(strips.scales.flatten(), torch.tensor(scales))
+    again = in_rows(strips)
+    assert not again.strips
+    assert torch.equal(again.values, packed.values)
+    assert again.scales is not None
+    assert torch.equal(again.scales, packed.scales)
+    assert (strips.shape, strips.bits, strips.nbytes) == (packed.shape, packed.bits, packed.nbytes)
+
+
+def test_strips_of_a_file() -> None:
+    """Whose numbers need not begin where four bytes do; those of a matrix with a mask stay as they are."""
+    packed, W, _ = whole(37, 100, 1, 4)
+    moved = torch.cat([packed.values[:2], packed.values])[2:]
+    assert torch.equal(kernels.expand(in_strips(dataclasses.replace(packed, values=moved))), W)
+    masked = pack(sparse(37, 100, 0.5))
+    assert in_strips(masked) is masked
+
+
+def both(packed: PackedMatrix) -> tuple[PackedMatrix, PackedMatrix]:
+    """Rows one after the other, and in strips."""
+    return packed, in_strips(packed)
+
+
 @pytest.mark.parametrize(("columns", "groups"), SHAPES)
 @each_number_of_bits
 def test_comes_back_bit_for_bit(columns: int, groups: int, bits: int) -> None:
     packed, W, _ = whole(20, columns, groups, bits)
     _, codes, scales = on_grid(20, columns, groups, bits, zeros=0.1)
-    for path in PATHS:
-        assert torch.equal(kernels.expand(packed, path=path), W)
-        assert torch.equal(kernels.expand(packed, 3, 11, path=path), W[3:11])
-    assert torch.equal(all_numbers(packed), codes)
-    assert torch.equal(kernels._expanded(packed, 3, 11), codes[3:11])
+    some = torch.tensor([19, 3, 3, 0, 16, 15])
+    for form in both(packed):
+        for path in PATHS:
+            assert torch.equal(kernels.expand(form, path=path), W)
+            assert torch.equal(kernels.expand(form, 3, 18, path=path), W[3:18])
+        assert torch.equal(kernels.expand_rows(form, some), W[some])
+        assert torch.equal(all_numbers(form), codes)
+        assert torch.equal(kernels._unpacked(form, slice(3, 18)), codes[3:18])
     again = unpacked(None, packed.values, columns, W.dtype, scales.bfloat16())
     assert again.scales is not None
     assert torch.equal(again.scales, scales)
@@ -149,14 +192,14 @@ def test_small_scales_lose_no_digits() -> None:
 def test_product(path: Instructions, shape: tuple[int, int], bits: int, rows: int, rounded: bool) -> None:
     """Of the vectors as they are; or rounded, where all paths have the same whole numbers."""
     packed, _, W = whole(rows, *shape, bits)
-    for batch in (1, 2, 3, 4, 5, 9, 32):
+    for batch, form in itertools.product((1, 2, 3, 4, 5, 9, 32), both(packed)):
         x = vectors(batch, shape[0], torch.bfloat16 if batch == 2 else torch.float32)
-        y = kernels.multiply(packed, x, path, rounded)
+        y = kernels.multiply(form, x, path, rounded)
         assert y.dtype == torch.float32
         assert is_product(y, in_whole_numbers(x) if rounded else x, W)
         # Up to here nobody sees how many vectors there are; more are added up in another order.
         if not rounded or batch < 8:
-            assert torch.equal(kernels.multiply(packed, x[:1], path, rounded), y[:1])
+            assert torch.equal(kernels.multiply(form, x[:1], path, rounded), y[:1])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -165,29 +208,30 @@ def test_the_largest_sums(path: Instructions, bits: int) -> None:
     """Of the largest numbers of both, of either sign."""
     most = 1 << (bits - 1)
     for code in (-most, most - 1):
-        codes = torch.full((5, 64), code, dtype=torch.int8)
-        packed = pack(codes.float(), codes, torch.ones(5, 1), bits, whole=True)
-        for sign in (1.0, -1.0):
-            y = kernels.multiply(packed, torch.full((1, 64), 32767 * sign), path, rounded=True)
-            assert torch.equal(y, torch.full((1, 5), 64 * 32767 * sign * code))
+        codes = torch.full((21, 64), code, dtype=torch.int8)
+        packed = pack(codes.float(), codes, torch.ones(21, 1), bits, whole=True)
+        for sign, form in itertools.product((1.0, -1.0), both(packed)):
+            y = kernels.multiply(form, torch.full((1, 64), 32639 * sign), path, rounded=True)
+            assert torch.equal(y, torch.full((1, 21), 64 * 32639 * sign * code))
 
 
 @pytest.mark.parametrize("path", PATHS)
 @each_number_of_bits
 def test_odd_vectors(path: Instructions, bits: int) -> None:
     """Zeros and what is next to zero give zeros, and what is not finite nothing that is."""
-    packed, _, W = whole(9, 192, 3, bits)
-    for value in (0.0, 1e-44, 1e-38):
-        y = kernels.multiply(packed, torch.full((1, 192), value), path, rounded=True)
-        assert torch.equal(y, torch.zeros(1, 9))
-    large = torch.full((1, 192), 1e33)
-    assert is_product(kernels.multiply(packed, large, path, rounded=True), large, W)
-    for value in (torch.inf, -torch.inf, torch.nan):
-        x = vectors(2, 192)
-        x[0, 100] = value
-        y = kernels.multiply(packed, x, path, rounded=True)
-        assert y[0].isnan().all()
-        assert torch.equal(y[1:], kernels.multiply(packed, x[1:], path, rounded=True))
+    packed, _, W = whole(25, 192, 3, bits)
+    for form in both(packed):
+        for value in (0.0, 1e-44, 1e-38):
+            y = kernels.multiply(form, torch.full((1, 192), value), path, rounded=True)
+            assert torch.equal(y, torch.zeros(1, 25))
+        large = torch.full((1, 192), 1e33)
+        assert is_product(kernels.multiply(form, large, path, rounded=True), large, W)
+        for value in (torch.inf, -torch.inf, torch.nan):
+            x = vectors(2, 192)
+            x[0, 100] = value
+            y = kernels.multiply(form, x, path, rounded=True)
+            assert y[0].isnan().all()
+            assert torch.equal(y[1:], kernels.multiply(form, x[1:], path, rounded=True))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -196,13 +240,14 @@ def test_odd_vectors(path: Instructions, bits: int) -> None:
 def test_threads_give_the_same_bytes(path: Instructions, bits: int, rounded: bool) -> None:
     packed, W, _ = whole(1_501, 256, 4, bits)
     x = vectors(3, 256)
-    with with_threads(1):
-        expected = kernels.multiply(packed, x, path, rounded)
-    for threads in (2, 3):
-        with with_threads(threads):
-            assert torch.equal(kernels.multiply(packed, x, path, rounded), expected)
-            assert torch.equal(kernels.multiply(packed, x[:1], path, rounded), expected[:1])
-            assert torch.equal(kernels.expand(packed, path=path), W)
+    for form in both(packed):
+        with with_threads(1):
+            expected = kernels.multiply(form, x, path, rounded)
+        for threads in (2, 3):
+            with with_threads(threads):
+                assert torch.equal(kernels.multiply(form, x, path, rounded), expected)
+                assert torch.equal(kernels.multiply(form, x[:1], path, rounded), expected[:1])
+                assert torch.equal(kernels.expand(form, path=path), W)
 
 
 class TestParts:
@@ -326,6 +371,37 @@ class TestLayer:
         with pytest.raises(RuntimeError, match="packed weights on meta"):
             layer(vectors(1, 100))
 
+    def test_strips_are_for_rounded_vectors(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What computes with others, or elsewhere, gets rows again, of both factors."""
+        monkeypatch.setattr(kernels, "reads_strips", lambda _, dtype: dtype == torch.bfloat16)
+        left, W, _ = whole(40, 100, 1, 4)
+        right, X, _ = whole(100, 70, 1, 4)
+        layer = SparseLinear(in_strips(left), right=in_strips(right)).bfloat16()
+        product = (W.float() @ X.float()).bfloat16()
+        assert layer.packed.strips
+        assert torch.equal(layer.weight, product)
+        assert torch.equal(copy.deepcopy(layer).bfloat16().packed.values, layer.packed.values)
+        for moved in (layer.float(), layer.to("meta")):
+            assert not moved.packed.strips
+            assert moved.right is not None
+            assert not moved.right.strips
+            if moved.packed.values.device.type == "cpu":
+                assert torch.equal(moved.packed.values, left.values)
+                assert torch.equal(moved.right.values, right.values)
+                assert torch.equal(moved.state_dict()["weight"], product)
+
+    @pytest.mark.parametrize("strips", [False, True])
+    def test_embeddings(self, strips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        packed, W, _ = whole(40, 128, 2, 4)
+        embeddings = SparseEmbedding(in_strips(packed) if strips else packed, torch.float32)
+        for library in (kernels.library(), None):
+            monkeypatch.setattr(kernels, "library", lambda library=library: library)
+            for tokens in (torch.tensor([[3, 39], [0, 31]]), torch.zeros(1, 0, dtype=torch.int64)):
+                assert torch.equal(embeddings(tokens), W[tokens].float())
+            for wrong in (-1, 40):
+                with pytest.raises(IndexError, match=rf"40 rows has no rows {min(wrong, 0)} to {max(wrong, 0)}"):
+                    embeddings(torch.tensor([0, wrong]))
+
     def test_without_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x = vectors(3, 100)
         W, layer = self.layers()
@@ -390,6 +466,21 @@ class TestEnvironment:
             assert "NIWAKI_KERNELS is 'AVX-3', and not one of portable, avx2, avx512bw, avx512, avx512_bf16" in said
         monkeypatch.setenv("NIWAKI_EXACT", "yes")
         assert "NIWAKI_EXACT is 'yes', and not 0 or 1" in message(kernels.asked_to_be_exact, UsageError)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_loaded_as_products_are_fastest(path: Instructions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "best_path", lambda: path)
+    dense = save(tmp_path / "dense", 4, torch.bfloat16)
+    niwaki.pack(dense, tmp_path / "packed")
+    for dtype in (torch.bfloat16, torch.float32):
+        loaded = niwaki.load(tmp_path / "packed", "cpu", dtype)
+        layers = [module.packed for module in loaded.modules() if isinstance(module, SparseLinear)]
+        wanted = path >= Instructions.AVX512 and dtype == torch.bfloat16
+        assert {layer.strips for layer in layers} == {wanted}
+        expected = load_file(dense / "model.safetensors")
+        found = loaded.state_dict()
+        assert all(torch.equal(found[key].to(value), value) for key, value in expected.items())
 
 
 def save(path: Path, bits: int, dtype: torch.dtype, zeros: float = 0.0) -> Path:

@@ -58,12 +58,6 @@ inline __m512i _mm512_cvtepu8_epi32(__m128i from) {
     return all;
 }
 
-inline __m512i _mm512_broadcast_i64x4(__m256i from) {
-    __m512i all;
-    for (int i = 0; i < 2; ++i) std::memcpy(all.lane + 16 * i, from.lane, sizeof from);
-    return all;
-}
-
 inline __m512i _mm512_slli_epi16(__m512i from, unsigned count) {
     for (auto& lane : from.lane) lane = static_cast<std::uint16_t>(lane << count);
     return from;
@@ -136,6 +130,64 @@ inline __m512i _mm512_xor_si512(__m512i a, __m512i b) {
     return of_bytes([&](int i) { return byte_of(a, i) ^ byte_of(b, i); });
 }
 
+// Numbers of 32 bits as a function of such numbers.
+template <typename Function, typename... Registers>
+inline __m512i of_words(Function&& word, const Registers&... from) {
+    __m512i all;
+    for (int i = 0; i < 16; ++i) {
+        const auto number = [&](const __m512i& of) {
+            std::uint32_t value;
+            std::memcpy(&value, of.lane + 2 * i, sizeof value);
+            return value;
+        };
+        const std::uint32_t found = word(number(from)...);
+        std::memcpy(all.lane + 2 * i, &found, sizeof found);
+    }
+    return all;
+}
+
+inline __m512i _mm512_add_epi32(__m512i a, __m512i b) {
+    return of_words([](std::uint32_t x, std::uint32_t y) { return x + y; }, a, b);
+}
+
+inline __m512i _mm512_andnot_si512(__m512i a, __m512i b) {
+    return of_words([](std::uint32_t x, std::uint32_t y) { return ~x & y; }, a, b);
+}
+
+// Four products of bytes, of which the first have no sign, added to each number of 32 bits.
+inline __m512i _mm512_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
+    const auto add = [](std::uint32_t sum, std::uint32_t x, std::uint32_t y) {
+        for (int i = 0; i < 32; i += 8)
+            sum += static_cast<std::uint32_t>(static_cast<int>(x >> i & 255) * static_cast<std::int8_t>(y >> i & 255));
+        return sum;
+    };
+    return of_words(add, sums, a, b);
+}
+
+// The first number is the last argument.
+inline __m512i _mm512_set4_epi32(int d, int c, int b, int a) {
+    __m512i all;
+    const int four[4] = {a, b, c, d};
+    for (int i = 0; i < 4; ++i) std::memcpy(all.lane + 8 * i, four, sizeof four);
+    return all;
+}
+
+inline __m512i _mm512_srai_epi16(__m512i from, unsigned count) {
+    for (auto& lane : from.lane) lane = static_cast<std::uint16_t>(static_cast<std::int16_t>(lane) >> count);
+    return from;
+}
+
+inline std::uint64_t _mm512_test_epi8_mask(__m512i a, __m512i b) {
+    std::uint64_t ones = 0;
+    for (int i = 0; i < 64; ++i) ones |= static_cast<std::uint64_t>((byte_of(a, i) & byte_of(b, i)) != 0) << i;
+    return ones;
+}
+
+inline void _mm512_mask_storeu_ps(void* place, std::uint16_t mask, __m512 all) {
+    for (int i = 0; i < 16; ++i)
+        if (mask >> i & 1) std::memcpy(static_cast<float*>(place) + i, &all.lane[i], sizeof(float));
+}
+
 // Two products of 16 bits, added to each number of 32.
 inline __m512i _mm512_dpwssd_epi32(__m512i sums, __m512i a, __m512i b) {
     for (int i = 0; i < 16; ++i) {
@@ -146,47 +198,6 @@ inline __m512i _mm512_dpwssd_epi32(__m512i sums, __m512i a, __m512i b) {
         std::memcpy(sums.lane + 2 * i, &sum, sizeof sum);
     }
     return sums;
-}
-
-inline __m256i _mm512_castsi512_si256(__m512i from) {
-    __m256i half;
-    std::memcpy(&half, &from, sizeof half);
-    return half;
-}
-
-inline __m256i _mm512_extracti64x4_epi64(__m512i from, int which) {
-    __m256i half;
-    std::memcpy(&half, reinterpret_cast<const std::uint8_t*>(&from) + 32 * which, sizeof half);
-    return half;
-}
-
-inline __m512i _mm512_cvtepi8_epi16(__m256i from) {
-    __m512i all;
-    for (int i = 0; i < 32; ++i) {
-        std::int8_t value;
-        std::memcpy(&value, reinterpret_cast<const std::uint8_t*>(&from) + i, 1);
-        const std::int16_t wide = value;
-        std::memcpy(all.lane + i, &wide, sizeof wide);
-    }
-    return all;
-}
-
-// The first number is the last argument.
-inline __m512i _mm512_set_epi64(std::int64_t h, std::int64_t g, std::int64_t f, std::int64_t e, std::int64_t d,
-                                std::int64_t c, std::int64_t b, std::int64_t a) {
-    const std::int64_t numbers[8] = {a, b, c, d, e, f, g, h};
-    __m512i all;
-    std::memcpy(&all, numbers, sizeof all);
-    return all;
-}
-
-inline __m512i _mm512_sllv_epi64(__m512i from, __m512i counts) {
-    std::uint64_t numbers[8], by[8];
-    std::memcpy(numbers, &from, sizeof numbers);
-    std::memcpy(by, &counts, sizeof by);
-    for (int i = 0; i < 8; ++i) numbers[i] = by[i] < 64 ? numbers[i] << by[i] : 0;
-    std::memcpy(&from, numbers, sizeof numbers);
-    return from;
 }
 
 inline __m512i _mm512_mask_expand_epi8(__m512i others, std::uint64_t mask, __m512i from) {

@@ -72,8 +72,8 @@ def in_whole_numbers(x: Tensor) -> Tensor:
     wide = np.pad(x.float().numpy(), ((0, 0), (0, -x.shape[1] % 64))).reshape(len(x), -1, 64)
     largest = np.abs(wide).max(axis=2, keepdims=True)
     with np.errstate(all="ignore"):
-        numbers = np.where(largest > 0, np.rint(wide * (np.float32(32767) / largest)), 0)
-    found = numbers.astype(np.float64) * (largest / np.float32(32767))
+        numbers = np.where(largest > 0, np.rint(wide * (np.float32(32639) / largest)), 0)
+    found = numbers.astype(np.float64) * (largest / np.float32(32639))
     return torch.from_numpy(found.reshape(len(x), -1)[:, : x.shape[1]])
 
 

@@ -8,6 +8,7 @@ are one call.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator
@@ -303,7 +304,7 @@ class _Room:
 
     def _show(self, cache: DynamicCache) -> None:
         layers: list[Any] = cache.layers
-        self._views = [each[:, :, : self.length] for each in self.numbers]
+        self._views = [each.narrow(2, 0, self.length) for each in self.numbers]
         for layer, keys, values in zip(layers, self._views, self._views[len(layers) :], strict=False):
             layer.keys, layer.values = keys, values
 
@@ -342,8 +343,11 @@ class _Watch:
         self._owners = [each for each in owners if each]
         #: Of hooks it matters whether there are any, of tensors where they are, of all else what it is.
         self._hooks = [each for module in modules for each in (module._forward_hooks, module._forward_pre_hooks)]
-        self._counted = [*owners, *self._hooks]
-        self._values = [*{id(each): each for module in modules for each in _watched(module)}.values()]
+        # What packed layers, which are most modules, have is niwaki's own: only something more would be another's.
+        layers = [module for module in modules if type(module) is SparseLinear]
+        others = [module for module in modules if type(module) is not SparseLinear]
+        self._counted = [*owners, *self._hooks, *map(vars, layers)]
+        self._values = [*{id(each): each for module in others for each in _watched(module)}.values()]
         self._counts, self._copies = [*map(len, self._counted)], [each.copy() for each in self._values]
         self._pointers = self._where()
 
@@ -365,7 +369,7 @@ class _Watch:
 
     def tensors(self) -> list[Tensor]:
         """All that the modules have now."""
-        return [value for values in self._owners for value in values.values() if value is not None]
+        return [value for value in itertools.chain.from_iterable(map(dict.values, self._owners)) if value is not None]
 
     def _where(self) -> list[int]:
         return [*map(Tensor.data_ptr, self.tensors())]

@@ -19,6 +19,7 @@ from niwaki.packed.matrix import (
     all_numbers,
     groups_fit,
     in_bytes,
+    in_rows,
     possible_bits,
     size_of_whole,
     stride,
@@ -49,6 +50,7 @@ class NativeMatrix(ctypes.Structure):
         ("starts", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("groups", ctypes.c_int64),
+        ("in_strips", ctypes.c_int64),
     ]
 
 
@@ -92,7 +94,7 @@ def open_library(path: str) -> ctypes.CDLL:
     pointer, size, int_ = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     native.niwaki_best_path.restype = int_
     native.niwaki_multiply.argtypes = [int_, pointer, pointer, int_, int_, size, pointer, int_]
-    native.niwaki_expand.argtypes = [int_, pointer, size, size, size, pointer, int_]
+    native.niwaki_expand.argtypes = [int_, pointer, size, pointer, size, size, pointer, int_]
     native.niwaki_block_begin.argtypes = [pointer, pointer, pointer, pointer, size, pointer, pointer, pointer, int_]
     native.niwaki_block_end.argtypes = [pointer, pointer, pointer, pointer, pointer, int_]
     native.niwaki_tokens_begin.argtypes = [pointer, size, *native.niwaki_block_begin.argtypes[1:]]
@@ -142,6 +144,11 @@ def rounds(dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and (best_path() or Path.PORTABLE) >= Path.AVX2 and not asked_to_be_exact()
 
 
+def reads_strips(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products with vectors of this dtype are fastest where rows without a mask are in strips."""
+    return device.type == "cpu" and rounds(dtype) and (best_path() or Path.PORTABLE) >= Path.AVX512
+
+
 def most_vectors(W: PackedMatrix, dtype: torch.dtype) -> float:
     """Up to how many vectors of this dtype a product on the CPU is faster as :func:`multiply` than by tiles."""
     if W.mask is not None or not rounds(dtype):
@@ -188,19 +195,31 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
     last = W.shape[0] if last is None else last
     if not 0 <= first <= last <= W.shape[0]:
         raise RuntimeError(f"a packed matrix with {W.shape[0]} rows has no rows {first} to {last}")
+    return _expanded(W, slice(first, last), last - first, path)
+
+
+def expand_rows(W: PackedMatrix, rows: Tensor) -> Tensor:
+    """(n, columns): some ``rows`` (n,) int64 of W, which has no mask, as :func:`expand`; IndexError without one."""
+    first, last = (int(rows.min()), int(rows.max())) if rows.numel() else (0, 0)
+    if first < 0 or last >= W.shape[0]:
+        raise IndexError(f"a packed matrix with {W.shape[0]} rows has no rows {first} to {last}")
+    return _expanded(W, rows.contiguous(), len(rows))
+
+
+def _expanded(W: PackedMatrix, rows: slice | Tensor, count: int, path: Path | None = None) -> Tensor:
     native = library() if W.values.device.type == "cpu" else None
     if native is None:
-        raw = _expanded(W, first, last)
+        W = in_rows(W)
+        raw = _unpacked(W, rows)
         if W.scales is not None:
-            scales = W.scales[first:last]
+            scales = W.scales[rows]
             raw = (raw.to(torch.float32).unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)).flatten(1)
     else:
-        raw = torch.empty(last - first, W.columns, dtype=torch.float32 if W.scales is not None else W.values.dtype)
+        raw = torch.empty(count, W.columns, dtype=torch.float32 if W.scales is not None else W.values.dtype)
         path = (best_path() or Path.PORTABLE) if path is None else path
-        matrix = native_matrix(W)
-        native.niwaki_expand(
-            path, ctypes.byref(matrix), W.columns, first, last, raw.data_ptr(), torch.get_num_threads()
-        )
+        which = (None, rows.start) if isinstance(rows, slice) else (rows.data_ptr(), 0)
+        matrix = ctypes.byref(native_matrix(W))
+        native.niwaki_expand(path, matrix, W.columns, *which, count, raw.data_ptr(), torch.get_num_threads())
     if W.scales is not None:
         raw.add_(0.0)  # which makes +0.0 of -0.0, as a scale below 0 makes of 0
     return raw.to(W.dtype)
@@ -239,7 +258,7 @@ def native_matrix(W: PackedMatrix) -> NativeMatrix:
     pointers = (mask, W.values.data_ptr(), starts)
     scales, groups = (None, 1) if W.scales is None else (W.scales.data_ptr(), W.scales.shape[1])
     dtype = _DTYPES[W.values.dtype] if W.mask is not None else _WHOLE[W.bits]
-    return NativeMatrix(dtype, W.shape[0], stride(W.columns), *pointers, scales, groups)
+    return NativeMatrix(dtype, W.shape[0], stride(W.columns), *pointers, scales, groups, W.in_strips)
 
 
 def _fits(W: PackedMatrix) -> bool:
@@ -262,15 +281,17 @@ def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:
     return torch.cat(products, dim=1).to(dtype)
 
 
-def _expanded(W: PackedMatrix, first: int, last: int) -> Tensor:
+def _unpacked(W: PackedMatrix, rows: slice | Tensor) -> Tensor:
     """Unpacks rows as the native library does, by operations that all devices have; without scales."""
     if W.mask is None:
-        return all_numbers(W, slice(first, last))
+        return all_numbers(W, rows)
     assert W.starts is not None
+    assert isinstance(rows, slice)
     shifts = torch.arange(8, dtype=torch.uint8, device=W.mask.device)
-    bits = (W.mask[first:last].unsqueeze(2) >> shifts) & 1
+    bits = (W.mask[rows].unsqueeze(2) >> shifts) & 1
     nonzero = bits.flatten(1)[:, : W.columns].bool()
     halves = W.values.dtype == torch.uint8
+    first, last = rows.start, rows.stop
     values = in_bytes(W, first, last) if halves else W.values[int(W.starts[first]) : int(W.starts[last])]
     raw = torch.zeros(nonzero.shape, dtype=values.dtype, device=W.mask.device)
     raw[nonzero] = values

@@ -10,7 +10,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from niwaki.errors import UsageError
 from niwaki.packed import kernels
-from niwaki.packed.matrix import COMPONENTS, PackedMatrix, all_numbers
+from niwaki.packed.matrix import COMPONENTS, PackedMatrix, in_rows
 
 #: The most vectors for which a product reads the packed matrix as it is, by the kind of other devices than processors.
 #: With more, unpacking it once for all is cheaper (docs/results-speed.md).
@@ -50,6 +50,7 @@ class SparseLinear(nn.Module):
         self.out_features, self.in_features = weight.shape[0], (weight if right is None else right).shape[1]
         self._dtype, self._transposed, self._dense_dtype = weight.dtype, transposed, dtype or weight.dtype
         self._inner = weight.shape[1]
+        self._strips = any(each is not None and each.strips for each in (weight, right))
         for name in COMPONENTS:
             self.register_buffer(name, getattr(weight, name), persistent=False)
             self.register_buffer(f"right_{name}", getattr(right, name, None), persistent=False)
@@ -75,7 +76,7 @@ class SparseLinear(nn.Module):
     def _matrix(self, prefix: str, columns: int) -> PackedMatrix:
         buffers = cast("dict[str, Any]", self._buffers)  # attributes of modules are slow to find
         found = {name: buffers[f"{prefix}{name}"] for name in COMPONENTS}
-        return PackedMatrix(**found, columns=columns, dtype=self._dtype)
+        return PackedMatrix(**found, columns=columns, dtype=self._dtype, strips=self._strips)
 
     @property
     def weight(self) -> Tensor:
@@ -96,6 +97,11 @@ class SparseLinear(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in before.items():
             setattr(self, name, value.to(getattr(self, name).device))
+        if self._strips and not kernels.reads_strips(self.values.device, self._dense_dtype):
+            for prefix, each in (("", self.packed), ("right_", self.right)):
+                for name, value in ({} if each is None else in_rows(each).components).items():
+                    setattr(self, f"{prefix}{name}", value)
+            self._strips = False
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:  # type: ignore[no-untyped-def]
@@ -157,13 +163,8 @@ class SparseEmbedding(SparseLinear):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(...) int64 to (..., columns), in the dtype that the model computes in."""
-        W, rows = self.packed, tokens.flatten()
-        assert W.scales is not None
-        if rows.numel() and bool(rows.min() < 0):
-            raise IndexError("there is no token with a number below 0")
-        numbers = all_numbers(W, rows).to(torch.float32).unflatten(1, (W.scales.shape[1], -1))
-        found: Tensor = (numbers * W.scales[rows].unsqueeze(2)).flatten(1).to(W.dtype)
-        return found.to(self._dense_dtype).view(*tokens.shape, W.columns)
+        found = kernels.expand_rows(self.packed, tokens.flatten())
+        return found.to(self._dense_dtype).view(*tokens.shape, self.embedding_dim)
 
 
 def _multiply(W: PackedMatrix, x: Tensor, device: str) -> Tensor:

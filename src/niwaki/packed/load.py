@@ -19,7 +19,7 @@ from niwaki.options import Compute
 from niwaki.packed import decoding, kernels
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.linear import SparseEmbedding, SparseLinear
-from niwaki.packed.matrix import PackedMatrix, with_bytes
+from niwaki.packed.matrix import PackedMatrix, in_strips, with_bytes
 
 _log = logging.getLogger(__name__)
 _PAGE = 1 << 21  # bytes of a large page on x86-64 and most others
@@ -70,7 +70,7 @@ def load(model: str | Path, device: str | torch.device = "auto", dtype: str | to
     vars(whole.config).pop("quantization_config", None)
     for key, modules in ends.items():
         (weight,) = checkpoint.packed(key)
-        weight = in_large_pages(weight) if on_cpu else weight.to(streamed.device)
+        weight = _in_memory(weight, streamed) if on_cpu else weight.to(streamed.device)
         for number, name in enumerate(modules):
             end: Any = whole.get_submodule(name)
             if isinstance(end, nn.Linear):
@@ -83,7 +83,7 @@ def load(model: str | Path, device: str | torch.device = "auto", dtype: str | to
         vars(whole)["tie_weights"] = _tied_already
     for matrix in packed:
         weights = [
-            in_large_pages(each) if on_cpu else with_bytes(each).to(streamed.device)
+            _in_memory(each, streamed) if on_cpu else with_bytes(each).to(streamed.device)
             for each in checkpoint.packed(matrix.key)
         ]
         for use in streamed.uses(matrix):
@@ -114,6 +114,13 @@ def _packed_ends(streamed: StreamedModel, checkpoint: PackedCheckpoint) -> dict[
     return {key: found[key] for key in keys if all(found[key])}
 
 
+def _in_memory(W: PackedMatrix, streamed: StreamedModel) -> PackedMatrix:
+    """``W`` on the CPU as products with it are fastest."""
+    if W.mask is None and kernels.reads_strips(streamed.device, streamed.dtype):
+        return in_strips(W, lambda value: torch.empty_like(value) if (room := _large(value)) is None else room)
+    return in_large_pages(W)
+
+
 def in_large_pages(W: PackedMatrix) -> PackedMatrix:
     """``W`` on the CPU with mask and values in large pages: reading ahead stops at a page's end (benchmarks/LOG.md).
 
@@ -123,8 +130,13 @@ def in_large_pages(W: PackedMatrix) -> PackedMatrix:
 
 
 def _moved(value: Tensor) -> Tensor:
+    return value if (room := _large(value)) is None else room.copy_(value)
+
+
+def _large(value: Tensor) -> Tensor | None:
+    """Room for a tensor like ``value`` in large pages; None for small ones, and where the system has no such pages."""
     if value.nbytes < 2 * _PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return value
+        return None
     try:
         # One page more, to begin where one does; what is not written to takes no memory.
         memory = mmap.mmap(-1, value.nbytes + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -132,6 +144,5 @@ def _moved(value: Tensor) -> Tensor:
         # Only whole ones: with the padding, half of 2,048 x 2,048 numbers would take 6 MiB for 4.
         memory.madvise(mmap.MADV_HUGEPAGE, begin, value.nbytes // _PAGE * _PAGE)
     except OSError:  # a system without them
-        return value
-    moved = torch.frombuffer(memory, dtype=value.dtype, count=value.numel(), offset=begin)
-    return moved.view(value.shape).copy_(value)
+        return None
+    return torch.frombuffer(memory, dtype=value.dtype, count=value.numel(), offset=begin).view(value.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,9 @@ WORD = 64  # columns whose bits are one word of the mask; rows are filled up to 
 PADDING = 64  # zeros after the last value, so that whole registers can be read anywhere
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that a matrix can have
 COMPONENTS = ("mask", "values", "starts", "scales")  # the tensors that a packed matrix consists of
+
+#: Rows that are side by side in a strip.
+STRIP = 16
 
 #: Of whole numbers in a matrix without a mask; with one there are 4 and 8.
 WHOLE_BITS = (2, 3, 4, 5, 6, 8)
@@ -43,6 +47,9 @@ class PackedMatrix:
         starts: (rows + 1,) int64: where each row's values begin, and where the last one's end. None without a mask.
         scales: (rows, groups) float32: W is a whole number times that of its row and group of columns, rounded to
             ``dtype``.
+        strips: Whether rows without a mask are in strips, as some kernels read them and no file has them: 16 side by
+            side in the place of the same rows, of values the first four bytes of each, then the next four, and so on,
+            and of each group the scales of all. What is left of rows behind the last strip is as ever.
     """
 
     mask: Tensor | None
@@ -51,6 +58,12 @@ class PackedMatrix:
     dtype: torch.dtype
     starts: Tensor | None
     scales: Tensor | None = None
+    strips: bool = False
+
+    @property
+    def in_strips(self) -> int:
+        """The rows that are in strips, from the first on."""
+        return self.shape[0] // STRIP * STRIP if self.strips and self.mask is None else 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -193,12 +206,43 @@ def _checked_whole(W: PackedMatrix) -> PackedMatrix:
 
 def all_numbers(W: PackedMatrix, rows: slice | Tensor = slice(None)) -> Tensor:
     """The numbers of some ``rows``, a slice or (n,) int64, of a matrix without a mask, (n, columns) int8."""
-    return _numbers(_rows(W)[rows], W.bits)[:, : W.columns]
+    return _numbers(_rows(in_rows(W))[rows], W.bits)[:, : W.columns]
 
 
 def _rows(W: PackedMatrix) -> Tensor:
     """The values of a matrix without a mask, a row of them for each row."""
     return W.values[: W.count].view(W.shape[0], -1)
+
+
+def in_strips(W: PackedMatrix, empty: Callable[[Tensor], Tensor] = torch.empty_like) -> PackedMatrix:
+    """``W`` with its rows in strips, if it has no mask, in the memory that is ``empty`` for a tensor like another."""
+    return _in_order(W, True, empty)
+
+
+def in_rows(W: PackedMatrix) -> PackedMatrix:
+    """``W`` with its rows one after the other."""
+    return _in_order(W, False, torch.empty_like)
+
+
+def _in_order(W: PackedMatrix, strips: bool, empty: Callable[[Tensor], Tensor]) -> PackedMatrix:
+    if W.strips == strips or W.mask is not None or W.shape[0] < STRIP:
+        return W
+    rows = W.shape[0] // STRIP * STRIP
+    moved = dict[str, Any]()
+    for name, value in W.components.items():
+        moved[name] = empty(value)
+        before, after = _whole_words(value).view(-1), moved[name].view(torch.int32).view(-1)
+        count = rows * (W.count // 4 if name == "values" else value.numel()) // W.shape[0]
+        apart = before[:count].view(-1, *((STRIP, count // rows) if strips else (count // rows, STRIP))).transpose(1, 2)
+        after[:count].view(apart.shape).copy_(apart)
+        after[count:] = before[count:]
+    return replace(W, **moved, strips=strips)
+
+
+def _whole_words(value: Tensor) -> Tensor:
+    """Four bytes as one number; a copy where none could begin."""
+    begins = value.storage_offset() * value.itemsize % 4 == 0
+    return (value if begins else value.clone()).view(torch.int32)
 
 
 def _numbers(values: Tensor, bits: int) -> Tensor:
