@@ -17,7 +17,7 @@ namespace niwaki {
 namespace {
 
 // A word's columns 4 j to 4 j + 3 of 16 rows times those of the vectors, whose words are `apart` bytes from each other:
-// by upper bytes and by lower ones, two sums of each, which do not wait for each other.
+// a sum of each by upper bytes and one by lower ones.
 template <int dtype, int vectors, int j>
 TARGET(NIWAKI_AVX512VNNI)
 inline void add_columns(const __m512i* lines, const std::int8_t* x, std::int64_t apart, __m512i (&sums)[vectors][2]) {
