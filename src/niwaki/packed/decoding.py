@@ -8,7 +8,6 @@ are one call.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator
@@ -369,7 +368,7 @@ class _Watch:
 
     def tensors(self) -> list[Tensor]:
         """All that the modules have now."""
-        return [value for value in itertools.chain.from_iterable(map(dict.values, self._owners)) if value is not None]
+        return [value for values in self._owners for value in values.values() if value is not None]
 
     def _where(self) -> list[int]:
         return [*map(Tensor.data_ptr, self.tensors())]
