@@ -444,7 +444,7 @@ Product Operand::with(const Matrix& matrix, float* y) {
     Product product{matrix, x, nullptr, batch, y, nullptr};
     if (is_whole(matrix)) {
         if (rounds && !rounded) rounded.emplace(path, x, batch * width, threads);
-        if (rounds && matrix.in_strips) rounded->split(path);
+        if (rounds && matrix.in_strips && batch < MANY) rounded->split(path);
         if (rounds) product.rounded = &*rounded;
         return product;
     }

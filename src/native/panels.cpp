@@ -17,8 +17,6 @@ namespace {
 constexpr int PAIRS = WORD / 2;
 // Of a panel at a time: 32 KiB of 16 rows, which a core keeps beside itself.
 constexpr std::int64_t MOST_WORDS = 16;
-// A panel for fewer vectors would be more work than products of their own.
-constexpr std::int64_t LEAST = 8;
 
 // Some words of a panel of `rows` rows: pairs (words, PAIRS, rows) and what to multiply them with (words, rows).
 template <int rows>
@@ -278,7 +276,7 @@ void avx2_panels(const Product& p, std::int64_t first, std::int64_t last) {
 }  // namespace
 
 Panels panels_of([[maybe_unused]] int path, const Product& product) {
-    if (!product.rounded || product.batch < LEAST) return nullptr;
+    if (!product.rounded || product.batch < MANY) return nullptr;
     return with_dtype(product.matrix.dtype, [&](auto dtype) -> Panels {
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
         if (path >= AVX512) return avx512_panels<dtype>;

@@ -50,7 +50,7 @@ inline bool is_whole(const Matrix& matrix) {
 // or no number makes that no number.
 struct Rounded {
     Rounded(int path, const float* x, std::int64_t count, int threads);
-    // What products with strips want of them, too.
+    // What products of few of them with strips want, too.
     void split(int path);
     std::vector<std::int16_t> numbers;
     std::vector<float> units;
@@ -74,6 +74,8 @@ using Rows = void (*)(const Product&, std::int64_t b, int vectors, std::int64_t 
 constexpr std::int64_t PANELS = 32;
 // Up to so many vectors share the work of decoding.
 constexpr int VECTORS = 4;
+// From so many vectors on panels of rows are unpacked for all; for fewer that would be more work than products.
+constexpr std::int64_t MANY = 8;
 // Rows side by side, in the lanes of a register.
 constexpr std::int64_t STRIP = 16;
 constexpr std::int64_t whole_strips(std::int64_t rows) {

@@ -397,7 +397,11 @@ class TestLayer:
         for library in (kernels.library(), None):
             monkeypatch.setattr(kernels, "library", lambda library=library: library)
             for tokens in (torch.tensor([[3, 39], [0, 31]]), torch.zeros(1, 0, dtype=torch.int64)):
-                assert torch.equal(embeddings(tokens), W[tokens].float())
+                for numbers in (tokens, tokens.int(), tokens.T):
+                    assert torch.equal(embeddings(numbers), W[numbers].float())
+            for dtype in (torch.float32, torch.uint8, torch.bool):
+                with pytest.raises(RuntimeError, match=f"{dtype} on cpu are no numbers of rows on cpu"):
+                    embeddings(torch.tensor([0, 1]).to(dtype))
             for wrong in (-1, 40):
                 with pytest.raises(IndexError, match=rf"40 rows has no rows {min(wrong, 0)} to {max(wrong, 0)}"):
                     embeddings(torch.tensor([0, wrong]))

@@ -199,11 +199,16 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
 
 
 def expand_rows(W: PackedMatrix, rows: Tensor) -> Tensor:
-    """(n, columns): some ``rows`` (n,) int64 of W, which has no mask, as :func:`expand`; IndexError without one."""
+    """(n, columns): some ``rows`` (n,) int64 or int32 of W, which has no mask, as :func:`expand`.
+
+    IndexError where there is no such row, RuntimeError where they have another dtype or device than W.
+    """
+    if rows.dtype not in (torch.int64, torch.int32) or rows.device != W.values.device:
+        raise RuntimeError(f"{rows.dtype} on {rows.device} are no numbers of rows on {W.values.device}")
     first, last = (int(rows.min()), int(rows.max())) if rows.numel() else (0, 0)
     if first < 0 or last >= W.shape[0]:
         raise IndexError(f"a packed matrix with {W.shape[0]} rows has no rows {first} to {last}")
-    return _expanded(W, rows.contiguous(), len(rows))
+    return _expanded(W, rows.to(torch.int64).contiguous(), len(rows))
 
 
 def _expanded(W: PackedMatrix, rows: slice | Tensor, count: int, path: Path | None = None) -> Tensor:
