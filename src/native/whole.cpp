@@ -5,6 +5,8 @@
 // rounded to whole numbers of 16 bits, 64 at a time (Rounded), and add up in 32 bits: two products for each lane and
 // instruction, instead of one, and fewer conversions. With 8 bits there would be four, but signs to move around, so
 // that it is no faster with AVX2; and models with large outliers would lose by it.
+//
+// Those of rounded vectors with AVX-512 are of rows in strips: strips.cpp.
 
 #include <algorithm>
 #include <limits>

@@ -373,7 +373,8 @@ class TestLayer:
 
     def test_strips_are_for_rounded_vectors(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What computes with others, or elsewhere, gets rows again, of both factors."""
-        monkeypatch.setattr(kernels, "reads_strips", lambda _, dtype: dtype == torch.bfloat16)
+        wanted = ("cpu", torch.bfloat16)
+        monkeypatch.setattr(kernels, "reads_strips", lambda device, dtype: (device.type, dtype) == wanted)
         left, W, _ = whole(40, 100, 1, 4)
         right, X, _ = whole(100, 70, 1, 4)
         layer = SparseLinear(in_strips(left), right=in_strips(right)).bfloat16()
@@ -381,14 +382,15 @@ class TestLayer:
         assert layer.packed.strips
         assert torch.equal(layer.weight, product)
         assert torch.equal(copy.deepcopy(layer).bfloat16().packed.values, layer.packed.values)
-        for moved in (layer.float(), layer.to("meta")):
+        wide, elsewhere = copy.deepcopy(layer).float(), copy.deepcopy(layer).to("meta")
+        for moved in (wide, elsewhere):
             assert not moved.packed.strips
             assert moved.right is not None
             assert not moved.right.strips
-            if moved.packed.values.device.type == "cpu":
-                assert torch.equal(moved.packed.values, left.values)
-                assert torch.equal(moved.right.values, right.values)
-                assert torch.equal(moved.state_dict()["weight"], product)
+        assert torch.equal(wide.packed.values, left.values)
+        assert wide.right is not None
+        assert torch.equal(wide.right.values, right.values)
+        assert torch.equal(wide.state_dict()["weight"], product)
 
     @pytest.mark.parametrize("strips", [False, True])
     def test_embeddings(self, strips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
