@@ -8,6 +8,8 @@ The package brings llama.cpp with kernels for each kind of processor. DENSE is o
 every form has a turn, in a process of its own, and medians over rounds count. llama.cpp is timed from its
 package's interface, with the greedy choice of the next token, as niwaki's and transformers' times have it. What was
 measured on other processors, with other instructions, of other models and with other prompts stays in the record.
+`--peers PEERS/bin/python` has ik_llama.cpp and OpenVINO read the same files, and ONNX Runtime what its model builder
+makes of DENSE in 4 bits; peers.py says how PEERS is made.
 """
 
 import json
@@ -46,12 +48,27 @@ class Turn:
     tokens_per_second: float
 
 
-def in_llama_cpp(peer: Path, file: Path, *numbers: int) -> Turn:
-    """A turn of llama.cpp; ``numbers`` as llama_cpp.mjs has them."""
-    command = [*common.node_script(peer, "llama_cpp.mjs"), str(file), *map(str, numbers)]
+def turn(command: list[str], *files: Path) -> Turn:
+    """A turn of what reads ``files``: a program that prints, as JSON and last, lists of seconds like llama_cpp.mjs."""
     ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=sys.stderr, check=True, text=True)
     took = json.loads(ran.stdout.splitlines()[-1])
-    return Turn(file.stat().st_size, took["first"][0], 1 / took["rest"][0])
+    return Turn(sum(file.stat().st_size for file in files), took["first"][0], 1 / took["rest"][0])
+
+
+def peers_of(
+    python: Path, dense: Path, ggufs: dict[str, Path], scratch: Path
+) -> dict[str, tuple[list[str], list[Path]]]:
+    """By form, the command of a turn of other runtimes, without its numbers, and the files that it reads."""
+    script = str(Path(__file__).with_name("peers.py"))
+    forms: dict[str, tuple[list[str], list[Path]]] = {}
+    for kind, file in ggufs.items():
+        for name, runtime in (("ik_llama.cpp", "ik_llama.cpp"), ("OpenVINO", "openvino")):
+            forms[f"{name}, {kind}"] = [str(python), script, runtime, str(file)], [file]
+    onnx = scratch / "onnx"
+    builder = [str(python), "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
+    subprocess.run([*builder, "-i", str(dense), "-o", str(onnx)], stdout=sys.stderr, check=True)
+    forms["ONNX Runtime, int4"] = [str(python), script, "onnxruntime", str(onnx)], [*onnx.glob("model.onnx*")]
+    return forms
 
 
 def form_of(model: Path) -> str:
@@ -73,6 +90,7 @@ def llama_cpp(
     prompt: Annotated[int, Option(help="Tokens that are given.")] = 64,
     tokens: Annotated[int, Option(help="Tokens that are written.")] = 64,
     rounds: Rounds = 5,
+    peers: Annotated[Path | None, Option(help="The python of an environment with other runtimes.")] = None,
     record: Record = None,
 ) -> None:
     """Writing text on a CPU: packed models beside the dense one in transformers and in llama.cpp.
@@ -85,16 +103,21 @@ def llama_cpp(
         return
     turns: dict[str, list[Turn]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
-        kinds = {KINDS[each]: each for each in common.chosen(formats, KINDS)}
-        for kind, each in kinds.items():
-            niwaki.export(dense, Path(scratch) / f"{kind}.gguf", each)
+        ggufs = {}
+        for each in common.chosen(formats, KINDS):
+            ggufs[KINDS[each]] = Path(scratch) / f"{KINDS[each]}.gguf"
+            niwaki.export(dense, ggufs[KINDS[each]], each)
+        others = peers_of(peers, dense, ggufs, Path(scratch)) if peers else {}
         packed = {form_of(path): Path(scratch) / path.name for path in pruned or ()}
         for source, target in zip(pruned or (), packed.values(), strict=True):
             niwaki.pack(source, target)
         for _ in range(rounds):
-            for kind in kinds:
-                numbers = (prompt, tokens, 1, torch.get_num_threads())
-                turns[f"llama.cpp, {kind}"].append(in_llama_cpp(peer, Path(scratch) / f"{kind}.gguf", *numbers))
+            numbers = [str(prompt), str(tokens), str(torch.get_num_threads())]
+            for kind, file in ggufs.items():
+                command = [*common.node_script(peer, "llama_cpp.mjs"), str(file), *numbers[:2], "1", numbers[2]]
+                turns[f"llama.cpp, {kind}"].append(turn(command, file))
+            for form, (command, files) in others.items():
+                turns[form].append(turn([*command, *numbers], *files))
             for name, directory in packed.items():
                 for speed in niwaki.bench(directory, prompt_tokens=prompt, tokens=tokens, repeats=1).speeds:
                     form = name if speed.weights == "packed" else "transformers, bfloat16"

@@ -683,6 +683,26 @@ def speed(made: Any) -> Lines:
     return markdown([*heads, "first token, ms: llama.cpp", "packed", "transformers in bfloat16, tokens/s"], rows)
 
 
+def peers(made: Any) -> Lines:
+    """Tokens a second and milliseconds to the first, packed beside all runtimes that a run had."""
+    names = ("llama.cpp", "ik_llama.cpp", "OpenVINO", "ONNX Runtime")
+    rows = []
+    for run in made["runs"]:
+        forms = {form["form"]: form for form in run["forms"]}
+        if not any(name.startswith(names[1]) for name in forms):
+            continue
+        for bits, kinds in (("8 bits", ("Q8_0",)), ("4 bits", ("Q4_0", "int4"))):
+            ours = next(f for name, f in forms.items() if f"int{bits[0]}:64, embeddings" in name)
+            theirs = [next((forms[f"{name}, {k}"] for k in kinds if f"{name}, {k}" in forms), None) for name in names]
+            cells = [
+                f"{each['tokens_per_second']:.0f} ({each['first_token'] * 1e3:.0f})" if each else ""
+                for each in (ours, *theirs)
+            ]
+            model = _MODELS.get(run["model"], run["model"])
+            rows.append([_processor(run), model, bits, str(run["threads"]), str(run["prompt"]), *cells])
+    return markdown(["processor", "model", "", "threads", "prompt", "packed", *names], rows)
+
+
 def _processor(run: Any) -> str:
     """A processor and what was used of it, in short."""
     name = re.sub(r"\((R|TM|r|tm)\)| Processor| CPU.*", "", run["machine"])

@@ -86,6 +86,7 @@ TABLES: list[tuple[str, str, Callable[..., tables.Lines], tuple[str, ...]]] = [
     ("docs/results-speed.md", "gpu_blocks", tables.gpu_blocks, ("gpu_blocks",)),
     ("docs/results-speed.md", "gpu_decode", tables.gpu_decode, ("gpu_decode",)),
     ("docs/results-speed.md", "layer_time", tables.layer_time, ("layer_time",)),
+    ("docs/results-speed.md", "peers", model_tables.peers, ("speed",)),
     ("docs/results-speed.md", "speed", model_tables.speed, ("speed",)),
     ("docs/results-speed.md", "speeds", model_tables.speeds, ("compress_speed",)),
     ("docs/results-speed.md", "table3", tables.table3, ("table3",)),

@@ -269,11 +269,15 @@ Operand operand_of(const Block& b, const float* x, std::int64_t size) {
     return Operand(b.path, x, 1, padded(size), b.half, b.rounds);
 }
 
+void rows_of_product(const Block& b, const Product& product, std::int64_t first, std::int64_t last) {
+    const InProduct in_product;
+    rows_of(b.path, product)(product, 0, 1, first, last);
+}
+
 // Rows `first` to `last` of a layer for one vector, into `out`, which has all of them.
 void rows_of_layer(const Block& b, const Linear& layer, Operand& operand, std::int64_t first, std::int64_t last,
                    float* out) {
-    const Product product = operand.with(layer.weight, out);
-    rows_of(b.path, product)(product, 0, 1, first, last);
+    rows_of_product(b, operand.with(layer.weight, out), first, last);
     for (std::int64_t row = first; row < last; ++row)
         out[row] = rounded(out[row] + (layer.bias ? number(layer.bias, b.half, row) : 0.0f), b.half);
 }
@@ -285,8 +289,7 @@ class Middle {
     Middle(const Linear& layer, int threads)
         : tiles(layer.inner, threads), layer(layer), numbers(padded(layer.inner)) {}
     void part(const Block& b, Operand& x, std::int64_t i) {
-        const Product product = x.with(layer.right, numbers.data());
-        rows_of(b.path, product)(product, 0, 1, tiles.first(i), tiles.last(i));
+        rows_of_product(b, x.with(layer.right, numbers.data()), tiles.first(i), tiles.last(i));
         for (std::int64_t row = tiles.first(i); row < tiles.last(i); ++row)
             numbers[row] = rounded(numbers[row], b.half);
     }
@@ -653,7 +656,10 @@ void niwaki_dense(int path, const std::uint16_t* W, std::int64_t rows, std::int6
     for (std::int64_t i = 0; i < columns; ++i) wide[i] = number(x + i);
     Step step(tiles.count);
     in_each_thread(threads, [&] {
-        step.work([&](std::int64_t i) { parts.dense_rows(W, wide.data(), columns, tiles.first(i), tiles.last(i), y); });
+        step.work([&](std::int64_t i) {
+            const InProduct in_product;
+            parts.dense_rows(W, wide.data(), columns, tiles.first(i), tiles.last(i), y);
+        });
     });
 }
 

@@ -597,11 +597,17 @@ void expand_scaled([[maybe_unused]] int path, const Matrix& m, std::int64_t row,
 
 }  // namespace
 
+std::atomic<bool> counted{false};
+std::atomic<std::int64_t> nanoseconds{0};
+
 void multiply(int path, Operand& operand, const Matrix& matrix, std::int64_t batch, float* y, int threads) {
     const Product p = operand.with(matrix, y);
     const std::int64_t rows = matrix.rows;
     if (const Panels panels = panels_of(path, p)) {
-        for_rows(rows, PANELS, threads, [&](std::int64_t first, std::int64_t last) { panels(p, first, last); });
+        for_rows(rows, PANELS, threads, [&](std::int64_t first, std::int64_t last) {
+            const InProduct in_product;
+            panels(p, first, last);
+        });
         return;
     }
     const Rows function = rows_of(path, p);
@@ -610,6 +616,7 @@ void multiply(int path, Operand& operand, const Matrix& matrix, std::int64_t bat
     const std::int64_t each =
         batch > VECTORS ? 48 : whole_strips(std::max<std::int64_t>(48, rows / (8 * std::max(threads, 1))));
     for_rows(rows, each, threads, [&](std::int64_t first, std::int64_t last) {
+        const InProduct in_product;
         for (std::int64_t b = 0; b < batch; b += VECTORS)
             function(p, b, static_cast<int>(std::min<std::int64_t>(VECTORS, batch - b)), first, last);
     });
@@ -624,6 +631,13 @@ extern "C" {
 // What this machine can do; the others below it work too.
 int niwaki_best_path() {
     return best_path();
+}
+
+// Nanoseconds that threads have spent in products since this was called last, if they were counted; and whether to
+// count them from now on.
+std::int64_t niwaki_time_in_products(int counts) {
+    counted = counts != 0;
+    return nanoseconds.exchange(0);
 }
 
 // y = x W^T, where x is (batch, 8 stride) with zeros behind the last column and y is (batch, rows). `exact`: every x is

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -123,6 +124,26 @@ void expand_whole(int path, const Matrix& matrix, std::int64_t row, std::int64_t
 void multiply(int path, Operand& operand, const Matrix& matrix, std::int64_t batch, float* y, int threads);
 // Calls `body(data)` in up to `threads` threads at once.
 void in_threads(int threads, void (*body)(void*), void* data);
+
+// How long all threads together have been in products, counted while somebody wants to know it.
+extern std::atomic<bool> counted;
+extern std::atomic<std::int64_t> nanoseconds;
+
+// Is there while a thread is in a product.
+class InProduct {
+  public:
+    InProduct() : counts(counted.load(std::memory_order_relaxed)) {
+        if (counts) began = Clock::now();
+    }
+    ~InProduct() {
+        if (counts) nanoseconds += std::chrono::nanoseconds(Clock::now() - began).count();
+    }
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    const bool counts;
+    Clock::time_point began;
+};
 
 // Work on rows, some at a time, by whichever thread is free.
 template <typename Function>

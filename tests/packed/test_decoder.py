@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,29 @@ def test_the_same_numbers_as_block_by_block(kind: str, dtype: torch.dtype) -> No
     assert chains(model) == [True]
     model(tokens)
     assert decoding.one_by_one(model) == 7 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("given", [1, TOKENS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_time_in_products(dtype: torch.dtype, given: int) -> None:
+    """It is counted within, in tokens and in prompts, and not before or behind."""
+    model, tokens = model_of(dtype=dtype), random_tokens(1, TOKENS)
+    cache = begun(model, tokens)
+
+    def work() -> None:
+        if given == 1:
+            continued(model, cache, tokens[:, :1])
+        else:
+            begun(model, tokens)
+
+    work()
+    assert kernels.time_in_products(counts=True) == 0
+    began = time.perf_counter()
+    work()
+    took, passed = kernels.time_in_products(counts=False), time.perf_counter() - began
+    assert 0 < took < passed * torch.get_num_threads()
+    work()
+    assert kernels.time_in_products(counts=False) == 0
 
 
 def test_every_path_and_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,16 @@
 """How fast a model writes and how much memory it takes, dense and packed: ``niwaki bench``."""
 
 import contextlib
-import dataclasses
 import inspect
 import math
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +139,9 @@ def measured(directory: Path, *asked: Any) -> Speed:
     with tempfile.TemporaryDirectory(prefix="niwaki-bench-") as scratch:
         file = Path(scratch) / "answer"  # not standard output, on which libraries may print
         command = [sys.executable, "-P", "-m", __name__, str(file)]
-        with _deaf():
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment())  # noqa: S603
-        with process:
+        # Of a group of its own it does not hear Ctrl-C, of which it would say much; this process does, and ends it.
+        started = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(), process_group=0)  # noqa: S603
+        with started as process:
             try:
                 process.communicate(pickle.dumps((directory, *asked)))
             finally:
@@ -154,19 +153,6 @@ def measured(directory: Path, *asked: Any) -> Speed:
     if isinstance(answer, Exception):
         raise answer
     return answer
-
-
-@contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """A process that is started within does not hear Ctrl-C, of which it would say much; this one does, and ends it."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _environment() -> dict[str, str]:
@@ -194,18 +180,20 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Co
         out = model(input_ids=given, use_cache=True, logits_to_keep=1)
         token = out.logits[:, -1:].argmax(dim=-1)
         middle = _now(model)
+        kernels.time_in_products(counts=True)
         for _ in range(tokens - 1):
             out = model(input_ids=token, **{cache: getattr(out, cache)}, use_cache=True)
             token = out.logits[:, -1:].argmax(dim=-1)
         first.append(middle - began)
         rest.append((_now(model) - middle) / (tokens - 1))
+        products = kernels.time_in_products(counts=False) / (tokens - 1) / rest[-1] / torch.get_num_threads()
     peaks = peak_memory(model.device)
     parts = {id(value): value.nbytes for value in [*model.parameters(), *model.buffers()]}
     form = "packed" if packed else "dense", str(model.dtype).removeprefix("torch.")
     disk = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     sizes = disk, sum(parts.values()), peaks.get("device", peaks["resident"])
-    speed = Speed.of(form, sizes, loaded, first, rest)
-    return dataclasses.replace(speed, one_by_one=one_by_one(model), read=_read_for_a_token(model))
+    of_weights = {"one_by_one": one_by_one(model), "read": _read_for_a_token(model), "products": min(1.0, products)}
+    return replace(Speed.of(form, sizes, loaded, first, rest), **of_weights)
 
 
 def _read_for_a_token(model: Any) -> int:

@@ -93,6 +93,7 @@ def open_library(path: str) -> ctypes.CDLL:
     native = ctypes.CDLL(path)
     pointer, size, int_ = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     native.niwaki_best_path.restype = int_
+    native.niwaki_time_in_products.argtypes, native.niwaki_time_in_products.restype = [int_], size
     native.niwaki_multiply.argtypes = [int_, pointer, pointer, int_, int_, size, pointer, int_]
     native.niwaki_expand.argtypes = [int_, pointer, size, pointer, size, size, pointer, int_]
     native.niwaki_block_begin.argtypes = [pointer, pointer, pointer, pointer, size, pointer, pointer, pointer, int_]
@@ -164,6 +165,15 @@ def describe() -> str:
         "pure torch, because the native kernels are not built: products with packed weights are slower than with "
         "dense ones; install a C++ compiler (Debian: apt install g++) and install niwaki again"
     )
+
+
+def time_in_products(counts: bool) -> float:
+    """Seconds that all threads together spent in native products with weights since this was called last.
+
+    They are counted from a call with ``counts`` on; what was not counted took 0 seconds.
+    """
+    native = library()
+    return native.niwaki_time_in_products(counts) / 1e9 if native else 0.0
 
 
 def multiply(W: PackedMatrix, x: Tensor, path: Path | None = None, rounded: bool | None = None) -> Tensor:

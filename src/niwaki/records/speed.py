@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from niwaki.records.data import Count, JsonFile, Name, Positive, Seconds
+from niwaki.records.data import Count, Fraction, JsonFile, Name, Positive, Seconds
 from niwaki.records.wording import counted, size
 
 Rate = Annotated[float, msgspec.Meta(ge=1e-12, le=1e12)]
@@ -27,6 +27,7 @@ class Speed:
         one_by_one: Packed matrices in blocks that transformers computed, on a CPU with native kernels, which compute
             blocks whole where they can.
         read: Bytes of weights that are read for each token; 0 where that depends on the token.
+        products: The share of a token's time that native products with weights take; 0 where there are none.
     """
 
     weights: Name
@@ -41,6 +42,7 @@ class Speed:
     fastest: Rate
     one_by_one: Count = 0
     read: Count = 0
+    products: Fraction = 0
 
     @classmethod
     def of(
@@ -98,6 +100,8 @@ class SpeedRecord(JsonFile):
             f"{speed.read * speed.tokens_per_second / 1e9:.1f} ({speed.weights})" for speed in self.speeds if speed.read
         ]
         where += f"; weights are read at {' and '.join(rates)} GB/s" if rates else ""
+        shares = [f"{100 * speed.products:.0f} %" for speed in self.speeds if speed.products]
+        where += f"; native products are {' and '.join(shares)} of a token's time" if shares else ""
         prompt = counted(self.prompt, "token")
         apart = max(speed.fastest / speed.slowest - 1 for speed in self.speeds)
         noise = f", tokens/s up to {100 * apart:.2g} % apart" if self.repeats > 1 else ""
