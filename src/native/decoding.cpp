@@ -8,15 +8,12 @@
 // digits that bfloat16 has. Sums are float32.
 
 #include "products.h"
+#include "streams.h"
 
 #include <algorithm>
 #include <cmath>
 #include <deque>
 #include <thread>
-
-#if defined(NIWAKI_X86)
-#include <immintrin.h>
-#endif
 
 namespace niwaki {
 namespace {
@@ -93,20 +90,44 @@ PART_OF_CALLER float exponential(float x) {
     return (sum * r * r + r + 1.0f) * from_bits(static_cast<std::uint32_t>(static_cast<int>(n) + 127) << 23);
 }
 
-template <int lanes = LANES, typename T>
+// How independent sums become one: by a register's halves where there is one, since compilers keep the order of floats.
+struct InOrder {
+    template <int lanes>
+    static PART_OF_CALLER float sum(const float (&sums)[lanes]) {
+        float all = 0;
+        for (const float part : sums) all += part;
+        return all;
+    }
+};
+
+#if defined(NIWAKI_X86)
+
+struct ByHalves {
+    template <int lanes>
+    TARGET(NIWAKI_AVX2)
+    static inline float sum(const float (&sums)[lanes]) {
+        __m256 all = _mm256_loadu_ps(sums);
+        for (int i = 8; i < lanes; i += 8) all = _mm256_add_ps(all, _mm256_loadu_ps(sums + i));
+        return sum_of(all);
+    }
+};
+
+#endif
+
+template <typename Sum, int lanes = LANES, typename T>
 PART_OF_CALLER float dot(const float* a, const T* b, std::int64_t size) {
     float sums[lanes] = {};
     std::int64_t i = 0;
     for (; i + lanes <= size; i += lanes)
         for (int j = 0; j < lanes; ++j) sums[j] += a[i + j] * number(b + i + j);
-    float sum = 0;
-    for (; i < size; ++i) sum += a[i] * number(b + i);
-    for (const float part : sums) sum += part;
-    return sum;
+    float rest = 0;
+    for (; i < size; ++i) rest += a[i] * number(b + i);
+    return rest + Sum::sum(sums);
 }
 
+template <typename Sum>
 PART_OF_CALLER void normalize(const Norm& norm, const float* x, std::int64_t size, bool half, float* out) {
-    const float scale = 1.0f / std::sqrt(dot(x, x, size) / static_cast<float>(size) + norm.epsilon);
+    const float scale = 1.0f / std::sqrt(dot<Sum>(x, x, size) / static_cast<float>(size) + norm.epsilon);
     for (std::int64_t i = 0; i < size; ++i)
         out[i] = rounded(number(norm.weight, half, i) * rounded(x[i] * scale, half), half);
 }
@@ -135,27 +156,28 @@ struct Attention {
 };
 
 // What one head of queries finds. `scores` has room for the length.
-template <typename T>
+template <typename Sum, typename T>
 PART_OF_CALLER void attend(const Attention& a, const float* query, std::int64_t head, std::int64_t size, float scaling,
-                           float* scores, float* out) {
+                           float* __restrict scores, float* __restrict out) {
     const T* keys = static_cast<const T*>(a.keys.numbers) + head * a.keys.head;
     const T* values = static_cast<const T*>(a.values.numbers) + head * a.values.head;
     float most = -INFINITY, sum = 0;
     for (std::int64_t t = 0; t < a.length; ++t) {
+        scores[t] = -INFINITY;
         if (a.mask && !a.mask[t]) continue;
-        scores[t] = scaling * dot(query, keys + t * a.keys.position, size);
+        scores[t] = scaling * dot<Sum>(query, keys + t * a.keys.position, size);
         if (scores[t] != scores[t]) sum = scores[t];  // what is not a number stays so
         most = std::max(most, scores[t]);
     }
     std::fill(out, out + size, 0.0f);
     if (most == -INFINITY && sum == 0) return;  // nothing is seen: zeros, as torch has it
     if (most == INFINITY) sum = NAN;
+    for (std::int64_t t = 0; t < a.length; ++t) scores[t] = exponential(scores[t] - most);
     for (std::int64_t t = 0; t < a.length; ++t) {
-        if (a.mask && !a.mask[t]) continue;
-        const float share = exponential(scores[t] - most);
+        if (a.mask && !a.mask[t]) continue;  // whose value may be no number
         const T* value = values + t * a.values.position;
-        sum += share;
-        for (std::int64_t i = 0; i < size; ++i) out[i] += share * number(value + i);
+        sum += scores[t];
+        for (std::int64_t i = 0; i < size; ++i) out[i] += scores[t] * number(value + i);
     }
     for (std::int64_t i = 0; i < size; ++i) out[i] /= sum;
 }
@@ -169,9 +191,11 @@ PART_OF_CALLER void added(const float* x, const void* other, std::int64_t size, 
 }
 
 // The products of rows `first` to `last` of a dense W (rows, columns) with x.
+template <typename Sum>
 PART_OF_CALLER void dense_rows(const std::uint16_t* W, const float* x, std::int64_t columns, std::int64_t first,
                                std::int64_t last, std::uint16_t* y) {
-    for (std::int64_t row = first; row < last; ++row) y[row] = to_bf16(dot<2 * LANES>(x, W + row * columns, columns));
+    for (std::int64_t row = first; row < last; ++row)
+        y[row] = to_bf16(dot<Sum, 2 * LANES>(x, W + row * columns, columns));
 }
 
 // The functions above with the instructions of a path.
@@ -185,9 +209,9 @@ struct Parts {
                        std::int64_t last, std::uint16_t* y);
 };
 
-#define NIWAKI_PARTS(name, target)                                                                                  \
+#define NIWAKI_PARTS(name, Sum, target)                                                                             \
     target void name##_normalize(const Norm& norm, const float* x, std::int64_t size, bool half, float* out) {      \
-        normalize(norm, x, size, half, out);                                                                        \
+        normalize<Sum>(norm, x, size, half, out);                                                                   \
     }                                                                                                               \
     target void name##_gated(float* gate, const float* up, std::int64_t size, bool half) {                          \
         if (half)                                                                                                   \
@@ -201,19 +225,19 @@ struct Parts {
     target void name##_attend(const Attention& a, const float* query, std::int64_t head, std::int64_t size,         \
                               float scaling, bool half, float* scores, float* out) {                                \
         if (half)                                                                                                   \
-            attend<std::uint16_t>(a, query, head, size, scaling, scores, out);                                      \
+            attend<Sum, std::uint16_t>(a, query, head, size, scaling, scores, out);                                 \
         else                                                                                                        \
-            attend<float>(a, query, head, size, scaling, scores, out);                                              \
+            attend<Sum, float>(a, query, head, size, scaling, scores, out);                                         \
     }                                                                                                               \
     target void name##_dense_rows(const std::uint16_t* W, const float* x, std::int64_t columns, std::int64_t first, \
                                   std::int64_t last, std::uint16_t* y) {                                            \
-        dense_rows(W, x, columns, first, last, y);                                                                  \
+        dense_rows<Sum>(W, x, columns, first, last, y);                                                             \
     }                                                                                                               \
     constexpr Parts name{name##_normalize, name##_gated, name##_added, name##_attend, name##_dense_rows};
 
-NIWAKI_PARTS(portable, )
+NIWAKI_PARTS(portable, InOrder, )
 #if defined(NIWAKI_X86)
-NIWAKI_PARTS(avx2, TARGET(NIWAKI_AVX2))
+NIWAKI_PARTS(avx2, ByHalves, TARGET(NIWAKI_AVX2))
 #endif
 
 const Parts& parts_of([[maybe_unused]] int path) {
