@@ -103,7 +103,7 @@ def llama_cpp(
         return
     turns: dict[str, list[Turn]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
-        ggufs = {}
+        ggufs: dict[str, Path] = {}
         for each in common.chosen(formats, KINDS):
             ggufs[KINDS[each]] = Path(scratch) / f"{KINDS[each]}.gguf"
             niwaki.export(dense, ggufs[KINDS[each]], each)

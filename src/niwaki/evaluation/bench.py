@@ -192,8 +192,8 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Co
     form = "packed" if packed else "dense", str(model.dtype).removeprefix("torch.")
     disk = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     sizes = disk, sum(parts.values()), peaks.get("device", peaks["resident"])
-    of_weights = {"one_by_one": one_by_one(model), "read": _read_for_a_token(model), "products": min(1.0, products)}
-    return replace(Speed.of(form, sizes, loaded, first, rest), **of_weights)
+    speed, read = Speed.of(form, sizes, loaded, first, rest), _read_for_a_token(model)
+    return replace(speed, one_by_one=one_by_one(model), read=read, products=min(1.0, products))
 
 
 def _read_for_a_token(model: Any) -> int:
