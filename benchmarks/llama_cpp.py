@@ -8,8 +8,8 @@ The package brings llama.cpp with kernels for each kind of processor. DENSE is o
 every form has a turn, in a process of its own, and medians over rounds count. llama.cpp is timed from its
 package's interface, with the greedy choice of the next token, as niwaki's and transformers' times have it. What was
 measured on other processors, with other instructions, of other models and with other prompts stays in the record.
-`--peers PEERS/bin/python` has ik_llama.cpp and OpenVINO read the same files, and ONNX Runtime what its model builder
-makes of DENSE in 4 bits; peers.py says how PEERS is made.
+`--peers PEERS/bin/python` has llama.cpp's package for Python, ik_llama.cpp and OpenVINO read the same files, and ONNX
+Runtime what its model builder makes of DENSE in 4 bits; peers.py says how PEERS is made.
 """
 
 import json
@@ -38,6 +38,9 @@ from niwaki.choices import NO_ZEROS
 from niwaki.exports.gguf_file import KINDS
 from niwaki.packed import kernels
 
+#: What a form is called, and its runtime in peers.py.
+READ_GGUF = {"llama.cpp in Python": "llama.cpp", "ik_llama.cpp": "ik_llama.cpp", "OpenVINO": "openvino"}
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -59,15 +62,15 @@ def peers_of(
     python: Path, dense: Path, ggufs: dict[str, Path], scratch: Path
 ) -> dict[str, tuple[list[str], list[Path]]]:
     """By form, the command of a turn of other runtimes, without its numbers, and the files that it reads."""
-    script = str(Path(__file__).with_name("peers.py"))
+    run = [str(python), "-P", str(Path(__file__).with_name("peers.py"))]  # llama_cpp.py beside it is no package
     forms: dict[str, tuple[list[str], list[Path]]] = {}
     for kind, file in ggufs.items():
-        for name, runtime in (("ik_llama.cpp", "ik_llama.cpp"), ("OpenVINO", "openvino")):
-            forms[f"{name}, {kind}"] = [str(python), script, runtime, str(file)], [file]
+        for name, runtime in READ_GGUF.items():
+            forms[f"{name}, {kind}"] = [*run, runtime, str(file)], [file]
     onnx = scratch / "onnx"
     builder = [str(python), "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
     subprocess.run([*builder, "-i", str(dense), "-o", str(onnx)], stdout=sys.stderr, check=True)
-    forms["ONNX Runtime, int4"] = [str(python), script, "onnxruntime", str(onnx)], [*onnx.glob("model.onnx*")]
+    forms["ONNX Runtime, int4"] = [*run, "onnxruntime", str(onnx)], [*onnx.glob("model.onnx*")]
     return forms
 
 

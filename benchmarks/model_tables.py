@@ -663,33 +663,41 @@ def experts(made: Any) -> Lines:
     return markdown(["experts removed", "calibrated on", "measured on", "REAP alone", "fitted", "ratio"], rows)
 
 
+#: The packages that llama.cpp was timed through.
+_PACKAGES = {"Python": "llama.cpp in Python", "Node": "llama.cpp"}
+
+
 def speed(made: Any) -> Lines:
     """Tokens a second and the first token, packed beside llama.cpp, by processor, model and bits."""
     rows = []
     for run in made["runs"]:
         forms = {form["form"]: form for form in run["forms"]}
-        for bits, theirs in (("8 bits", "llama.cpp, Q8_0"), ("4 bits", "llama.cpp, Q4_0")):
+        for bits, kind in (("8 bits", "Q8_0"), ("4 bits", "Q4_0")):
             ours = next(f for name, f in forms.items() if f"int{bits[0]}:64, embeddings" in name)
-            peer, row = forms[theirs], [_processor(run), _MODELS.get(run["model"], run["model"]), bits]
-            row += [str(run["threads"]), str(run["prompt"])]
+            names = {package: f"{name}, {kind}" for package, name in _PACKAGES.items()}
+            theirs = {package: forms[name] for package, name in names.items() if name in forms}
+            by = max(theirs, key=lambda package: theirs[package]["tokens_per_second"])
+            peer, row = theirs[by], [_processor(run), _MODELS.get(run["model"], run["model"]), bits]
+            row += [str(run["threads"]), str(run["prompt"]), by]
             row += [
                 f"{each['tokens_per_second']:.0f} ({each['slowest']:.0f} to {each['fastest']:.0f})"
                 for each in (peer, ours)
             ]
             row.append(f"{ours['tokens_per_second'] / peer['tokens_per_second']:.2f}")
-            row += [f"{each['first_token'] * 1e3:.0f}" for each in (peer, ours)]
+            firsts = min(each["first_token"] for each in theirs.values()), ours["first_token"]
+            row += [f"{first * 1e3:.0f}" for first in firsts]
             rows.append([*row, f"{forms['transformers, bfloat16']['tokens_per_second']:.0f}"])
-    heads = ["processor", "model", "", "threads", "prompt", "llama.cpp, tokens/s", "packed", "ratio"]
+    heads = ["processor", "model", "", "threads", "prompt", "by", "llama.cpp, tokens/s", "packed", "ratio"]
     return markdown([*heads, "first token, ms: llama.cpp", "packed", "transformers in bfloat16, tokens/s"], rows)
 
 
 def peers(made: Any) -> Lines:
     """Tokens a second and milliseconds to the first, packed beside all runtimes that a run had."""
-    names = ("llama.cpp", "ik_llama.cpp", "OpenVINO", "ONNX Runtime")
+    names = (*_PACKAGES.values(), "ik_llama.cpp", "OpenVINO", "ONNX Runtime")
     rows = []
     for run in made["runs"]:
         forms = {form["form"]: form for form in run["forms"]}
-        if not any(name.startswith(names[1]) for name in forms):
+        if not any(name.startswith("ik_llama.cpp") for name in forms):
             continue
         for bits, kinds in (("8 bits", ("Q8_0",)), ("4 bits", ("Q4_0", "int4"))):
             ours = next(f for name, f in forms.items() if f"int{bits[0]}:64, embeddings" in name)
@@ -700,7 +708,8 @@ def peers(made: Any) -> Lines:
             ]
             model = _MODELS.get(run["model"], run["model"])
             rows.append([_processor(run), model, bits, str(run["threads"]), str(run["prompt"]), *cells])
-    return markdown(["processor", "model", "", "threads", "prompt", "packed", *names], rows)
+    heads = [*(f"llama.cpp, {package}" for package in _PACKAGES), *names[len(_PACKAGES) :]]
+    return markdown(["processor", "model", "", "threads", "prompt", "packed", *heads], rows)
 
 
 def _processor(run: Any) -> str:

@@ -34,9 +34,11 @@ _FORMS = {
     "transformers, bfloat16": "transformers, bfloat16",
     "packed, 50% zeros": "niwaki, 50 % zeros in bfloat16",
     "packed, 0% zeros, int8:64, embeddings int8:64": "niwaki, 8 bits, embeddings too",
-    "llama.cpp, Q8_0": "llama.cpp, Q8_0",
+    "llama.cpp in Python, Q8_0": "llama.cpp by its package for Python, Q8_0",
+    "llama.cpp, Q8_0": "llama.cpp by its package for Node, Q8_0",
     "packed, 0% zeros, int4:64, embeddings int8:64": "niwaki, 4 bits, embeddings of 8",
-    "llama.cpp, Q4_0": "llama.cpp, Q4_0",
+    "llama.cpp in Python, Q4_0": "llama.cpp by its package for Python, Q4_0",
+    "llama.cpp, Q4_0": "llama.cpp by its package for Node, Q4_0",
 }
 
 
@@ -50,7 +52,7 @@ def fast(made: Any) -> Lines:
         [
             name,
             f"{found[0][form]['bytes'] / 2**20:.0f} MiB",
-            *(f"{each[form]['tokens_per_second']:.0f}" for each in found),
+            *(f"{each[form]['tokens_per_second']:.0f}" if form in each else "" for each in found),
             f"{found[0][form]['first_token'] * 1e3:.0f} ms",
         ]
         for form, name in _FORMS.items()
