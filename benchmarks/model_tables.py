@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import exp
 from statistics import fmean, median
 from typing import Any
@@ -665,51 +665,54 @@ def experts(made: Any) -> Lines:
 
 #: The packages that llama.cpp was timed through.
 _PACKAGES = {"Python": "llama.cpp in Python", "Node": "llama.cpp"}
+#: By head of a column, other runtimes as they are called in records.
+_RUNTIMES = {f"llama.cpp, {package}": name for package, name in _PACKAGES.items()}
+_RUNTIMES |= {name: name for name in ("ik_llama.cpp", "OpenVINO", "ONNX Runtime")}
+
+
+def _beside(made: Any) -> Iterator[tuple[Cell, Cell, tuple[str, ...], list[str]]]:
+    """Of each run, for 8 and 4 bits: its forms, the packed one, names of these bits, and the first cells of a row."""
+    for run in made["runs"]:
+        forms = {form["form"]: form for form in run["forms"]}
+        for bits, kinds in (("8 bits", ("Q8_0",)), ("4 bits", ("Q4_0", "int4"))):
+            ours = next(f for name, f in forms.items() if f"int{bits[0]}:64, embeddings" in name)
+            model = _MODELS.get(run["model"], run["model"])
+            yield forms, ours, kinds, [_processor(run), model, bits, str(run["threads"]), str(run["prompt"])]
 
 
 def speed(made: Any) -> Lines:
     """Tokens a second and the first token, packed beside llama.cpp, by processor, model and bits."""
     rows = []
-    for run in made["runs"]:
-        forms = {form["form"]: form for form in run["forms"]}
-        for bits, kind in (("8 bits", "Q8_0"), ("4 bits", "Q4_0")):
-            ours = next(f for name, f in forms.items() if f"int{bits[0]}:64, embeddings" in name)
-            names = {package: f"{name}, {kind}" for package, name in _PACKAGES.items()}
-            theirs = {package: forms[name] for package, name in names.items() if name in forms}
-            by = max(theirs, key=lambda package: theirs[package]["tokens_per_second"])
-            peer, row = theirs[by], [_processor(run), _MODELS.get(run["model"], run["model"]), bits]
-            row += [str(run["threads"]), str(run["prompt"]), by]
-            row += [
-                f"{each['tokens_per_second']:.0f} ({each['slowest']:.0f} to {each['fastest']:.0f})"
-                for each in (peer, ours)
-            ]
-            row.append(f"{ours['tokens_per_second'] / peer['tokens_per_second']:.2f}")
-            firsts = min(each["first_token"] for each in theirs.values()), ours["first_token"]
-            row += [f"{first * 1e3:.0f}" for first in firsts]
-            rows.append([*row, f"{forms['transformers, bfloat16']['tokens_per_second']:.0f}"])
+    for forms, ours, (kind, *_), row in _beside(made):
+        names = {package: f"{name}, {kind}" for package, name in _PACKAGES.items()}
+        theirs = {package: forms[name] for package, name in names.items() if name in forms}
+        by = max(theirs, key=lambda package: theirs[package]["tokens_per_second"])
+        rates = [
+            f"{each['tokens_per_second']:.0f} ({each['slowest']:.0f} to {each['fastest']:.0f})"
+            for each in (theirs[by], ours)
+        ]
+        ratio = ours["tokens_per_second"] / theirs[by]["tokens_per_second"]
+        firsts = min(each["first_token"] for each in theirs.values()), ours["first_token"]
+        usual = forms["transformers, bfloat16"]["tokens_per_second"]
+        rows.append([*row, by, *rates, f"{ratio:.2f}", *(f"{first * 1e3:.0f}" for first in firsts), f"{usual:.0f}"])
     heads = ["processor", "model", "", "threads", "prompt", "by", "llama.cpp, tokens/s", "packed", "ratio"]
     return markdown([*heads, "first token, ms: llama.cpp", "packed", "transformers in bfloat16, tokens/s"], rows)
 
 
 def peers(made: Any) -> Lines:
     """Tokens a second and milliseconds to the first, packed beside all runtimes that a run had."""
-    names = (*_PACKAGES.values(), "ik_llama.cpp", "OpenVINO", "ONNX Runtime")
     rows = []
-    for run in made["runs"]:
-        forms = {form["form"]: form for form in run["forms"]}
-        if not any(name.startswith("ik_llama.cpp") for name in forms):
+    for forms, ours, kinds, row in _beside(made):
+        if f"ik_llama.cpp, {kinds[0]}" not in forms:
             continue
-        for bits, kinds in (("8 bits", ("Q8_0",)), ("4 bits", ("Q4_0", "int4"))):
-            ours = next(f for name, f in forms.items() if f"int{bits[0]}:64, embeddings" in name)
-            theirs = [next((forms[f"{name}, {k}"] for k in kinds if f"{name}, {k}" in forms), None) for name in names]
-            cells = [
-                f"{each['tokens_per_second']:.0f} ({each['first_token'] * 1e3:.0f})" if each else ""
-                for each in (ours, *theirs)
-            ]
-            model = _MODELS.get(run["model"], run["model"])
-            rows.append([_processor(run), model, bits, str(run["threads"]), str(run["prompt"]), *cells])
-    heads = [*(f"llama.cpp, {package}" for package in _PACKAGES), *names[len(_PACKAGES) :]]
-    return markdown(["processor", "model", "", "threads", "prompt", "packed", *heads], rows)
+        names = ([f"{name}, {kind}" for kind in kinds] for name in _RUNTIMES.values())
+        theirs = [next((forms[form] for form in those if form in forms), None) for those in names]
+        rows.append(row)
+        row += [
+            f"{each['tokens_per_second']:.0f} ({each['first_token'] * 1e3:.0f})" if each else ""
+            for each in (ours, *theirs)
+        ]
+    return markdown(["processor", "model", "", "threads", "prompt", "packed", *_RUNTIMES], rows)
 
 
 def _processor(run: Any) -> str:

@@ -1,20 +1,18 @@
-r"""What another runtime takes for a prompt and for each token after it: one turn, as JSON, for llama_cpp.py.
+r"""What another runtime takes for a prompt and for each token after it: one turn, as JSON, for runtimes.py.
 
-    python -m venv PEERS && PEERS/bin/pip install llama-cpp-python ik-llama-cpp-python openvino-genai \
-        onnxruntime-genai onnx onnx-ir torch==2.13.0 transformers
-    PEERS/bin/python -P benchmarks/peers.py RUNTIME MODEL PROMPT TOKENS THREADS
+    python -m venv PEERS && PEERS/bin/pip install ik-llama-cpp-python openvino-genai onnxruntime-genai \
+        onnx onnx-ir torch==2.13.0 transformers
+    PEERS/bin/python benchmarks/peers.py RUNTIME MODEL PROMPT TOKENS THREADS
 
 It runs in an environment that has these runtimes, which need not have niwaki. MODEL is a GGUF file, or for onnxruntime
 what its model builder made. The greedy choice of the next token is part of a token's time, as in llama_cpp.mjs, and the
 end of a text is a token like any other.
 """
 
-import importlib
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 #: Seconds to the first token, and for each of the others, of a number of tokens after a prompt of some.
 Turn = Callable[[list[int], int], tuple[float, float]]
@@ -28,23 +26,6 @@ def timed(steps: Iterator[object], tokens: int) -> tuple[float, float]:
     for _ in range(tokens - 1):
         next(steps)
     return middle - began, (time.perf_counter() - middle) / (tokens - 1)
-
-
-def llama_cpp(path: str, positions: int, threads: int) -> Turn:
-    """llama.cpp by its package for Python, which uses two threads better than the one for Node does."""
-    package: Any = importlib.import_module("llama_cpp")  # and not the script beside this one
-    model = package.Llama(
-        path, n_ctx=positions, n_threads=threads, n_threads_batch=threads, n_gpu_layers=0, verbose=False
-    )
-
-    def steps(given: list[int]) -> Iterator[object]:
-        model.reset()
-        while True:
-            model.eval(given)
-            given = [model.sample(temp=0.0)]
-            yield given
-
-    return lambda given, tokens: timed(steps(given), tokens)
 
 
 def ik_llama_cpp(path: str, positions: int, threads: int) -> Turn:
@@ -110,7 +91,7 @@ def onnxruntime(path: str, positions: int, threads: int) -> Turn:
     return lambda given, tokens: timed(steps(given), tokens)
 
 
-RUNTIMES = {"llama.cpp": llama_cpp, "ik_llama.cpp": ik_llama_cpp, "openvino": openvino, "onnxruntime": onnxruntime}
+RUNTIMES = {"ik_llama.cpp": ik_llama_cpp, "openvino": openvino, "onnxruntime": onnxruntime}
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def overview(made: Any, measured: Any) -> Lines:
     ]
 
 
-#: Of the forms in a record of benchmarks/llama_cpp.py, what they are called in the short table.
+#: Of the forms in a record of benchmarks/runtimes.py, what they are called in the short table.
 _FORMS = {
     "transformers, bfloat16": "transformers, bfloat16",
     "packed, 50% zeros": "niwaki, 50 % zeros in bfloat16",

@@ -1,17 +1,19 @@
 """Writing text on a CPU: packed models beside the dense one in transformers and in llama.cpp, in turns.
 
     npm install --ignore-scripts --prefix PEER node-llama-cpp@3.22.1
-    python benchmarks/llama_cpp.py DENSE PEER PRUNED... --record benchmarks/results/speed.json
+    python benchmarks/runtimes.py DENSE PEER PRUNED... --record benchmarks/results/speed.json
 
 The package brings llama.cpp with kernels for each kind of processor. DENSE is one of the models that `niwaki export
 --gguf` knows, PRUNED are results of `niwaki prune` on it; what zeros are where makes no difference here. In each round
 every form has a turn, in a process of its own, and medians over rounds count. llama.cpp is timed from its
 package's interface, with the greedy choice of the next token, as niwaki's and transformers' times have it. What was
 measured on other processors, with other instructions, of other models and with other prompts stays in the record.
-`--peers PEERS/bin/python` has llama.cpp's package for Python, ik_llama.cpp and OpenVINO read the same files, and ONNX
-Runtime what its model builder makes of DENSE in 4 bits; peers.py says how PEERS is made.
+Where llama-cpp-python is installed llama.cpp is timed through it, too. `--peers PEERS/bin/python` has ik_llama.cpp and
+OpenVINO read the same files, and ONNX Runtime what its model builder makes of DENSE in 4 bits; peers.py says how PEERS
+is made.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -39,7 +41,7 @@ from niwaki.exports.gguf_file import KINDS
 from niwaki.packed import kernels
 
 #: What a form is called, and its runtime in peers.py.
-READ_GGUF = {"llama.cpp in Python": "llama.cpp", "ik_llama.cpp": "ik_llama.cpp", "OpenVINO": "openvino"}
+READ_GGUF = {"ik_llama.cpp": "ik_llama.cpp", "OpenVINO": "openvino"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def peers_of(
     python: Path, dense: Path, ggufs: dict[str, Path], scratch: Path
 ) -> dict[str, tuple[list[str], list[Path]]]:
     """By form, the command of a turn of other runtimes, without its numbers, and the files that it reads."""
-    run = [str(python), "-P", str(Path(__file__).with_name("peers.py"))]  # llama_cpp.py beside it is no package
+    run = [str(python), str(Path(__file__).with_name("peers.py"))]
     forms: dict[str, tuple[list[str], list[Path]]] = {}
     for kind, file in ggufs.items():
         for name, runtime in READ_GGUF.items():
@@ -114,6 +116,8 @@ def llama_cpp(
         packed = {form_of(path): Path(scratch) / path.name for path in pruned or ()}
         for source, target in zip(pruned or (), packed.values(), strict=True):
             niwaki.pack(source, target)
+        in_python = ggufs if importlib.util.find_spec("llama_cpp") else {}
+        measured = {**{f"llama.cpp in Python, {kind}": file for kind, file in in_python.items()}, **packed}
         for _ in range(rounds):
             numbers = [str(prompt), str(tokens), str(torch.get_num_threads())]
             for kind, file in ggufs.items():
@@ -121,9 +125,9 @@ def llama_cpp(
                 turns[f"llama.cpp, {kind}"].append(turn(command, file))
             for form, (command, files) in others.items():
                 turns[form].append(turn([*command, *numbers], *files))
-            for name, directory in packed.items():
-                for speed in niwaki.bench(directory, prompt_tokens=prompt, tokens=tokens, repeats=1).speeds:
-                    form = name if speed.weights == "packed" else "transformers, bfloat16"
+            for name, model in measured.items():
+                for speed in niwaki.bench(model, prompt_tokens=prompt, tokens=tokens, repeats=1).speeds:
+                    form = "transformers, bfloat16" if speed.weights == "dense" else name
                     turns[form].append(Turn(speed.disk, speed.first_token, speed.tokens_per_second))
     forms = []
     for form, those in turns.items():
