@@ -18,8 +18,6 @@
 namespace niwaki {
 namespace {
 
-constexpr int LANES = 16;  // sums that are independent of each other
-
 // Of numbers that are as activations are, where there is a choice.
 struct Linear {
     Matrix weight;
@@ -90,44 +88,59 @@ PART_OF_CALLER float exponential(float x) {
     return (sum * r * r + r + 1.0f) * from_bits(static_cast<std::uint32_t>(static_cast<int>(n) + 127) << 23);
 }
 
-// How independent sums become one: by a register's halves where there is one, since compilers keep the order of floats.
-struct InOrder {
-    template <int lanes>
-    static PART_OF_CALLER float sum(const float (&sums)[lanes]) {
-        float all = 0;
-        for (const float part : sums) all += part;
-        return all;
+#pragma GCC diagnostic ignored "-Wpsabi"  // functions that hand on vectors all become parts of others
+
+// A register's numbers, for sums that are independent of each other: compilers keep the order of floats.
+struct Plain {
+    typedef float Vector __attribute__((vector_size(16)));
+    static constexpr int LANES = 4;
+    static PART_OF_CALLER Vector all(float value) { return Vector{value, value, value, value}; }
+    template <typename T>
+    static PART_OF_CALLER Vector at(const T* place) {
+        return Vector{number(place), number(place + 1), number(place + 2), number(place + 3)};
     }
+    static PART_OF_CALLER Vector added(Vector a, Vector b, Vector sum) { return sum + a * b; }
+    static PART_OF_CALLER float sum(Vector numbers) { return numbers[0] + numbers[1] + (numbers[2] + numbers[3]); }
+    static PART_OF_CALLER void put(float* place, Vector numbers) { std::memcpy(place, &numbers, sizeof numbers); }
 };
 
 #if defined(NIWAKI_X86)
 
-struct ByHalves {
-    template <int lanes>
-    TARGET(NIWAKI_AVX2)
-    static inline float sum(const float (&sums)[lanes]) {
-        __m256 all = _mm256_loadu_ps(sums);
-        for (int i = 8; i < lanes; i += 8) all = _mm256_add_ps(all, _mm256_loadu_ps(sums + i));
-        return sum_of(all);
+struct Avx2 {
+    using Vector = __m256;
+    static constexpr int LANES = 8;
+    TARGET(NIWAKI_AVX2) static inline Vector all(float value) { return _mm256_set1_ps(value); }
+    TARGET(NIWAKI_AVX2) static inline Vector at(const float* place) { return _mm256_loadu_ps(place); }
+    TARGET(NIWAKI_AVX2) static inline Vector at(const std::uint16_t* place) {
+        const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(place));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
     }
+    TARGET(NIWAKI_AVX2) static inline Vector added(Vector a, Vector b, Vector sum) {
+        return _mm256_fmadd_ps(a, b, sum);
+    }
+    TARGET(NIWAKI_AVX2) static inline float sum(Vector numbers) { return sum_of(numbers); }
+    TARGET(NIWAKI_AVX2) static inline void put(float* place, Vector numbers) { _mm256_storeu_ps(place, numbers); }
 };
 
 #endif
 
-template <typename Sum, int lanes = LANES, typename T>
+template <typename V, int count = 2, typename T>
 PART_OF_CALLER float dot(const float* a, const T* b, std::int64_t size) {
-    float sums[lanes] = {};
+    typename V::Vector sums[count];
+    for (auto& sum : sums) sum = V::all(0);
     std::int64_t i = 0;
-    for (; i + lanes <= size; i += lanes)
-        for (int j = 0; j < lanes; ++j) sums[j] += a[i + j] * number(b + i + j);
-    float rest = 0;
-    for (; i < size; ++i) rest += a[i] * number(b + i);
-    return rest + Sum::sum(sums);
+    for (; i + count * V::LANES <= size; i += count * V::LANES)
+        for (int j = 0; j < count; ++j)
+            sums[j] = V::added(V::at(a + i + j * V::LANES), V::at(b + i + j * V::LANES), sums[j]);
+    float all = 0;
+    for (const auto& sum : sums) all += V::sum(sum);
+    for (; i < size; ++i) all += a[i] * number(b + i);
+    return all;
 }
 
-template <typename Sum>
+template <typename V>
 PART_OF_CALLER void normalize(const Norm& norm, const float* x, std::int64_t size, bool half, float* out) {
-    const float scale = 1.0f / std::sqrt(dot<Sum>(x, x, size) / static_cast<float>(size) + norm.epsilon);
+    const float scale = 1.0f / std::sqrt(dot<V>(x, x, size) / static_cast<float>(size) + norm.epsilon);
     for (std::int64_t i = 0; i < size; ++i)
         out[i] = rounded(number(norm.weight, half, i) * rounded(x[i] * scale, half), half);
 }
@@ -155,30 +168,103 @@ struct Attention {
     std::int64_t length;
 };
 
-// What one head of queries finds. `scores` has room for the length.
-template <typename Sum, typename T>
-PART_OF_CALLER void attend(const Attention& a, const float* query, std::int64_t head, std::int64_t size, float scaling,
-                           float* __restrict scores, float* __restrict out) {
+// Positions that are attended to at a time: few, so that there is work for all threads.
+constexpr std::int64_t POSITIONS = 64;
+
+// What a head of queries finds at some positions: how large the largest product with a key is, what shares with respect
+// to that one add up to, and values in these shares.
+struct Found {
+    float *most, *sum, *values;
+    Found(float* place, std::int64_t size, std::int64_t i)
+        : most(place + i * (size + 2)), sum(most + 1), values(most + 2) {}
+};
+
+// What `count` heads of queries that share keys find at positions `first` to `last`.
+template <typename V, typename T, int count>
+PART_OF_CALLER void attend(const Attention& a, const float* queries, std::int64_t head, std::int64_t size,
+                           float scaling, std::int64_t first, std::int64_t last, float* out) {
     const T* keys = static_cast<const T*>(a.keys.numbers) + head * a.keys.head;
     const T* values = static_cast<const T*>(a.values.numbers) + head * a.values.head;
+    constexpr int wide = 2;  // vectors of values at a time
+    const std::int64_t whole = size / (wide * V::LANES) * (wide * V::LANES), length = last - first;
+    float scores[count][POSITIONS];
+    for (std::int64_t t = 0; t < length; ++t) {
+        const T* key = keys + (first + t) * a.keys.position;
+        const bool seen = !a.mask || a.mask[first + t];
+        typename V::Vector sums[count];
+        for (auto& sum : sums) sum = V::all(0);
+        for (std::int64_t i = 0; i < whole; i += V::LANES) {
+            const auto part = V::at(key + i);
+            for (int q = 0; q < count; ++q) sums[q] = V::added(V::at(queries + q * size + i), part, sums[q]);
+        }
+        for (int q = 0; q < count; ++q) {
+            float sum = V::sum(sums[q]);
+            for (std::int64_t i = whole; i < size; ++i) sum += queries[q * size + i] * number(key + i);
+            scores[q][t] = seen ? scaling * sum : -INFINITY;
+        }
+    }
+    for (int q = 0; q < count; ++q) {
+        const Found found(out, size, q);
+        float most = -INFINITY, sum = 0;
+        for (std::int64_t t = 0; t < length; ++t) {
+            if (scores[q][t] != scores[q][t]) sum = scores[q][t];  // what is not a number stays so
+            most = std::max(most, scores[q][t]);
+        }
+        if (most == INFINITY) sum = NAN;
+        for (std::int64_t t = 0; t < length; ++t)
+            scores[q][t] = scores[q][t] == -INFINITY ? 0.0f : exponential(scores[q][t] - most);
+        for (std::int64_t t = 0; t < length; ++t) sum += scores[q][t];
+        *found.most = most;
+        *found.sum = sum;
+    }
+    for (std::int64_t i = 0; i < whole; i += wide * V::LANES) {
+        typename V::Vector sums[count][wide];
+        for (auto& head_of : sums)
+            for (auto& sum : head_of) sum = V::all(0);
+        for (std::int64_t t = 0; t < length; ++t) {
+            if (a.mask && !a.mask[first + t]) continue;  // whose value may be no number
+            const T* value = values + (first + t) * a.values.position + i;
+            for (int w = 0; w < wide; ++w) {
+                const auto part = V::at(value + w * V::LANES);
+                for (int q = 0; q < count; ++q) sums[q][w] = V::added(V::all(scores[q][t]), part, sums[q][w]);
+            }
+        }
+        for (int q = 0; q < count; ++q)
+            for (int w = 0; w < wide; ++w) V::put(Found(out, size, q).values + i + w * V::LANES, sums[q][w]);
+    }
+    for (std::int64_t i = whole; i < size; ++i)
+        for (int q = 0; q < count; ++q) {
+            float sum = 0;
+            for (std::int64_t t = 0; t < length; ++t)
+                if (!a.mask || a.mask[first + t])
+                    sum += scores[q][t] * number(values + (first + t) * a.values.position + i);
+            Found(out, size, q).values[i] = sum;
+        }
+}
+
+// As above, with from 1 to VECTORS heads of queries.
+template <typename V, typename T, typename... Others>
+PART_OF_CALLER void attend(int count, const Others&... others) {
+    if (count == 1) return attend<V, T, 1>(others...);
+    if (count == 2) return attend<V, T, 2>(others...);
+    if (count == 3) return attend<V, T, 3>(others...);
+    attend<V, T, VECTORS>(others...);
+}
+
+// What a head of queries finds at all positions, from what it has `found` at each `count` of them, `apart` from
+// another.
+PART_OF_CALLER void join(const float* found, std::int64_t count, std::int64_t apart, std::int64_t size, float* out) {
     float most = -INFINITY, sum = 0;
-    for (std::int64_t t = 0; t < a.length; ++t) {
-        scores[t] = -INFINITY;
-        if (a.mask && !a.mask[t]) continue;
-        scores[t] = scaling * dot<Sum>(query, keys + t * a.keys.position, size);
-        if (scores[t] != scores[t]) sum = scores[t];  // what is not a number stays so
-        most = std::max(most, scores[t]);
-    }
+    for (std::int64_t c = 0; c < count; ++c) most = std::max(most, found[c * apart]);
     std::fill(out, out + size, 0.0f);
-    if (most == -INFINITY && sum == 0) return;  // nothing is seen: zeros, as torch has it
-    if (most == INFINITY) sum = NAN;
-    for (std::int64_t t = 0; t < a.length; ++t) scores[t] = exponential(scores[t] - most);
-    for (std::int64_t t = 0; t < a.length; ++t) {
-        if (a.mask && !a.mask[t]) continue;  // whose value may be no number
-        const T* value = values + t * a.values.position;
-        sum += scores[t];
-        for (std::int64_t i = 0; i < size; ++i) out[i] += scores[t] * number(value + i);
+    for (std::int64_t c = 0; c < count; ++c) {
+        const float* part = found + c * apart;
+        if (part[0] == -INFINITY && part[1] == 0) continue;  // nothing is seen there
+        const float share = exponential(part[0] - most);     // of no number that of -87
+        sum += share * part[1];
+        for (std::int64_t i = 0; i < size; ++i) out[i] += share * part[2 + i];
     }
+    if (most == -INFINITY && sum == 0) return;  // nothing is seen at all: zeros, as torch has it
     for (std::int64_t i = 0; i < size; ++i) out[i] /= sum;
 }
 
@@ -191,11 +277,10 @@ PART_OF_CALLER void added(const float* x, const void* other, std::int64_t size, 
 }
 
 // The products of rows `first` to `last` of a dense W (rows, columns) with x.
-template <typename Sum>
+template <typename V>
 PART_OF_CALLER void dense_rows(const std::uint16_t* W, const float* x, std::int64_t columns, std::int64_t first,
                                std::int64_t last, std::uint16_t* y) {
-    for (std::int64_t row = first; row < last; ++row)
-        y[row] = to_bf16(dot<Sum, 2 * LANES>(x, W + row * columns, columns));
+    for (std::int64_t row = first; row < last; ++row) y[row] = to_bf16(dot<V, 4>(x, W + row * columns, columns));
 }
 
 // The functions above with the instructions of a path.
@@ -203,15 +288,16 @@ struct Parts {
     void (*normalize)(const Norm&, const float* x, std::int64_t size, bool half, float* out);
     void (*gated)(float* gate, const float* up, std::int64_t size, bool half);
     void (*added)(const float* x, const void* other, std::int64_t size, bool half, float* out);
-    void (*attend)(const Attention&, const float* query, std::int64_t head, std::int64_t size, float scaling, bool half,
-                   float* scores, float* out);
+    void (*attend)(const Attention&, const float* queries, int count, std::int64_t head, std::int64_t size,
+                   float scaling, bool half, std::int64_t first, std::int64_t last, float* out);
+    void (*join)(const float* found, std::int64_t count, std::int64_t apart, std::int64_t size, float* out);
     void (*dense_rows)(const std::uint16_t* W, const float* x, std::int64_t columns, std::int64_t first,
                        std::int64_t last, std::uint16_t* y);
 };
 
-#define NIWAKI_PARTS(name, Sum, target)                                                                             \
+#define NIWAKI_PARTS(name, V, target)                                                                               \
     target void name##_normalize(const Norm& norm, const float* x, std::int64_t size, bool half, float* out) {      \
-        normalize<Sum>(norm, x, size, half, out);                                                                   \
+        normalize<V>(norm, x, size, half, out);                                                                     \
     }                                                                                                               \
     target void name##_gated(float* gate, const float* up, std::int64_t size, bool half) {                          \
         if (half)                                                                                                   \
@@ -222,22 +308,27 @@ struct Parts {
     target void name##_added(const float* x, const void* other, std::int64_t size, bool half, float* out) {         \
         added(x, other, size, half, out);                                                                           \
     }                                                                                                               \
-    target void name##_attend(const Attention& a, const float* query, std::int64_t head, std::int64_t size,         \
-                              float scaling, bool half, float* scores, float* out) {                                \
+    target void name##_attend(const Attention& a, const float* queries, int count, std::int64_t head,               \
+                              std::int64_t size, float scaling, bool half, std::int64_t first, std::int64_t last,   \
+                              float* out) {                                                                         \
         if (half)                                                                                                   \
-            attend<Sum, std::uint16_t>(a, query, head, size, scaling, scores, out);                                 \
+            attend<V, std::uint16_t>(count, a, queries, head, size, scaling, first, last, out);                     \
         else                                                                                                        \
-            attend<Sum, float>(a, query, head, size, scaling, scores, out);                                         \
+            attend<V, float>(count, a, queries, head, size, scaling, first, last, out);                             \
+    }                                                                                                               \
+    target void name##_join(const float* found, std::int64_t count, std::int64_t apart, std::int64_t size,          \
+                            float* out) {                                                                           \
+        join(found, count, apart, size, out);                                                                       \
     }                                                                                                               \
     target void name##_dense_rows(const std::uint16_t* W, const float* x, std::int64_t columns, std::int64_t first, \
                                   std::int64_t last, std::uint16_t* y) {                                            \
-        dense_rows<Sum>(W, x, columns, first, last, y);                                                             \
+        dense_rows<V>(W, x, columns, first, last, y);                                                               \
     }                                                                                                               \
-    constexpr Parts name{name##_normalize, name##_gated, name##_added, name##_attend, name##_dense_rows};
+    constexpr Parts name{name##_normalize, name##_gated, name##_added, name##_attend, name##_join, name##_dense_rows};
 
-NIWAKI_PARTS(portable, InOrder, )
+NIWAKI_PARTS(portable, Plain, )
 #if defined(NIWAKI_X86)
-NIWAKI_PARTS(avx2, ByHalves, TARGET(NIWAKI_AVX2))
+NIWAKI_PARTS(avx2, Avx2, TARGET(NIWAKI_AVX2))
 #endif
 
 const Parts& parts_of([[maybe_unused]] int path) {
@@ -415,9 +506,13 @@ class Projections {
 // The second half of a block: attention to the cache, and the MLP.
 class Rest {
   public:
-    Rest(const Block& block, int threads)
+    Rest(const Block& block, std::int64_t length, int threads)
         : b(block),
           seen(b.heads * b.size),
+          shared(b.heads / b.pairs),
+          chunks((length + POSITIONS - 1) / POSITIONS),
+          parts_found(b.heads * chunks * (b.size + 2)),
+          left(b.pairs),
           found(padded(seen)),
           projected(b.width),
           state(b.width),
@@ -430,26 +525,35 @@ class Rest {
           to_gate(b.gate, threads),
           to_up(b.up, threads),
           to_down(b.down, threads),
-          heads(b.heads),
+          heads(b.pairs * chunks),
           output_rights(to_output.tiles.count),
           outputs(narrow.count),
           gate_rights(to_gate.tiles.count + to_up.tiles.count),
           gates(wide.count),
           down_rights(to_down.tiles.count),
-          downs(narrow.count) {}
+          downs(narrow.count) {
+        for (auto& each : left) each.store(chunks, std::memory_order_relaxed);
+    }
 
     void work(const void* x, const void* queries, const Attention& attention, void* out) {
         const Parts& parts = parts_of(b.path);
-        std::vector<float> scores, query, normal;
+        std::vector<float> query, normal;
         std::vector<Operand> of_output, of_gate, of_up, of_down, operand;
-        heads.work([&](std::int64_t head) {
-            scores.resize(attention.length);
-            query.resize(b.size);
-            for (std::int64_t i = 0; i < b.size; ++i) query[i] = number(queries, b.half, head * b.size + i);
-            float* place = found.data() + head * b.size;
-            const std::int64_t shared = b.heads / b.pairs;
-            parts.attend(attention, query.data(), head / shared, b.size, b.scaling, b.half, scores.data(), place);
-            for (std::int64_t i = 0; i < b.size; ++i) place[i] = rounded(place[i], b.half);
+        heads.work([&](std::int64_t part) {
+            const std::int64_t pair = part / chunks, chunk = part % chunks, first = pair * shared * b.size;
+            query.resize(shared * b.size);
+            for (std::int64_t i = 0; i < shared * b.size; ++i) query[i] = number(queries, b.half, first + i);
+            for (std::int64_t q = 0; q < shared; q += VECTORS)
+                parts.attend(attention, query.data() + q * b.size, std::min<std::int64_t>(VECTORS, shared - q), pair,
+                             b.size, b.scaling, b.half, chunk * POSITIONS,
+                             std::min((chunk + 1) * POSITIONS, attention.length), found_at(chunk, pair * shared + q));
+            // Who finds the last part of a pair's heads has all of them.
+            if (left[pair].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+            for (std::int64_t head = pair * shared; head < (pair + 1) * shared; ++head) {
+                float* place = found.data() + head * b.size;
+                parts.join(found_at(0, head), chunks, found_at(1, 0) - found_at(0, 0), b.size, place);
+                for (std::int64_t i = 0; i < b.size; ++i) place[i] = rounded(place[i], b.half);
+            }
         });
         Operand attended = operand_of(b, found.data(), seen);
         output_rights.work([&](std::int64_t i) { to_output.part(b, attended, i); });
@@ -488,8 +592,14 @@ class Rest {
     }
 
   private:
+    // What a head finds at a chunk of positions.
+    float* found_at(std::int64_t chunk, std::int64_t head) {
+        return parts_found.data() + (chunk * b.heads + head) * (b.size + 2);
+    }
     const Block& b;
-    const std::int64_t seen;
+    const std::int64_t seen, shared, chunks;  // numbers of all heads; heads that share keys; POSITIONS at a time
+    std::vector<float> parts_found;
+    std::vector<std::atomic<std::int64_t>> left;  // chunks of each pair that are not found yet
     std::vector<float> found, projected, state, gate, up, last;
     const Tiles narrow, wide;
     Middle to_output, to_gate, to_up, to_down;
@@ -501,8 +611,8 @@ struct Link {
     Projections projections;
     Rest rest;
     std::vector<float> queries, out;  // numbers as activations are, for which there is more room than they need
-    Link(const Block& b, int threads)
-        : projections(b, threads), rest(b, threads), queries(b.heads * b.size), out(b.width) {}
+    Link(const Block& b, std::int64_t length, int threads)
+        : projections(b, threads), rest(b, length, threads), queries(b.heads * b.size), out(b.width) {}
 };
 
 // Many tokens at once, as of a prompt: a step after the other, each for all tokens and by all threads.
@@ -584,7 +694,7 @@ void niwaki_block_begin(const Block* block, const void* x, const void* cosines, 
 // positions up to its own.
 void niwaki_block_end(const Block* block, const void* x, const void* queries, const Attention* attention, void* out,
                       int threads) {
-    Rest rest(*block, threads);
+    Rest rest(*block, attention->length, threads);
     in_each_thread(threads, [&] { rest.work(x, queries, *attention, out); });
 }
 
@@ -650,7 +760,7 @@ void niwaki_tokens_end(const Block* block, std::int64_t count, const void* x, co
 void niwaki_blocks(const Block* blocks, std::int64_t count, const void* x, const void* cosines, const void* sines,
                    std::int64_t rotary, const Caches* caches, void* out, int threads) {
     std::deque<Link> links;
-    for (std::int64_t i = 0; i < count; ++i) links.emplace_back(blocks[i], threads);
+    for (std::int64_t i = 0; i < count; ++i) links.emplace_back(blocks[i], caches->length, threads);
     const std::int64_t bytes = blocks[0].half ? 2 : 4, last = (caches->length - 1) * caches->position;
     const auto at = [&](void* numbers, std::int64_t i) { return static_cast<char*>(numbers) + i * bytes; };
     in_each_thread(threads, [&] {

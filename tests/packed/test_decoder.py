@@ -230,6 +230,27 @@ def test_copies_of_the_model() -> None:
     assert torch.equal(decoded(model, tokens, 3), usual)
 
 
+_LONG = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_theta": 10_000.0},
+    "linear": {"rope_theta": 10_000.0, "factor": 4.0},
+    "llama3": {**_LONG, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": _LONG,
+    "dynamic": {"rope_theta": 10_000.0, "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", _ROPES)
+def test_angles_are_those_of_each_position(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_LEAST_MORE", 5)  # positions of which they are computed at once
+    ropes = {"rope_type": kind, **_ROPES[kind]}
+    model, tokens = model_of(rope_parameters=ropes, max_position_embeddings=16), random_tokens(1, 24)
+    with block_by_block():
+        usual = decoded(model, tokens, 3)
+    assert torch.equal(decoded(model, tokens, 3), usual)
+    assert chains(model) == [True]
+
+
 class _Scaled(LlamaModel):
     """Its blocks get something else than what the one before made."""
 
@@ -323,12 +344,20 @@ def _packed(decoder: Any) -> None:
     decoder.layers[2].mlp.up_proj = copy.deepcopy(decoder.layers[1].mlp.up_proj)
 
 
+def _values(decoder: Any) -> None:
+    decoder.layers[2].mlp.up_proj.values = decoder.layers[1].mlp.up_proj.values.clone()
+
+
+def _turned(decoder: Any) -> None:
+    decoder.rotary_emb.inv_freq.mul_(0.5)
+
+
 def _patched(decoder: Any) -> None:
     right = decoder.layers[0].forward
     decoder.layers[0].forward = lambda *given, **named: 2 * right(*given, **named)
 
 
-@pytest.mark.parametrize("change", [_embeddings, _before, _norm, _left_out, _exchange, _packed, _patched])
+@pytest.mark.parametrize("change", [_embeddings, _before, _norm, _left_out, _exchange, _packed, _values, _turned, _patched])
 def test_changes_after_tokens_were_written(change: Callable[[Any], None]) -> None:
     model, tokens = model_of(), random_tokens(1, TOKENS)
     cache = begun(model, tokens[:, :4])
@@ -370,6 +399,10 @@ def test_what_is_not_one_call() -> None:
         decoder.config.sliding_window = 5  # the cache knows of none
         assert not is_one()
         decoder.config.sliding_window = None
+        hook = decoder.norm.register_forward_hook(lambda *_: None)
+        assert not is_one()
+        hook.remove()
+        assert is_one()
         layer: Any = cache.layers[1]
         layer.keys = layer.keys.double()
         room = native(model)._room_of(cache, block.Chain([_prepared(model)] * 3), torch.float32)

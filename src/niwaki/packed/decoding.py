@@ -8,6 +8,7 @@ are one call.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -38,6 +40,10 @@ _DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 #: Positions that a cache has room for beyond those that it needs: a share of these, and so many.
 _MORE, _LEAST_MORE = 0.25, 256
+#: Kinds of rotary positions whose angles do not depend on how many positions there are.
+_CONSTANT = {"default", "linear", "llama3", "yarn"}
+#: What every module has for hooks.
+_HOOKS = {name for name in vars(nn.Module()) if name.endswith(("hooks", "hooks_with_kwargs", "hooks_always_called"))}
 
 
 def attach(model: Any, blocks: Iterable[nn.Module]) -> None:
@@ -154,6 +160,7 @@ class NativeDecoder:
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
         self._watch: _Watch | None = None
+        self._angles = _Angles(decoder)
         #: By the names of what is given, all blocks; None where something else is done between them.
         self._chains: dict[tuple[str, ...], Chain | None] = {}
         self._rooms = WeakKeyDictionary[DynamicCache, _Room]()
@@ -181,9 +188,8 @@ class NativeDecoder:
         """The token's embedding, and the angles of its position."""
         x = self._decoder.embed_tokens(named["input_ids"])
         positions = named.get("position_ids")
-        if positions is None:
-            positions = torch.tensor([[named[_cache_in(named)].get_seq_length()]])
-        return x, self._decoder.rotary_emb(x, position_ids=positions)
+        position = named[_cache_in(named)].get_seq_length() if positions is None else int(positions)
+        return x, self._angles.at(position, x)
 
     def _chain_for(self, named: dict[str, Any]) -> Chain | None:
         """All blocks as they are now; None for what they cannot compute in one call."""
@@ -207,6 +213,7 @@ class NativeDecoder:
         asked = tuple(sorted(names))
         if self._watch is None or self._watch.is_old():
             self._watch = _Watch(self._decoder.modules())
+            self._angles = _Angles(self._decoder)
             self._chains.clear()
         elif self._watch.has_moved():
             self._chains.clear()
@@ -278,6 +285,26 @@ class NativeDecoder:
         return room
 
 
+class _Angles:
+    """What a decoder turns queries and keys by at each position, of which many are computed at once."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+        self._first, self._tables = 0, list[Tensor]()
+        self._version: Any = None
+
+    def at(self, position: int, x: Tensor) -> Any:
+        """Cosines and sines of one position, for a state ``x``."""
+        rotary = self._decoder.rotary_emb
+        if getattr(rotary, "rope_type", None) not in _CONSTANT:
+            return rotary(x, position_ids=torch.tensor([[position]]))
+        version = (x.dtype, rotary.inv_freq._version)  # which changes where its numbers do
+        if version != self._version or not 0 <= position - self._first < self._tables[0].shape[1]:
+            self._first, self._version = position, version
+            self._tables = [*rotary(x, position_ids=torch.arange(position, position + _LEAST_MORE).unsqueeze(0))]
+        return tuple(table.narrow(1, position - self._first, 1) for table in self._tables)
+
+
 class _Room:
     """The keys of each block, then the values, each in memory that has room for more positions than there are."""
 
@@ -333,21 +360,29 @@ def _copied(module: nn.Module, **others: Any) -> Any:
 
 
 class _Watch:
-    """Modules as they were when somebody looked at them."""
+    """Modules as they were when somebody looked at them.
+
+    Weights displace from the processor's caches whatever is looked at between tokens, so that as little as can be is.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = [*modules]
-        owners = [values for module in modules for values in (module._buffers, module._parameters)]
-        #: Where tensors are.
-        self._owners = [each for each in owners if each]
-        #: Of hooks it matters whether there are any, of tensors where they are, of all else what it is.
-        self._hooks = [each for module in modules for each in (module._forward_hooks, module._forward_pre_hooks)]
         # What packed layers, which are most modules, have is niwaki's own: only something more would be another's.
-        layers = [module for module in modules if type(module) is SparseLinear]
         others = [module for module in modules if type(module) is not SparseLinear]
-        self._counted = [*owners, *self._hooks, *map(vars, layers)]
-        self._values = [*{id(each): each for module in others for each in _watched(module)}.values()]
-        self._counts, self._copies = [*map(len, self._counted)], [each.copy() for each in self._values]
+        self._hooks = [each for module in modules for each in (module._forward_hooks, module._forward_pre_hooks)]
+        self._counted = [vars(module) for module in modules]
+        self._attributes = [
+            (operator.itemgetter(*(name for name in vars(module) if name not in _HOOKS)), vars(module))
+            for module in others
+        ]
+        self._values = [*{id(each): each for module in others for each in _configured(module)}.values()]
+        #: Where tensors and modules are.
+        self._owners = [values for module in modules for values in (module._buffers, module._parameters)]
+        self._parameters = [values for module in modules if (values := module._parameters)]
+        self._members = [*self._owners, *(module._modules for module in others)]
+        self._last_hook, self._hooked = RemovableHandle.next_id, self.has_hooks()
+        self._before = self._now()
+        self._copies = [each.copy() for each in self._values]
         self._pointers = self._where()
 
     def has_hooks(self) -> bool:
@@ -355,14 +390,28 @@ class _Watch:
         return any(self._hooks)
 
     def is_old(self) -> bool:
-        """Whether an attribute, a module or a hook is another now."""
+        """Whether an attribute, a tensor, a module or a hook is another now."""
+        if self._hooked or self._last_hook != RemovableHandle.next_id:  # somebody has added one, to whatever it may be
+            if self.has_hooks() != self._hooked:
+                return True
+            self._last_hook = RemovableHandle.next_id
         try:
-            return [*map(len, self._counted)] != self._counts or self._values != self._copies
-        except (RuntimeError, ValueError):  # of tensors that were exchanged for others
+            return self._now() != self._before or self._values != self._copies
+        except (KeyError, RuntimeError, ValueError):  # of what is gone, and of tensors exchanged for others
             return True
 
+    def _now(self) -> tuple[list[Any], ...]:
+        return (
+            [*map(len, self._counted)],
+            [*itertools.chain.from_iterable(map(dict.values, self._members))],
+            [found(attributes) for found, attributes in self._attributes],
+        )
+
     def has_moved(self) -> bool:
-        """Whether a tensor is at another place than when this was asked last."""
+        """Whether a parameter's numbers are at another place than when this was asked last.
+
+        Those of buffers move with the buffers: by torch's own ways these are exchanged for others.
+        """
         before, self._pointers = self._pointers, self._where()
         return before != self._pointers
 
@@ -371,7 +420,7 @@ class _Watch:
         return [value for values in self._owners for value in values.values() if value is not None]
 
     def _where(self) -> list[int]:
-        return [*map(Tensor.data_ptr, self.tensors())]
+        return [value.data_ptr() for values in self._parameters for value in values.values() if value is not None]
 
 
 class _Seen:
@@ -404,9 +453,8 @@ class _Seen:
         return self._agrees[asked]
 
 
-def _watched(module: nn.Module) -> Iterator[Any]:
-    """The dicts and lists on which it depends what a module computes, besides its tensors."""
-    yield from (vars(module), module._modules)
+def _configured(module: nn.Module) -> Iterator[Any]:
+    """The dicts and lists of its configuration, on which it depends what a module computes."""
     for value in vars(module).values():
         if isinstance(value, PreTrainedConfig):
             yield vars(value)
