@@ -49,6 +49,7 @@ from support.healing import (
 from support.models import (
     COMMON,
     a_third_of_the_families,
+    edited,
     message,
     reference,
     save_model,
@@ -256,8 +257,15 @@ def test_the_dtype_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("case", ["llama", "zamba2"])
 @pytest.mark.slow
 def test_lora_is_a_product_of_low_rank(tmp_path: Path, case: str) -> None:
-    """And its gradient is that of a plain one, by float64; of matrices that blocks share it is the same in all."""
+    """And its gradient is that of a plain one, by float64; of matrices that blocks share it is the same in all.
+
+    Vectors are in units of their numbers, of which some are far larger than others, as in Gemma.
+    """
     _, pruned = pruned_model(tmp_path, case)
+    with edited(pruned) as tensors:
+        for value in tensors.values():
+            if value.ndim == 1:
+                value[0], value[1] = 2.5, 0.3
     stream = StreamedModel(Checkpoint(pruned), "cpu", "float32")
     student = LowRankStudent(stream, Logits(1.0), TOKENS.shape[1], rank=2)
     generator = torch.Generator().manual_seed(0)
@@ -272,7 +280,10 @@ def test_lora_is_a_product_of_low_rank(tmp_path: Path, case: str) -> None:
         if f"{name}.up" in plain:
             changed[name] = value + (value != 0) * (plain[f"{name}.up"] @ plain[f"{name}.down"])
         elif name in plain:
-            changed[name] = plain[name]
+            sizes = value.detach().double().abs()
+            units = 2.0 ** sizes.maximum(0.1 * sizes.mean()).log2().floor()
+            changed[name] = plain[name] * units
+            assert len(units.unique()) > 2
     states = torch.func.functional_call(model, changed, (TOKENS[:2],), {"output_hidden_states": True}).hidden_states[-1]
     states.square().sum().backward()
     for name, trained in student.parameters.items():

@@ -357,7 +357,9 @@ def _patched(decoder: Any) -> None:
     decoder.layers[0].forward = lambda *given, **named: 2 * right(*given, **named)
 
 
-@pytest.mark.parametrize("change", [_embeddings, _before, _norm, _left_out, _exchange, _packed, _values, _turned, _patched])
+@pytest.mark.parametrize(
+    "change", [_embeddings, _before, _norm, _left_out, _exchange, _packed, _values, _turned, _patched]
+)
 def test_changes_after_tokens_were_written(change: Callable[[Any], None]) -> None:
     model, tokens = model_of(), random_tokens(1, TOKENS)
     cache = begun(model, tokens[:, :4])
