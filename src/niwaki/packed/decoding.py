@@ -379,7 +379,7 @@ class _Watch:
         #: Where tensors and modules are.
         self._owners = [values for module in modules for values in (module._buffers, module._parameters)]
         self._parameters = [values for module in modules if (values := module._parameters)]
-        self._members = [*self._owners, *(module._modules for module in others)]
+        self._members: list[dict[str, Any]] = [*self._owners, *(module._modules for module in others)]
         self._last_hook, self._hooked = RemovableHandle.next_id, self.has_hooks()
         self._before = self._now()
         self._copies = [each.copy() for each in self._values]
