@@ -242,13 +242,22 @@ _ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", _ROPES)
 def test_angles_are_those_of_each_position(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "_LEAST_MORE", 5)  # positions of which they are computed at once
+    monkeypatch.setattr(decoding, "_AT_ONCE", 5)
     ropes = {"rope_type": kind, **_ROPES[kind]}
     model, tokens = model_of(rope_parameters=ropes, max_position_embeddings=16), random_tokens(1, 24)
     with block_by_block():
         usual = decoded(model, tokens, 3)
     assert torch.equal(decoded(model, tokens, 3), usual)
     assert chains(model) == [True]
+
+
+def test_a_model_that_is_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model, tokens = model_of(), random_tokens(1, TOKENS)
+        found = decoded(model, tokens, 3)
+        assert chains(model) == [True]
+        with block_by_block():
+            assert torch.equal(decoded(model, tokens, 3), found)
 
 
 class _Scaled(LlamaModel):

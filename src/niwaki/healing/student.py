@@ -311,11 +311,12 @@ class LowRankStudent(Student):
 
     def _changed(self, name: str, value: Tensor) -> Tensor:
         """What has become of a parameter, as files have it and in the dtype of ``value``."""
-        is_vector = name in self._units
-        changed = self._vector(name, self.parameters) if is_vector else self._sum(name, value, self.parameters)
+        trained = self.parameters
+        changed = self._vector(name, trained) if name in self._units else self._sum(name, value, trained)
         return changed.to(self._dtype(name)).to(value.dtype)
 
     def _vector(self, name: str, trained: Mapping[str, Tensor]) -> Tensor:
+        """What has become of a vector."""
         return trained[name] * self._units[name].to(trained[name].device)
 
     @staticmethod
@@ -338,8 +339,9 @@ class LowRankStudent(Student):
         layout = self._stream.layout
         for name in dict.fromkeys(name for trained in self._trained for name in trained.values()):
             dtype = self._dtype(name)
-            value, mask = self._vector(name, stored) if name in self._units else None, None
-            if value is None:
+            if name in self._units:
+                value, mask = self._vector(name, stored), None
+            else:
                 before = layout.read(name, dtype)
                 value, mask = self._sum(name, before, stored), before != 0
             yield from layout.split(name, rounded(name, value, dtype, mask))

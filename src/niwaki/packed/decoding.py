@@ -42,8 +42,10 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 _MORE, _LEAST_MORE = 0.25, 256
 #: Kinds of rotary positions whose angles do not depend on how many positions there are.
 _CONSTANT = {"default", "linear", "llama3", "yarn"}
+#: Positions whose angles are computed at once.
+_AT_ONCE = 256
 #: What every module has for hooks.
-_HOOKS = {name for name in vars(nn.Module()) if name.endswith(("hooks", "hooks_with_kwargs", "hooks_always_called"))}
+_HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}
 
 
 def attach(model: Any, blocks: Iterable[nn.Module]) -> None:
@@ -296,12 +298,13 @@ class _Angles:
     def at(self, position: int, x: Tensor) -> Any:
         """Cosines and sines of one position, for a state ``x``."""
         rotary = self._decoder.rotary_emb
-        if getattr(rotary, "rope_type", None) not in _CONSTANT:
+        # Of tensors made in inference mode it cannot be told whether their numbers are still the same.
+        if getattr(rotary, "rope_type", None) not in _CONSTANT or rotary.inv_freq.is_inference():
             return rotary(x, position_ids=torch.tensor([[position]]))
-        version = (x.dtype, rotary.inv_freq._version)  # which changes where its numbers do
+        version = x.dtype, rotary.inv_freq._version  # which changes where its numbers do
         if version != self._version or not 0 <= position - self._first < self._tables[0].shape[1]:
             self._first, self._version = position, version
-            self._tables = [*rotary(x, position_ids=torch.arange(position, position + _LEAST_MORE).unsqueeze(0))]
+            self._tables = [*rotary(x, position_ids=torch.arange(position, position + _AT_ONCE).unsqueeze(0))]
         return tuple(table.narrow(1, position - self._first, 1) for table in self._tables)
 
 
