@@ -248,10 +248,11 @@ def means(losses: Mapping[str, Sequence[float]]) -> str:
 
 
 def processor() -> str:
-    """The name of this machine's processor, where the system tells it."""
-    with contextlib.suppress(OSError, StopIteration):
+    """This machine's processor, where the system tells it: its name, and family and model, since names are of many."""
+    with contextlib.suppress(OSError, KeyError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        return f"{told['model name']} (family {told['cpu family']}, model {told['model']})"
     return platform.processor()
 
 

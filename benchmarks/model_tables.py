@@ -715,9 +715,15 @@ def peers(made: Any) -> Lines:
     return markdown(["processor", "model", "", "threads", "prompt", "packed", *_RUNTIMES], rows)
 
 
+#: What processors are called that have other names in records.
+_GENERATIONS = {"family 25, model 17": "Zen 4", "family 26, model 2": "Zen 5"}
+
+
 def _processor(run: Any) -> str:
     """A processor and what was used of it, in short."""
     name = re.sub(r"\((R|TM|r|tm)\)| Processor| CPU.*", "", run["machine"])
+    for numbers, generation in _GENERATIONS.items():
+        name = name.replace(numbers, generation)
     return f"{name}, {run['kernels'].removeprefix('native, ')}"
 
 

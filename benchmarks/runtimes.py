@@ -33,10 +33,11 @@ import common
 import torch
 from common import Record, Rounds
 from rich.console import Console
-from typer import Argument, Option
+from typer import Argument, BadParameter, Option
 
 import niwaki
 from niwaki.choices import NO_ZEROS
+from niwaki.evaluation.llama_cpp import absence
 from niwaki.exports.gguf_file import KINDS
 from niwaki.packed import kernels
 
@@ -127,6 +128,8 @@ def llama_cpp(
                 turns[form].append(turn([*command, *numbers], *files))
             for name, model in measured.items():
                 for speed in niwaki.bench(model, prompt_tokens=prompt, tokens=tokens, repeats=1).speeds:
+                    if model.suffix == ".gguf" and speed.weights != "gguf":
+                        raise BadParameter(f"{model} was not read by llama.cpp: {absence()}")
                     form = "transformers, bfloat16" if speed.weights == "dense" else name
                     turns[form].append(Turn(speed.disk, speed.first_token, speed.tokens_per_second))
     forms = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,14 +155,25 @@ def test_a_model_of_which_nothing_can_be_packed(tmp_path: Path, monkeypatch: pyt
     assert ("F64" if kind == "float64" else f"no matrix of {model} would be smaller") in note
 
 
-def test_a_gguf_file_is_not_measured_in_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_gguf_file_is_not_measured_in_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its package, with one that lacks another, and with a dtype, which is niwaki's."""
     pytest.importorskip("gguf")
     niwaki.export(EMBEDDED, tmp_path / "model.gguf", "gguf-f16")
+    (tmp_path / "llama_cpp.py").write_text("import nowhere_at_all")
     monkeypatch.setattr(measuring, "measured", measuring.measure)
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    notes = Notes()
-    measuring.bench(tmp_path / "model.gguf", prompt_tokens=4, tokens=3, repeats=1, compute="cpu", progress=notes)
-    assert "llama.cpp is measured where llama-cpp-python is installed" in notes.said[0]
+
+    def said(**compute: str) -> str:
+        notes, where = Notes(), Compute(device="cpu", **compute)
+        measuring.bench(tmp_path / "model.gguf", prompt_tokens=4, tokens=3, repeats=1, compute=where, progress=notes)
+        return notes.said[0]
+
+    assert said().endswith("; pip install llama-cpp-python")
+    monkeypatch.delitem(sys.modules, "llama_cpp")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert said().endswith("llama-cpp-python fails: No module named 'nowhere_at_all'")
+    monkeypatch.setitem(sys.modules, "llama_cpp", types.ModuleType("llama_cpp"))
+    assert said(dtype="float32").endswith("without a dtype it is measured in llama.cpp")
 
 
 @pytest.mark.parametrize("wrong", [{"prompt_tokens": 0}, {"tokens": 1}, {"repeats": 0}, {"tokens": 2.5}])

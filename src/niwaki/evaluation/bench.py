@@ -109,10 +109,8 @@ def _forms(
     check_continues(open_checkpoint(path), "bench")
     check_positions(positions_of(read_config(path)), prompt, tokens)
     if (path / ORIGIN).exists():
-        progress.note(
-            "weights of a GGUF file are measured as transformers and niwaki hold them; llama.cpp is measured where "
-            "llama-cpp-python is installed"
-        )
+        own = "weights of a GGUF file are measured as transformers and niwaki hold them"
+        progress.note(f"{own}; {llama_cpp.absence()}")
     packed, is_alone = (path / INDEX).exists(), False
     if not packed:
         progress.status("looking for zeros")

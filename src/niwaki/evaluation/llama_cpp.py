@@ -51,8 +51,18 @@ def package() -> Any:
     try:
         return importlib.import_module("llama_cpp")
     except Exception as error:  # it raises several kinds
-        how = "pip install llama-cpp-python" if isinstance(error, ImportError) else first_line(error)
+        is_absent = isinstance(error, ImportError) and error.name == "llama_cpp"
+        how = "pip install llama-cpp-python" if is_absent else f"llama-cpp-python fails: {first_line(error)}"
         raise UsageError(f"the speed of llama.cpp is measured by its package; {how}") from error
+
+
+def absence() -> str:
+    """Why a GGUF file that is not :func:`runnable` is run by niwaki."""
+    try:
+        package()
+    except UsageError as error:
+        return str(error)
+    return "without a dtype it is measured in llama.cpp"
 
 
 def device() -> str:
