@@ -227,7 +227,7 @@ def paths(
 def _paths_of(name: str, best: kernels.Path, whole: bool) -> list[kernels.Path]:
     """Those up to ``best`` whose kernels for a dtype differ, from AVX2 on."""
     last = best if name in WITH_VBMI2 or whole else min(best, kernels.Path.AVX512BW)
-    return [path for path in kernels.Path if kernels.Path.AVX2 <= path <= last]
+    return [path for path in kernels.paths() if kernels.Path.AVX2 <= path <= last]
 
 
 def whole(

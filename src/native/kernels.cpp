@@ -392,20 +392,31 @@ void avx512_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t 
 
 }  // namespace
 
-int best_path() {
+static bool has([[maybe_unused]] int path) {
 #if defined(NIWAKI_EMULATE)
-    return AVX512_BF16;
+    return path <= AVX512_BF16;
 #elif defined(NIWAKI_X86)
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
-        return PORTABLE;
-    if (!__builtin_cpu_supports("avx512bw")) return AVX2;
-    for (const bool there : {__builtin_cpu_supports("avx512vl"), __builtin_cpu_supports("avx512vbmi2"),
-                             __builtin_cpu_supports("avx512vnni")})
-        if (!there) return AVX512BW;
-    return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
-#else
-    return PORTABLE;
+#define THERE(feature) (__builtin_cpu_supports(feature) != 0)
+    switch (path) {
+        case AVX2:
+            return THERE("avx2") && THERE("fma") && THERE("f16c");
+        case AVX2_VNNI:
+            return has(AVX2) && THERE("avxvnni");
+        case AVX512BW:
+            return has(AVX2) && THERE("avx512bw");
+        case AVX512:
+            return has(AVX512BW) && THERE("avx512vl") && THERE("avx512vbmi2") && THERE("avx512vnni");
+        case AVX512_BF16:
+            return has(AVX512) && THERE("avx512bf16");
+    }
+#undef THERE
 #endif
+    return path == PORTABLE;
+}
+
+int usable(int path) {
+    while (!has(path)) --path;
+    return path;
 }
 
 Rows rows_of([[maybe_unused]] int path, [[maybe_unused]] const Product& product) {
@@ -628,9 +639,9 @@ using namespace niwaki;
 
 extern "C" {
 
-// What this machine can do; the others below it work too.
-int niwaki_best_path() {
-    return best_path();
+// The best path of this machine that is not above `path`.
+int niwaki_best_path(int path) {
+    return usable(path);
 }
 
 // Nanoseconds that threads have spent in products since this was called last, if they were counted; and whether to
@@ -644,7 +655,7 @@ std::int64_t niwaki_time_in_products(int counts) {
 // a bfloat16. `rounds`: for a matrix without a mask x may be rounded to whole numbers, 64 at a time.
 void niwaki_multiply(int path, const Matrix* matrix, const float* x, int exact, int rounds, std::int64_t batch,
                      float* y, int threads) {
-    path = std::min(path, best_path());
+    path = usable(path);
     Operand operand(path, x, batch, 8 * matrix->stride, exact, rounds, threads);
     multiply(path, operand, *matrix, batch, y, threads);
 }
@@ -653,7 +664,7 @@ void niwaki_multiply(int path, const Matrix* matrix, const float* x, int exact, 
 // their scales, as float32.
 void niwaki_expand(int path, const Matrix* matrix, std::int64_t columns, const std::int64_t* rows, std::int64_t first,
                    std::int64_t count, void* out, int threads) {
-    path = std::min(path, best_path());
+    path = usable(path);
     for_rows(count, 16, threads, [&](std::int64_t from, std::int64_t to) {
         for (std::int64_t i = from; i < to; ++i) {
             const std::int64_t row = rows ? rows[i] : first + i;

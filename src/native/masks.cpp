@@ -53,7 +53,7 @@ extern "C" {
 // Makes 0 what of `count` numbers, of `width` bytes each, has no bit set: in any dtype, NaN too.
 void niwaki_mask(int path, void* values, int width, std::int64_t count, const std::uint8_t* bits, int threads) {
     using namespace niwaki;
-    path = std::min(path, best_path());
+    path = usable(path);
     switch (width) {
         case 1:
             return mask<std::uint8_t>(path, values, bits, count, threads);

@@ -18,6 +18,10 @@ constexpr int PAIRS = WORD / 2;
 // Of a panel at a time: 32 KiB of 16 rows, which a core keeps beside itself.
 constexpr std::int64_t MOST_WORDS = 16;
 
+// Rows of a panel, for registers V.
+template <typename V>
+constexpr int ROWS = 2 * V::LANES;
+
 // Some words of a panel of `rows` rows: pairs (words, PAIRS, rows) and what to multiply them with (words, rows).
 template <int rows>
 struct Panel {
@@ -30,6 +34,9 @@ struct Panel {
 template <int rows>
 using Kernel = void (*)(const Panel<rows>&, std::int64_t words, const std::int16_t* x, const float* units,
                         std::int64_t stride, float* sums);
+
+// Makes rows of a panel, from `pairs` on, of some words of a strip.
+using Unpack = void (*)(const std::uint8_t* place, std::int64_t words, std::int32_t* pairs);
 
 // Row `to` of a panel.
 template <int dtype, int rows>
@@ -89,130 +96,117 @@ void avx2_unpack_rows(const std::uint8_t* place, std::int64_t apart, std::int64_
     }
 }
 
-constexpr int AVX2_ROWS = 16;
-
-template <int vectors>
-TARGET(NIWAKI_AVX2)
-void avx2_panel(const Panel<AVX2_ROWS>& panel, std::int64_t words, const std::int16_t* x, const float* units,
-                std::int64_t stride, float* out) {
-    __m256 total[2][vectors];
-    for (auto& those : total)
-        for (auto& sum : those) sum = _mm256_setzero_ps();
-    const auto* pairs = reinterpret_cast<const __m256i*>(panel.pairs.data());
-    for (std::int64_t word = 0; word < words; ++word) {
-        __m256i sums[2][vectors];
-        for (auto& those : sums)
-            for (auto& sum : those) sum = _mm256_setzero_si256();
-#pragma GCC unroll 4
-        for (int pair = 0; pair < PAIRS; ++pair, pairs += 2) {
-            const __m256i rows[2] = {_mm256_loadu_si256(pairs), _mm256_loadu_si256(pairs + 1)};
-#pragma GCC unroll 4
-            for (int v = 0; v < vectors; ++v) {
-                const auto both = load<std::int32_t>(x + (v * stride + word) * WORD + 2 * pair);
-                const __m256i numbers = _mm256_set1_epi32(both);
-#pragma GCC unroll 2
-                for (int half = 0; half < 2; ++half)
-                    sums[half][v] = _mm256_add_epi32(sums[half][v], _mm256_madd_epi16(rows[half], numbers));
-                // Or compilers would read the numbers of all vectors first, and have too few registers for the sums.
-                __asm__("" : "+x"(sums[0][v]), "+x"(sums[1][v])::"memory");
-            }
-        }
-        for (int v = 0; v < vectors; ++v) {
-            const __m256 unit = _mm256_broadcast_ss(units + v * stride + word);
-            for (int half = 0; half < 2; ++half) {
-                const __m256 scales = _mm256_loadu_ps(panel.scales.data() + word * AVX2_ROWS + 8 * half);
-                const __m256 sum = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[half][v]), unit);
-                total[half][v] = _mm256_fmadd_ps(sum, scales, total[half][v]);
-            }
-        }
-    }
-    for (int v = 0; v < vectors; ++v)
-        for (int half = 0; half < 2; ++half) _mm256_storeu_ps(out + v * AVX2_ROWS + 8 * half, total[half][v]);
-}
-
 #endif
 
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
 
-constexpr int AVX512_ROWS = 32;
-
 // Columns 4 j to 4 j + 3 of a strip's rows as two pairs of each, from `pairs` on.
-template <int dtype, int j>
-TARGET(NIWAKI_AVX512VNNI)
-inline void unpack_columns(const __m512i* lines, std::int32_t* pairs) {
+template <typename V, int dtype, int j>
+PART_OF_CALLER void unpack_columns(const typename V::Ints* lines, std::int32_t* pairs) {
     // Signs are where those of bytes are, as everywhere here.
-    const __m512i few = columns<dtype, j>(lines), moved = _mm512_slli_epi32(few, 8 - BITS<dtype>);
-    const __m512i numbers = _mm512_xor_si512(moved, _mm512_set1_epi32(static_cast<int>(0x80808080u)));
-    const __m512i evens = _mm512_srai_epi16(_mm512_slli_epi16(numbers, 8), 8), odds = _mm512_srai_epi16(numbers, 8);
-    const __m512i lower = _mm512_set1_epi32(0xffff);
-    const __m512i first = _mm512_or_si512(_mm512_and_si512(evens, lower), _mm512_slli_epi32(odds, 16));
-    const __m512i second = _mm512_or_si512(_mm512_srli_epi32(evens, 16), _mm512_andnot_si512(lower, odds));
-    _mm512_storeu_si512(pairs + 2 * j * AVX512_ROWS, first);
-    _mm512_storeu_si512(pairs + (2 * j + 1) * AVX512_ROWS, second);
+    const auto few = columns<V, dtype, j>(lines);
+    const auto numbers = V::one_of(V::left(few, 8 - BITS<dtype>), V::all(0x80808080u));
+    const auto low = V::all(0xffffu), high = V::all(0xffff0000u);
+    const auto evens = V::upper(V::left(V::both(numbers, V::all(0x00ff00ffu)), 8)), odds = V::upper(numbers);
+    V::put(pairs + 2 * j * ROWS<V>, V::either(V::both(evens, low), V::left(odds, 16)));
+    V::put(pairs + (2 * j + 1) * ROWS<V>, V::either(V::right(evens, 16), V::both(odds, high)));
 }
 
 // A strip as rows `pairs` of a panel and those behind it.
-template <int dtype, int... j>
-TARGET(NIWAKI_AVX512VNNI)
-void unpack_strip(const std::uint8_t* place, std::int64_t words, std::int32_t* pairs,
-                  std::integer_sequence<int, j...>) {
-    for (std::int64_t word = 0; word < words; ++word, pairs += PAIRS * AVX512_ROWS) {
-        __m512i lines[LINES<dtype>];
-#pragma GCC unroll 16
-        for (int i = 0; i < LINES<dtype>; ++i, place += 4 * STRIP) lines[i] = _mm512_loadu_si512(place);
-        (unpack_columns<dtype, j>(lines, pairs), ...);
-    }
+template <typename V, int dtype, int... j>
+PART_OF_CALLER void unpack_strip(const std::uint8_t* place, std::int64_t words, std::int32_t* pairs,
+                                 std::integer_sequence<int, j...>) {
+    const std::int64_t ahead = bytes_ahead();
+    for (std::int64_t word = 0; word < words; ++word, place += STRIP * SIZE<dtype>, pairs += PAIRS * ROWS<V>)
+#pragma GCC unroll 2
+        for (int part = 0; part < STRIP / V::LANES; ++part) {
+            typename V::Ints lines[LINES<dtype>];
+            read_lines<V, dtype>(place + 4 * V::LANES * part, part ? 0 : ahead, lines);
+            (unpack_columns<V, dtype, j>(lines, pairs + V::LANES * part), ...);
+        }
 }
 
-template <int vectors>
-TARGET(NIWAKI_AVX512VNNI)
-void avx512_panel(const Panel<AVX512_ROWS>& panel, std::int64_t words, const std::int16_t* x, const float* units,
-                  std::int64_t stride, float* out) {
-    __m512 total[2][vectors];
+template <typename V, int vectors>
+PART_OF_CALLER void multiply_panel(const Panel<ROWS<V>>& panel, std::int64_t words, const std::int16_t* x,
+                                   const float* units, std::int64_t stride, float* out) {
+    typename V::Floats total[2][vectors];
     for (auto& those : total)
-        for (auto& sum : those) sum = _mm512_setzero_ps();
+        for (auto& sum : those) sum = V::floats(0.0f);
     const std::int32_t* pairs = panel.pairs.data();
     for (std::int64_t word = 0; word < words; ++word) {
-        __m512i sums[2][vectors];
+        typename V::Ints sums[2][vectors];
         for (auto& those : sums)
-            for (auto& sum : those) sum = _mm512_setzero_si512();
+            for (auto& sum : those) sum = V::all(0);
 #pragma GCC unroll 4
-        for (int pair = 0; pair < PAIRS; ++pair, pairs += AVX512_ROWS) {
-            const __m512i rows[2] = {_mm512_loadu_si512(pairs), _mm512_loadu_si512(pairs + 16)};
+        for (int pair = 0; pair < PAIRS; ++pair, pairs += ROWS<V>) {
+            const typename V::Ints rows[2] = {V::at(pairs), V::at(pairs + V::LANES)};
 #pragma GCC unroll 6
             for (int v = 0; v < vectors; ++v) {
-                const auto both = load<std::int32_t>(x + (v * stride + word) * WORD + 2 * pair);
-                const __m512i numbers = _mm512_set1_epi32(both);
+                const auto numbers = V::all(load<std::uint32_t>(x + (v * stride + word) * WORD + 2 * pair));
 #pragma GCC unroll 2
-                for (int half = 0; half < 2; ++half)
-                    sums[half][v] = _mm512_dpwssd_epi32(sums[half][v], rows[half], numbers);
+                for (int half = 0; half < 2; ++half) sums[half][v] = V::pairs(rows[half], numbers, sums[half][v]);
+                // Or compilers would read the numbers of all vectors first, and have too few registers for the sums.
+                if constexpr (V::LANES == 8) __asm__("" : "+x"(sums[0][v]), "+x"(sums[1][v])::"memory");
             }
         }
         for (int v = 0; v < vectors; ++v) {
-            const __m512 unit = _mm512_set1_ps(units[v * stride + word]);
+            const auto unit = V::floats(units[v * stride + word]);
             for (int half = 0; half < 2; ++half) {
-                const __m512 scales = _mm512_loadu_ps(panel.scales.data() + word * AVX512_ROWS + 16 * half);
-                const __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[half][v]), unit);
-                total[half][v] = _mm512_fmadd_ps(sum, scales, total[half][v]);
+                const auto scales = V::floats(panel.scales.data() + word * ROWS<V> + V::LANES * half);
+                total[half][v] = V::scaled(sums[half][v], unit, scales, total[half][v]);
             }
         }
     }
     for (int v = 0; v < vectors; ++v)
-        for (int half = 0; half < 2; ++half) _mm512_storeu_ps(out + v * AVX512_ROWS + 16 * half, total[half][v]);
+        for (int half = 0; half < 2; ++half) V::put(out + v * ROWS<V> + V::LANES * half, total[half][v]);
 }
+
+// Those above with the instructions that they are for.
+template <int vectors, typename... Given>
+TARGET(NIWAKI_AVX512VNNI)
+void avx512_panel(Given... given) {
+    multiply_panel<Avx512Vnni, vectors>(given...);
+}
+
+template <int dtype>
+TARGET(NIWAKI_AVX512VNNI)
+void avx512_unpack(const std::uint8_t* place, std::int64_t words, std::int32_t* pairs) {
+    unpack_strip<Avx512Vnni, dtype>(place, words, pairs, std::make_integer_sequence<int, WORD / 4>{});
+}
+
+#if defined(NIWAKI_X86)
+
+template <int vectors, typename... Given>
+TARGET(NIWAKI_AVX2)
+void avx2_panel(Given... given) {
+    multiply_panel<Avx2, vectors>(given...);
+}
+
+template <int vectors, typename... Given>
+TARGET(NIWAKI_AVXVNNI)
+void vnni_panel(Given... given) {
+    multiply_panel<AvxVnni, vectors>(given...);
+}
+
+template <int dtype>
+TARGET(NIWAKI_AVXVNNI)
+void vnni_unpack(const std::uint8_t* place, std::int64_t words, std::int32_t* pairs) {
+    unpack_strip<AvxVnni, dtype>(place, words, pairs, std::make_integer_sequence<int, WORD / 4>{});
+}
+
+#endif
+
+#endif
 
 // Some words of `count` rows of the matrix, from `row` on, and zeros in the place of those that a panel has more.
 template <int dtype, int rows>
-void fill(const Matrix& m, std::int64_t row, int count, std::int64_t word, std::int64_t words, Panel<rows>& panel) {
+void fill(const Matrix& m, std::int64_t row, int count, std::int64_t word, std::int64_t words, Unpack unpack_strip,
+          Panel<rows>& panel) {
     const std::int64_t all = m.stride / 8, each = all / m.groups;
     const std::uint8_t* place = row_of<dtype>(m, row) + word * SIZE<dtype>;
     int done = 0;
-#if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
-    if constexpr (rows == AVX512_ROWS)
-        for (; row + done < m.in_strips && done < count; done += STRIP)
-            unpack_strip<dtype>(row_of<dtype>(m, row + done) + word * STRIP * SIZE<dtype>, words,
-                                panel.pairs.data() + done, std::make_integer_sequence<int, WORD / 4>{});
-#endif
+    for (; row + done < m.in_strips && done < count; done += STRIP)
+        unpack_strip(row_of<dtype>(m, row + done) + word * STRIP * SIZE<dtype>, words, panel.pairs.data() + done);
 #if defined(NIWAKI_X86)
     for (; done + 8 <= count; done += 8)
         avx2_unpack_rows<dtype, rows>(place + done * all * SIZE<dtype>, all * SIZE<dtype>, words, done,
@@ -228,9 +222,10 @@ void fill(const Matrix& m, std::int64_t row, int count, std::int64_t word, std::
     }
 }
 
-// `most` vectors at a time, by `kernels` for 1 to so many.
+// `most` vectors at a time, by `kernels` for 1 to so many; a matrix in strips needs `unpack_strip`.
 template <int dtype, int rows, int most>
-void panels(const Kernel<rows> (&kernels)[most], const Product& p, std::int64_t first, std::int64_t last) {
+void panels(const Kernel<rows> (&kernels)[most], Unpack unpack_strip, const Product& p, std::int64_t first,
+            std::int64_t last) {
     const Matrix& m = p.matrix;
     const std::int64_t all = m.stride / 8;
     static thread_local Panel<rows> panel;  // or it would be made, of zeros, for each few rows
@@ -239,7 +234,7 @@ void panels(const Kernel<rows> (&kernels)[most], const Product& p, std::int64_t 
         const int count = static_cast<int>(std::min<std::int64_t>(rows, last - row));
         for (std::int64_t word = 0; word < all; word += MOST_WORDS) {
             const std::int64_t words = std::min(MOST_WORDS, all - word);
-            fill<dtype>(m, row, count, word, words, panel);
+            fill<dtype>(m, row, count, word, words, unpack_strip, panel);
             for (std::int64_t b = 0; b < p.batch; b += most) {
                 const int vectors = static_cast<int>(std::min<std::int64_t>(most, p.batch - b));
                 const std::int64_t at = b * all + word;
@@ -254,11 +249,13 @@ void panels(const Kernel<rows> (&kernels)[most], const Product& p, std::int64_t 
     }
 }
 
+#if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
+
 template <int dtype>
 void avx512_panels(const Product& p, std::int64_t first, std::int64_t last) {
-    static constexpr Kernel<AVX512_ROWS> KERNELS[] = {avx512_panel<1>, avx512_panel<2>, avx512_panel<3>,
-                                                      avx512_panel<4>, avx512_panel<5>, avx512_panel<6>};
-    panels<dtype>(KERNELS, p, first, last);
+    static constexpr Kernel<ROWS<Avx512Vnni>> KERNELS[] = {avx512_panel<1>, avx512_panel<2>, avx512_panel<3>,
+                                                           avx512_panel<4>, avx512_panel<5>, avx512_panel<6>};
+    panels<dtype>(KERNELS, avx512_unpack<dtype>, p, first, last);
 }
 
 #endif
@@ -267,8 +264,14 @@ void avx512_panels(const Product& p, std::int64_t first, std::int64_t last) {
 
 template <int dtype>
 void avx2_panels(const Product& p, std::int64_t first, std::int64_t last) {
-    static constexpr Kernel<AVX2_ROWS> KERNELS[] = {avx2_panel<1>, avx2_panel<2>, avx2_panel<3>, avx2_panel<4>};
-    panels<dtype>(KERNELS, p, first, last);
+    static constexpr Kernel<ROWS<Avx2>> KERNELS[] = {avx2_panel<1>, avx2_panel<2>, avx2_panel<3>, avx2_panel<4>};
+    panels<dtype>(KERNELS, nullptr, p, first, last);
+}
+
+template <int dtype>
+void vnni_panels(const Product& p, std::int64_t first, std::int64_t last) {
+    static constexpr Kernel<ROWS<AvxVnni>> KERNELS[] = {vnni_panel<1>, vnni_panel<2>, vnni_panel<3>, vnni_panel<4>};
+    panels<dtype>(KERNELS, vnni_unpack<dtype>, p, first, last);
 }
 
 #endif
@@ -282,6 +285,7 @@ Panels panels_of([[maybe_unused]] int path, const Product& product) {
         if (path >= AVX512) return avx512_panels<dtype>;
 #endif
 #if defined(NIWAKI_X86)
+        if (path == AVX2_VNNI) return vnni_panels<dtype>;
         if (path >= AVX2 && !product.matrix.in_strips) return avx2_panels<dtype>;
 #endif
         return nullptr;

@@ -27,7 +27,8 @@
 namespace niwaki {
 
 enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3, INT4 = 4, INT5 = 5, INT6 = 6, INT2 = 7, INT3 = 8 };
-enum Path : int { PORTABLE = 0, AVX2 = 1, AVX512BW = 2, AVX512 = 3, AVX512_BF16 = 4 };
+// Each has what those before it have; AVX2_VNNI alone has AVX-VNNI, which few processors with AVX-512 have.
+enum Path : int { PORTABLE = 0, AVX2 = 1, AVX2_VNNI = 2, AVX512BW = 3, AVX512 = 4, AVX512_BF16 = 5 };
 
 // Where values begin, and where the next ones: of INT4 two share a byte, the first of which is the lower half, and
 // those of a word of the mask begin with one; `starts` counts bytes then. Without a mask all whole numbers are there
@@ -104,8 +105,8 @@ class Operand {
     std::optional<Rounded> rounded;
 };
 
-// What this machine can do.
-int best_path();
+// The best path of this machine that is not above `path`.
+int usable(int path);
 // The function for products of a path.
 Rows rows_of(int path, const Product& product);
 // The one of lanes.cpp for a dtype.
@@ -116,7 +117,7 @@ using Panels = void (*)(const Product&, std::int64_t first, std::int64_t last);
 Panels panels_of(int path, const Product& product);
 // The one of whole.cpp, for a matrix without a mask; of strips.cpp, for one in strips; and of the rows behind these.
 Rows whole_rows_of(int path, const Product& product);
-Rows strip_rows_of(int dtype);
+Rows strip_rows_of(int path, int dtype);
 void rows_behind_strips(const Product&, std::int64_t b, int vectors, std::int64_t first, std::int64_t last);
 // A row of such a matrix as float32.
 void expand_whole(int path, const Matrix& matrix, std::int64_t row, std::int64_t columns, float* out);

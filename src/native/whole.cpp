@@ -6,7 +6,7 @@
 // instruction, instead of one, and fewer conversions. With 8 bits there would be four, but signs to move around, so
 // that it is no faster with AVX2; and models with large outliers would lose by it.
 //
-// Those of rounded vectors with AVX-512 are of rows in strips: strips.cpp.
+// Those of rounded vectors with VNNI are of rows in strips: strips.cpp.
 
 #include <algorithm>
 #include <limits>
@@ -241,7 +241,7 @@ void avx512_rows(const Product& p, std::int64_t b, int vectors, std::int64_t fir
 template <int dtype>
 Rows rows_of_dtype([[maybe_unused]] int path, bool rounded, bool in_strips) {
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
-    if (path >= AVX512 && rounded && in_strips) return strip_rows_of(dtype);
+    if ((path >= AVX512 || path == AVX2_VNNI) && rounded && in_strips) return strip_rows_of(path, dtype);
     if (path >= AVX512 && !rounded && !in_strips) return avx512_rows<dtype>;
 #endif
 #if defined(NIWAKI_X86)

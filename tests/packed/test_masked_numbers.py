@@ -8,7 +8,7 @@ import torch
 from niwaki.packed import kernels
 
 DTYPES = (torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
-PATHS = [path for path in kernels.Path if path <= (kernels.best_path() or 0)]
+PATHS = kernels.paths()
 
 
 def packed(mask: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from support.sparse import dense_of, is_product, on_grid, sparse, vectors, with_
 SMAPS = Path("/proc/self/smaps")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: What this machine can do, from the plainest on; none without a library.
-PATHS = [path for path in Instructions if path <= (kernels.best_path() or -1)]
+PATHS = kernels.paths()
 #: Of the mask: none, some, most and all of the weights; and rows of both extremes.
 SPARSITIES = (0.0, 0.5, 0.8, 1.0)
 

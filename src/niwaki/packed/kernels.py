@@ -59,13 +59,21 @@ class Path(IntEnum):
 
     PORTABLE = 0
     AVX2 = 1
-    AVX512BW = 2
-    AVX512 = 3
-    AVX512_BF16 = 4
+    AVX2_VNNI = 2
+    AVX512BW = 3
+    AVX512 = 4
+    AVX512_BF16 = 5
 
 
 #: In words, by :class:`Path`.
-_NAMES = ("without vector instructions", "AVX2", "AVX-512 without VBMI2", "AVX-512", "AVX-512 with bfloat16")
+_NAMES = (
+    "without vector instructions",
+    "AVX2",
+    "AVX2 with VNNI",
+    "AVX-512 without VBMI2",
+    "AVX-512",
+    "AVX-512 with bfloat16",
+)
 
 
 @functools.cache
@@ -92,7 +100,7 @@ def open_library(path: str) -> ctypes.CDLL:
     """The native library in the file ``path``; OSError or AttributeError where it cannot be loaded, or is another."""
     native = ctypes.CDLL(path)
     pointer, size, int_ = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    native.niwaki_best_path.restype = int_
+    native.niwaki_best_path.argtypes, native.niwaki_best_path.restype = [int_], int_
     native.niwaki_time_in_products.argtypes, native.niwaki_time_in_products.restype = [int_], size
     native.niwaki_multiply.argtypes = [int_, pointer, pointer, int_, int_, size, pointer, int_]
     native.niwaki_expand.argtypes = [int_, pointer, size, pointer, size, size, pointer, int_]
@@ -134,7 +142,13 @@ def asked_to_be_exact() -> bool:
 def best_path() -> Path | None:
     """What the native library uses on this machine, see :func:`asked_path`; None without a library."""
     native, most = library(), asked_path()
-    return None if native is None else min(most, Path(native.niwaki_best_path()))
+    return None if native is None else Path(native.niwaki_best_path(most))
+
+
+def paths() -> list[Path]:
+    """All that this machine has the instructions for; none without a native library."""
+    native = library()
+    return [path for path in Path if native is not None and native.niwaki_best_path(path) == path]
 
 
 def rounds(dtype: torch.dtype) -> bool:
@@ -147,7 +161,8 @@ def rounds(dtype: torch.dtype) -> bool:
 
 def reads_strips(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products with vectors of this dtype are fastest where rows without a mask are in strips."""
-    return device.type == "cpu" and rounds(dtype) and (best_path() or Path.PORTABLE) >= Path.AVX512
+    path = best_path() or Path.PORTABLE
+    return device.type == "cpu" and rounds(dtype) and (path >= Path.AVX512 or path == Path.AVX2_VNNI)
 
 
 def most_vectors(W: PackedMatrix, dtype: torch.dtype) -> float:
