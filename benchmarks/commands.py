@@ -54,7 +54,7 @@ def commands(
 ) -> None:
     """Runs them one after the other; those that fail are in the record, too."""
     texts = {"text": text.name, "held": held.name}
-    sheet = common.Sheet(record, {"machine": common.processor(), "samples": samples, "length": length, **texts})
+    sheet = common.Sheet(record, {"samples": samples, "length": length, **texts})
     work.mkdir(parents=True, exist_ok=True)
     sizes = f"--samples {samples} --length {length}"
     given = {
@@ -86,7 +86,7 @@ def commands(
         elif (out / "niwaki.json").exists() and "--plan" not in words:
             record_of_it = Record.load(out / "niwaki.json")
             made |= {"size": record_of_it.size, "loss": record_of_it.loss}
-        sheet.add(model=model.name, name=name, command=command, **ran, **made)
+        sheet.add(model=model.name, name=name, command=command, machine=common.processor(), **ran, **made)
     print("done")
 
 

@@ -100,7 +100,7 @@ _COMMANDS = {
 def commands(made: Any) -> Lines:
     """README's: what its commands take and give on real models."""
     cells = {(cell["model"], cell["name"]): cell for cell in made["cells"] if not cell["exit"]}
-    rows = []
+    rows, machines = [], ", ".join(sorted({cell["machine"] for cell in made["cells"]}))
     for (name, words), model in itertools.product(_COMMANDS.items(), _MODELS):
         if cell := cells.get((model, name)):
             size = cell.get("size") or {}
@@ -120,7 +120,7 @@ def commands(made: Any) -> Lines:
         "",
         f"Calibrated on {made['samples']} x {made['length']} tokens of books, Wikipedia and Python (1 MB), measured on "
         "as many of other such texts; nats lost a token: 0.01 is a perplexity 1 % higher. Two threads of "
-        f"{made['machine']} (AVX-512 with bfloat16), at times beside other work. `python benchmarks/commands.py` "
+        f"{machines} (AVX-512 with bfloat16), at times beside other work. `python benchmarks/commands.py` "
         "measures it again.",
     ]
 
@@ -677,7 +677,7 @@ def _beside(made: Any) -> Iterator[tuple[Cell, Cell, tuple[str, ...], list[str]]
         for bits, kinds in (("8 bits", ("Q8_0",)), ("4 bits", ("Q4_0", "int4"))):
             ours = next(f for name, f in forms.items() if f"int{bits[0]}:64, embeddings" in name)
             model = _MODELS.get(run["model"], run["model"])
-            yield forms, ours, kinds, [_processor(run), model, bits, str(run["threads"]), str(run["prompt"])]
+            yield forms, ours, kinds, [processor(run), model, bits, str(run["threads"]), str(run["prompt"])]
 
 
 def speed(made: Any) -> Lines:
@@ -719,7 +719,7 @@ def peers(made: Any) -> Lines:
 _GENERATIONS = {"family 25, model 17": "Zen 4", "family 26, model 2": "Zen 5"}
 
 
-def _processor(run: Any) -> str:
+def processor(run: Any) -> str:
     """A processor and what was used of it, in short."""
     name = re.sub(r"\((R|TM|r|tm)\)| Processor| CPU.*", "", run["machine"])
     for numbers, generation in _GENERATIONS.items():

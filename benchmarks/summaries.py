@@ -1,9 +1,11 @@
 """The short tables of docs/results.md, which guides share: how small, how fast, at what loss."""
 
+import re
 from math import exp
 from statistics import fmean
 from typing import Any
 
+from model_tables import processor
 from tables import Lines, markdown, paired
 
 
@@ -43,25 +45,25 @@ _FORMS = {
 
 
 def fast(made: Any) -> Lines:
-    """Tokens a second beside transformers and llama.cpp, on a processor with all instructions and with AVX2 alone."""
-    runs = [run for run in made["runs"] if run["model"].startswith("smollm2")]
-    whole = next(run for run in runs if "AVX2" not in run["kernels"])
-    narrow = next(run for run in runs if "AVX2" in run["kernels"] and run["machine"] == whole["machine"])
-    found = [{form["form"]: form for form in each["forms"]} for each in (whole, narrow)]
+    """Tokens a second of SmolLM2 beside transformers and llama.cpp, of two threads of each processor."""
+    usual = ("smollm2-o", 2, 64)
+    runs = [run for run in made["runs"] if (run["model"], run["threads"], run["prompt"]) == usual]
+    found = [{form["form"]: form for form in run["forms"]} for run in runs]
     rows = [
         [
             name,
             f"{found[0][form]['bytes'] / 2**20:.0f} MiB",
             *(f"{each[form]['tokens_per_second']:.0f}" if form in each else "" for each in found),
-            f"{found[0][form]['first_token'] * 1e3:.0f} ms",
+            *(f"{each[form]['first_token'] * 1e3:.0f} ms" if form in each else "" for each in found),
         ]
         for form, name in _FORMS.items()
     ]
-    heads = ["", "size", "tokens/s, AVX-512", "tokens/s, AVX2 alone", "first token, AVX-512"]
+    names = [re.sub(r"AMD EPYC \(|\)|, AVX-512.*", "", processor(run)) for run in runs]
+    heads = ["", "size", *(f"{value}, {name}" for value in ("tokens/s", "first token") for name in names)]
     return [
         *markdown(heads, rows),
         "",
-        f"Two threads of {whole['machine']}; the median of {whole['rounds']} rounds. "
+        "Two threads of AMD EPYC processors, with AVX-512 or with AVX2 alone; medians of two or three rounds. "
         "Other models and processors: [beside llama.cpp](results-speed.md#beside-llamacpp).",
     ]
 

@@ -163,8 +163,8 @@ def test_why_a_gguf_file_is_not_measured_in_llama_cpp(tmp_path: Path, monkeypatc
     monkeypatch.setattr(measuring, "measured", measuring.measure)
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
 
-    def said(**compute: str) -> str:
-        notes, where = Notes(), Compute(device="cpu", **compute)
+    def said(dtype: str = "auto") -> str:
+        notes, where = Notes(), Compute(device="cpu", dtype=dtype)
         measuring.bench(tmp_path / "model.gguf", prompt_tokens=4, tokens=3, repeats=1, compute=where, progress=notes)
         return notes.said[0]
 

@@ -469,7 +469,10 @@ class TestEnvironment:
         with monkeypatch.context() as patched:
             patched.setenv("NIWAKI_KERNELS", "AVX-3")
             said = message(kernels.best_path, UsageError)
-            assert "NIWAKI_KERNELS is 'AVX-3', and not one of portable, avx2, avx2_vnni, avx512bw, avx512, avx512_bf16" in said
+            assert (
+                "NIWAKI_KERNELS is 'AVX-3', and not one of portable, avx2, avx2_vnni, avx512bw, avx512, avx512_bf16"
+                in said
+            )
         monkeypatch.setenv("NIWAKI_EXACT", "yes")
         assert "NIWAKI_EXACT is 'yes', and not 0 or 1" in message(kernels.asked_to_be_exact, UsageError)
 
