@@ -16,6 +16,10 @@
 #include <system_error>
 #include <thread>
 
+#if defined(NIWAKI_X86)
+#include <cpuid.h>
+#endif
+
 // Of the OpenMP runtime that torch has loaded; null where none has it. A weak name rather than dlsym, which glibc moved
 // to another library in 2.34, so that a wheel built with a newer glibc loads with an older one.
 extern "C" __attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
@@ -392,6 +396,16 @@ void avx512_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t 
 
 }  // namespace
 
+#if defined(NIWAKI_X86)
+
+// A bit of leaf 7, part 1 of CPUID: of AVX-VNNI and of bfloat16 some compilers have instructions, and no name here.
+static bool has_bit(int bit) {
+    unsigned int a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> bit & 1) != 0;
+}
+
+#endif
+
 static bool has([[maybe_unused]] int path) {
 #if defined(NIWAKI_EMULATE)
     return path <= AVX512_BF16;
@@ -400,14 +414,16 @@ static bool has([[maybe_unused]] int path) {
     switch (path) {
         case AVX2:
             return THERE("avx2") && THERE("fma") && THERE("f16c");
+#if defined(NIWAKI_AVXVNNI)
         case AVX2_VNNI:
-            return has(AVX2) && THERE("avxvnni");
+            return has(AVX2) && has_bit(4);
+#endif
         case AVX512BW:
             return has(AVX2) && THERE("avx512bw");
         case AVX512:
             return has(AVX512BW) && THERE("avx512vl") && THERE("avx512vbmi2") && THERE("avx512vnni");
         case AVX512_BF16:
-            return has(AVX512) && THERE("avx512bf16");
+            return has(AVX512) && has_bit(5);
     }
 #undef THERE
 #endif

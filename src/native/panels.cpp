@@ -145,8 +145,7 @@ PART_OF_CALLER void multiply_panel(const Panel<ROWS<V>>& panel, std::int64_t wor
                 const auto numbers = V::all(load<std::uint32_t>(x + (v * stride + word) * WORD + 2 * pair));
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half) sums[half][v] = V::pairs(rows[half], numbers, sums[half][v]);
-                // Or compilers would read the numbers of all vectors first, and have too few registers for the sums.
-                if constexpr (V::LANES == 8) __asm__("" : "+x"(sums[0][v]), "+x"(sums[1][v])::"memory");
+                if constexpr (V::LANES == 8) V::keep(sums[0][v], sums[1][v]);
             }
         }
         for (int v = 0; v < vectors; ++v) {
@@ -181,6 +180,10 @@ TARGET(NIWAKI_AVX2)
 void avx2_panel(Given... given) {
     multiply_panel<Avx2, vectors>(given...);
 }
+
+#endif
+
+#if defined(NIWAKI_AVXVNNI)
 
 template <int vectors, typename... Given>
 TARGET(NIWAKI_AVXVNNI)
@@ -268,6 +271,10 @@ void avx2_panels(const Product& p, std::int64_t first, std::int64_t last) {
     panels<dtype>(KERNELS, nullptr, p, first, last);
 }
 
+#endif
+
+#if defined(NIWAKI_AVXVNNI)
+
 template <int dtype>
 void vnni_panels(const Product& p, std::int64_t first, std::int64_t last) {
     static constexpr Kernel<ROWS<AvxVnni>> KERNELS[] = {vnni_panel<1>, vnni_panel<2>, vnni_panel<3>, vnni_panel<4>};
@@ -284,8 +291,10 @@ Panels panels_of([[maybe_unused]] int path, const Product& product) {
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
         if (path >= AVX512) return avx512_panels<dtype>;
 #endif
-#if defined(NIWAKI_X86)
+#if defined(NIWAKI_AVXVNNI)
         if (path == AVX2_VNNI) return vnni_panels<dtype>;
+#endif
+#if defined(NIWAKI_X86)
         if (path >= AVX2 && !product.matrix.in_strips) return avx2_panels<dtype>;
 #endif
         return nullptr;

@@ -19,6 +19,10 @@
 #endif
 
 #define NIWAKI_AVX2 "avx2,fma,f16c,popcnt"
+// Which older compilers do not know.
+#if defined(NIWAKI_X86) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define NIWAKI_AVXVNNI NIWAKI_AVX2 ",avxvnni"
+#endif
 
 // Loops are written so that compilers make vectors of them, with the instructions of the function that they are part
 // of.

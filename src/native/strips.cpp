@@ -78,47 +78,58 @@ void avx512_strip(const Product& p, std::int64_t b, std::int64_t row, float* out
     strip<Avx512Vnni, dtype, vectors>(p, b, row, out);
 }
 
-template <int dtype>
-constexpr Strip AVX512_STRIPS[] = {avx512_strip<dtype, 1>, avx512_strip<dtype, 2>, avx512_strip<dtype, 3>,
-                                   avx512_strip<dtype, 4>};
-
-#if defined(NIWAKI_X86)
+#if defined(NIWAKI_AVXVNNI)
 
 template <int dtype, int vectors>
 TARGET(NIWAKI_AVXVNNI)
-void avx2_strip(const Product& p, std::int64_t b, std::int64_t row, float* out) {
+void vnni_strip(const Product& p, std::int64_t b, std::int64_t row, float* out) {
     strip<AvxVnni, dtype, vectors>(p, b, row, out);
 }
 
-template <int dtype>
-constexpr Strip AVX2_STRIPS[] = {avx2_strip<dtype, 1>, avx2_strip<dtype, 2>, avx2_strip<dtype, 3>,
-                                 avx2_strip<dtype, 4>};
-
 #endif
 
-template <const Strip (&strips)[VECTORS]>
-void rows(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
+// By `strips` for 1 to VECTORS vectors.
+void rows(const Strip (&strips)[VECTORS], const Product& p, std::int64_t b, int vectors, std::int64_t first,
+          std::int64_t last) {
     const std::int64_t end = std::min(last, p.matrix.in_strips);
     for (std::int64_t row = first / STRIP * STRIP; row < end; row += STRIP) {
         float found[VECTORS * STRIP];
         strips[vectors - 1](p, b, row, found);
         const std::int64_t from = std::max(first, row), to = std::min(end, row + STRIP);
         for (int v = 0; v < vectors; ++v) {
-            const float* of_vector = found + STRIP * v - row;
-            std::copy(of_vector + from, of_vector + to, p.y + (b + v) * p.matrix.rows + from);
+            const float* of_vector = found + STRIP * v;
+            std::copy(of_vector + from - row, of_vector + to - row, p.y + (b + v) * p.matrix.rows + from);
         }
     }
     if (end < last) rows_behind_strips(p, b, vectors, std::max(first, end), last);
 }
 
+template <int dtype>
+void avx512_rows(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
+    static constexpr Strip STRIPS[] = {avx512_strip<dtype, 1>, avx512_strip<dtype, 2>, avx512_strip<dtype, 3>,
+                                       avx512_strip<dtype, 4>};
+    rows(STRIPS, p, b, vectors, first, last);
+}
+
+#if defined(NIWAKI_AVXVNNI)
+
+template <int dtype>
+void vnni_rows(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
+    static constexpr Strip STRIPS[] = {vnni_strip<dtype, 1>, vnni_strip<dtype, 2>, vnni_strip<dtype, 3>,
+                                       vnni_strip<dtype, 4>};
+    rows(STRIPS, p, b, vectors, first, last);
+}
+
+#endif
+
 }  // namespace
 
 Rows strip_rows_of([[maybe_unused]] int path, int dtype) {
     return with_dtype(dtype, [&](auto number) -> Rows {
-#if defined(NIWAKI_X86)
-        if (path == AVX2_VNNI) return rows<AVX2_STRIPS<number>>;
+#if defined(NIWAKI_AVXVNNI)
+        if (path == AVX2_VNNI) return vnni_rows<number>;
 #endif
-        return rows<AVX512_STRIPS<number>>;
+        return avx512_rows<number>;
     });
 }
 

@@ -57,8 +57,6 @@ struct Avx512Vnni {
 
 #if defined(NIWAKI_X86)
 
-#define NIWAKI_AVXVNNI NIWAKI_AVX2 ",avxvnni"
-
 struct Avx2 {
     using Ints = __m256i;
     using Floats = __m256;
@@ -85,6 +83,8 @@ struct Avx2 {
         return _mm256_and_si256(is, _mm256_set1_epi8(static_cast<char>(value)));
     }
     NIWAKI_HERE Ints pairs(Ints a, Ints b, Ints sum) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+    // Or compilers would read the numbers of all vectors first, and have too few registers for the sums.
+    NIWAKI_HERE void keep(Ints& a, Ints& b) { __asm__("" : "+x"(a), "+x"(b)::"memory"); }
     NIWAKI_HERE Floats floats(const float* place) { return _mm256_loadu_ps(place); }
     NIWAKI_HERE Floats floats(float value) { return _mm256_set1_ps(value); }
     NIWAKI_HERE void put(float* place, Floats numbers) { _mm256_storeu_ps(place, numbers); }
@@ -93,6 +93,10 @@ struct Avx2 {
     }
 #undef NIWAKI_HERE
 };
+
+#endif
+
+#if defined(NIWAKI_AVXVNNI)
 
 struct AvxVnni : Avx2 {
     static constexpr bool READS_STRIPS = true;
