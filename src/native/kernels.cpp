@@ -400,8 +400,12 @@ void avx512_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t 
 
 // A bit of leaf 7, part 1 of CPUID: of AVX-VNNI and of bfloat16 some compilers have instructions, and no name here.
 static bool has_bit(int bit) {
-    unsigned int a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> bit & 1) != 0;
+    // Once: on a virtual machine it takes microseconds.
+    static const unsigned int bits = [] {
+        unsigned int a = 0, b = 0, c = 0, d = 0;
+        return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 ? a : 0;
+    }();
+    return (bits >> bit & 1) != 0;
 }
 
 #endif

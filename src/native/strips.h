@@ -20,7 +20,6 @@ struct Avx512Vnni {
     using Ints = __m512i;
     using Floats = __m512;
     static constexpr int LANES = 16;
-    static constexpr bool READS_STRIPS = true;
 #define NIWAKI_HERE TARGET(NIWAKI_AVX512VNNI) static inline
     NIWAKI_HERE Ints at(const void* place) { return _mm512_loadu_si512(place); }
     NIWAKI_HERE void put(void* place, Ints numbers) { _mm512_storeu_si512(place, numbers); }
@@ -61,7 +60,6 @@ struct Avx2 {
     using Ints = __m256i;
     using Floats = __m256;
     static constexpr int LANES = 8;
-    static constexpr bool READS_STRIPS = false;
 #define NIWAKI_HERE TARGET(NIWAKI_AVX2) static inline
     NIWAKI_HERE Ints at(const void* place) { return _mm256_loadu_si256(static_cast<const __m256i*>(place)); }
     NIWAKI_HERE void put(void* place, Ints numbers) { _mm256_storeu_si256(static_cast<__m256i*>(place), numbers); }
@@ -99,7 +97,6 @@ struct Avx2 {
 #if defined(NIWAKI_AVXVNNI)
 
 struct AvxVnni : Avx2 {
-    static constexpr bool READS_STRIPS = true;
     TARGET(NIWAKI_AVXVNNI) static inline Ints bytes(Ints a, Ints b, Ints sum) {
         return _mm256_dpbusd_avx_epi32(sum, a, b);
     }
