@@ -130,7 +130,7 @@ def beside(
     """The files of llama-quantize with an importance matrix, and those of niwaki compress of the same bytes."""
     texts = common.by_name(text)
     settings = {"calibration": Path(calibration).name, "texts": [*texts], "samples": samples, "length": length}
-    sheet = common.Sheet(record, {**settings, "text_samples": text_samples, "processor": common.processor()})
+    sheet = common.Sheet(record, {**settings, "text_samples": text_samples})
     source = Checkpoint(locate_model(str(model)))
     tokenizer = load_tokenizer(source.path)
     windows = torch.cat([read_windows(each, tokenizer, length, text_samples).tokens for each in texts.values()])
@@ -147,7 +147,8 @@ def beside(
             found = compared(predicted, llama.logits(file, windows), windows, texts)
             shown = ", ".join(f"{name} {np.mean(each['divergence']):.5f}" for name, each in found.items())
             print(f"{cell} {file.stat().st_size:,} bytes, {seconds:.0f} s: KL {shown}", flush=True)
-            sheet.add(model=model.name, **cell, bytes=file.stat().st_size, seconds=seconds, texts=found)
+            where = {"model": model.name, "processor": common.processor()}
+            sheet.add(**where, **cell, bytes=file.stat().st_size, seconds=seconds, texts=found)
 
         began = time.perf_counter()
         niwaki.importance_matrix(model, place / "imatrix.gguf", given)
@@ -189,7 +190,7 @@ def quantized(
 ) -> None:
     """A quantized model with its own whole numbers, and as llama-quantize rounds it again, both beside F16."""
     texts = common.by_name(text)
-    settings = {"texts": [*texts], "text_samples": text_samples, "length": length, "processor": common.processor()}
+    settings = {"texts": [*texts], "text_samples": text_samples, "length": length}
     sheet, source = common.Sheet(record, settings), Checkpoint(locate_model(str(model)))
     tokenizer = load_tokenizer(source.path)
     windows = torch.cat([read_windows(each, tokenizer, length, text_samples).tokens for each in texts.values()])
@@ -204,7 +205,8 @@ def quantized(
             print(
                 by, f"{file.stat().st_size:,} bytes", *(f"{np.mean(each['divergence']):.5f}" for each in found.values())
             )
-            sheet.add(model=model.name, mixture=mixture, by=by, bytes=file.stat().st_size, texts=found)
+            where = {"model": model.name, "processor": common.processor()}
+            sheet.add(**where, mixture=mixture, by=by, bytes=file.stat().st_size, texts=found)
 
 
 def _mean_squares(file: Path) -> dict[str, Tensor]:

@@ -59,11 +59,13 @@ def fast(made: Any) -> Lines:
         for form, name in _FORMS.items()
     ]
     names = [re.sub(r"AMD EPYC \(|\)|, AVX-512.*", "", processor(run)) for run in runs]
+    rounds = " or ".join(str(each) for each in sorted({run["rounds"] for run in runs}))
+    processors = " and ".join(dict.fromkeys(processor(run).partition(",")[0] for run in runs))
     heads = ["", "size", *(f"{value}, {name}" for value in ("tokens/s", "first token") for name in names)]
     return [
         *markdown(heads, rows),
         "",
-        "Two threads of AMD EPYC processors, with AVX-512 or with AVX2 alone; medians of two or three rounds. "
+        f"Two threads of {processors}, with AVX-512 or with AVX2 alone; medians of {rounds} rounds. "
         "Other models and processors: [beside llama.cpp](results-speed.md#beside-llamacpp).",
     ]
 
