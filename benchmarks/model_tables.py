@@ -82,6 +82,7 @@ _MODELS = {
     "qwen-1.5b-o": "Qwen2.5-Coder-1.5B",
     "gemma-270m-o": "Gemma 3 270M",
     "smollm2-o": "SmolLM2-135M",
+    "llama-7b-8": "8 of 32 blocks of LLaMA 2 7B, random",
 }
 #: The commands of benchmarks/commands.py that README shows, in words.
 _COMMANDS = {

@@ -106,10 +106,9 @@ PART_OF_CALLER void unpack_columns(const typename V::Ints* lines, std::int32_t* 
     // Signs are where those of bytes are, as everywhere here.
     const auto few = columns<V, dtype, j>(lines);
     const auto numbers = V::one_of(V::left(few, 8 - BITS<dtype>), V::all(0x80808080u));
-    const auto low = V::all(0xffffu), high = V::all(0xffff0000u);
-    const auto evens = V::upper(V::left(V::both(numbers, V::all(0x00ff00ffu)), 8)), odds = V::upper(numbers);
-    V::put(pairs + 2 * j * ROWS<V>, V::either(V::both(evens, low), V::left(odds, 16)));
-    V::put(pairs + (2 * j + 1) * ROWS<V>, V::either(V::right(evens, 16), V::both(odds, high)));
+    // Each number as the upper byte of one of 16 bits.
+    V::put(pairs + 2 * j * ROWS<V>, V::upper(V::bytes_of(numbers, 0x01010000)));
+    V::put(pairs + (2 * j + 1) * ROWS<V>, V::upper(V::bytes_of(numbers, 0x03030202)));
 }
 
 // A strip as rows `pairs` of a panel and those behind it.
@@ -145,7 +144,7 @@ PART_OF_CALLER void multiply_panel(const Panel<ROWS<V>>& panel, std::int64_t wor
                 const auto numbers = V::all(load<std::uint32_t>(x + (v * stride + word) * WORD + 2 * pair));
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half) sums[half][v] = V::pairs(rows[half], numbers, sums[half][v]);
-                if constexpr (V::LANES == 8) V::keep(sums[0][v], sums[1][v]);
+                V::keep(sums[0][v], sums[1][v]);
             }
         }
         for (int v = 0; v < vectors; ++v) {
@@ -218,8 +217,15 @@ void fill(const Matrix& m, std::int64_t row, int count, std::int64_t word, std::
     for (; done < count; ++done)
         unpack_row<dtype, rows>(place + done * all * SIZE<dtype>, words, done, panel.pairs.data());
     for (std::int64_t at = 0; at < words; ++at) {
-        for (int r = 0; r < rows; ++r)
-            panel.scales[at * rows + r] = r < count ? scale_of(m, row + r, (word + at) / each) : 0.0f;
+        const std::int64_t group = (word + at) / each;
+        float* scales = panel.scales.data() + at * rows;
+        for (int r = 0; r < rows; r += STRIP) {
+            if (row + r < m.in_strips && r < count)
+                std::copy_n(m.scales + (row + r) * m.groups + group * STRIP, STRIP, scales + r);
+            else
+                for (int lane = r; lane < r + STRIP; ++lane)
+                    scales[lane] = lane < count ? scale_of(m, row + lane, group) : 0.0f;
+        }
         for (int pair = 0; count < rows && pair < PAIRS; ++pair)
             std::fill_n(panel.pairs.data() + (at * PAIRS + pair) * rows + count, rows - count, 0);
     }

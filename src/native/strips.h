@@ -29,13 +29,12 @@ struct Avx512Vnni {
     // Each half of a lane divided by 256.
     NIWAKI_HERE Ints upper(Ints a) { return _mm512_srai_epi16(a, 8); }
     NIWAKI_HERE Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
-    NIWAKI_HERE Ints either(Ints a, Ints b) { return _mm512_or_si512(a, b); }
     NIWAKI_HERE Ints one_of(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
     NIWAKI_HERE Ints sum(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-    // Byte `byte` of each lane, four times.
-    NIWAKI_HERE Ints repeat(Ints a, int byte) {
-        byte *= 0x01010101;
-        return _mm512_shuffle_epi8(a, _mm512_set4_epi32(0x0c0c0c0c + byte, 0x08080808 + byte, 0x04040404 + byte, byte));
+    // Of each lane the bytes with the numbers that are in the bytes of `places`.
+    NIWAKI_HERE Ints bytes_of(Ints a, int places) {
+        return _mm512_shuffle_epi8(
+            a, _mm512_set4_epi32(0x0c0c0c0c + places, 0x08080808 + places, 0x04040404 + places, places));
     }
     // `value` in each byte of `a` that has the bit in `bits`, and 0 in the others.
     NIWAKI_HERE Ints where(Ints a, Ints bits, int value) {
@@ -44,6 +43,13 @@ struct Avx512Vnni {
     // The products of four bytes without a sign and four with one, or of two numbers of 16 bits, added to `sum`.
     NIWAKI_HERE Ints bytes(Ints a, Ints b, Ints sum) { return _mm512_dpbusd_epi32(sum, a, b); }
     NIWAKI_HERE Ints pairs(Ints a, Ints b, Ints sum) { return _mm512_dpwssd_epi32(sum, a, b); }
+    // Sums stay in their registers: or compilers copy them to others and back, and read the numbers of all vectors
+    // first.
+    NIWAKI_HERE void keep([[maybe_unused]] Ints& a, [[maybe_unused]] Ints& b) {
+#if !defined(NIWAKI_EMULATE)
+        __asm__("" : "+v"(a), "+v"(b)::"memory");
+#endif
+    }
     NIWAKI_HERE Floats floats(const float* place) { return _mm512_loadu_ps(place); }
     NIWAKI_HERE Floats floats(float value) { return _mm512_set1_ps(value); }
     NIWAKI_HERE void put(float* place, Floats numbers) { _mm512_storeu_ps(place, numbers); }
@@ -68,20 +74,18 @@ struct Avx2 {
     NIWAKI_HERE Ints right(Ints a, int by) { return _mm256_srli_epi32(a, by); }
     NIWAKI_HERE Ints upper(Ints a) { return _mm256_srai_epi16(a, 8); }
     NIWAKI_HERE Ints both(Ints a, Ints b) { return _mm256_and_si256(a, b); }
-    NIWAKI_HERE Ints either(Ints a, Ints b) { return _mm256_or_si256(a, b); }
     NIWAKI_HERE Ints one_of(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
     NIWAKI_HERE Ints sum(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
-    NIWAKI_HERE Ints repeat(Ints a, int byte) {
+    NIWAKI_HERE Ints bytes_of(Ints a, int places) {
         const __m256i first =
             _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
-        return _mm256_shuffle_epi8(a, _mm256_add_epi8(first, _mm256_set1_epi8(static_cast<char>(byte))));
+        return _mm256_shuffle_epi8(a, _mm256_add_epi32(first, _mm256_set1_epi32(places)));
     }
     NIWAKI_HERE Ints where(Ints a, Ints bits, int value) {
         const __m256i is = _mm256_cmpeq_epi8(_mm256_and_si256(a, bits), bits);
         return _mm256_and_si256(is, _mm256_set1_epi8(static_cast<char>(value)));
     }
     NIWAKI_HERE Ints pairs(Ints a, Ints b, Ints sum) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
-    // Or compilers would read the numbers of all vectors first, and have too few registers for the sums.
     NIWAKI_HERE void keep(Ints& a, Ints& b) { __asm__("" : "+x"(a), "+x"(b)::"memory"); }
     NIWAKI_HERE Floats floats(const float* place) { return _mm256_loadu_ps(place); }
     NIWAKI_HERE Floats floats(float value) { return _mm256_set1_ps(value); }
@@ -136,7 +140,7 @@ PART_OF_CALLER typename V::Ints columns(const typename V::Ints* lines) {
     }
     if constexpr (HAS_ONE<dtype>) {
         // The byte that has their bits, four times, and of each another bit.
-        const auto bytes = V::repeat(lines[ONES<dtype> / 4 + j / 8], j / 2 % 4);
+        const auto bytes = V::bytes_of(lines[ONES<dtype> / 4 + j / 8], j / 2 % 4 * 0x01010101);
         const auto bits = V::all(j % 2 ? 0x80402010u : 0x08040201u);
         numbers = V::one_of(numbers, V::where(bytes, bits, MORE<dtype>));
     }

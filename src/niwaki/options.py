@@ -28,8 +28,8 @@ USUAL_CALIBRATION, USUAL_TEXT = "c4", "wikitext2"
 USUAL_SAMPLES = 128
 #: What healing trains on, where nobody says how much: hours on a CPU, minutes on a GPU; and tokens in its windows.
 HEALING_TOKENS, HEALING_LENGTH = "2M", 512
-#: Its learning rate, relative to the size of the weights, that of the method blocks, and tokens in a step; see
-#: docs/healing.md.
+#: Its learning rate, relative to the size of the weights, those of the methods scales (at most) and blocks, and tokens
+#: in a step; see docs/healing.md.
 HEALING_RATE, SCALES_RATE, BLOCKS_RATE, HEALING_BATCH = 0.0007, 0.002, 0.01, 512
 #: The share of what healing trains on that the dense model writes itself; see docs/healing.md.
 OWN_TEXT = 0.25

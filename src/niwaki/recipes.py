@@ -330,8 +330,9 @@ def heal(
         max_time: Limit for the whole call, in seconds or as text such as "1h"; None for no limit. The same number of
             tokens gives the same bytes, the same time does not.
         rate: Learning rate, relative to the root mean square of each parameter's weights, or, of norms and biases with
-            "lora", "norms" and "scales", to the size of each of their numbers; None for 0.0007, 0.002 with the method
-            "scales" or 0.01 with "blocks".
+            "lora", "norms" and "scales", to the size of each of their numbers; None for 0.0007 or, with the method
+            "blocks", 0.01. With "scales" it is then 0.002 where 0.3 nats a token or more are lost at first, and goes
+            down with the root of what is lost.
         batch: Tokens per step, such as 512 or "1k"; at least one window.
         own_text: Fraction of the training text that the dense model generates, from 0 to less than 1.
         calibration: The text to train on, as a name or a :class:`~niwaki.options.Calibration`, whose ``samples`` are

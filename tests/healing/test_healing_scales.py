@@ -13,12 +13,14 @@ import niwaki
 from niwaki import Compute, Measurement
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UnsupportedModelError
+from niwaki.healing import whole
 from niwaki.layer.block_types import BLOCK_TYPES, BlockGrid
 from niwaki.models.formats import OnGrid, format_of
 from niwaki.models.scales import FILE
 from niwaki.models.streamed import StreamedModel
+from niwaki.options import SCALES_RATE
 from niwaki.records.progress import Progress
-from support.healing import TOKENS, curve, divergences, heal, held
+from support.healing import TOKENS, curve, divergences, heal, healing_of, held
 from support.models import FEW_TOKENS, add_small_tokenizer, message, random_model, random_tokens, save_model
 from support.runs import files, tensors
 
@@ -120,11 +122,15 @@ def test_all_that_reads_the_model_reads_the_result(tmp_path: Path, grid: str) ->
     assert all(torch.equal(value, own[key]) for key, value in tensors(tmp_path / "unpacked").items())
 
 
-class Stop(Progress):
-    """Interrupts a training at a sign of life, by its number."""
+class Watched(Progress):
+    """Keeps what is said of a training, and interrupts it at a sign of life, by its number."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int = 0) -> None:
         self.left = number
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def healing(self, record: Any, share: float, seconds: float) -> None:
         self.left -= 1
@@ -133,17 +139,33 @@ class Stop(Progress):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rate", [0.01, None])
+def test_a_stopped_run_resumes(tmp_path: Path, rate: float | None) -> None:
     dense, before = quantized(tmp_path, "llama grouped", "int4:8")
-    options: dict[str, Any] = {"method": "scales", "tokens": 1000, "rate": 0.01}
-    heal(before, tmp_path / "whole", dense, **options)
+    options: dict[str, Any] = {"method": "scales", "tokens": 1000, "rate": rate}
+    usual = healing_of(heal(before, tmp_path / "whole", dense, **options))
     with pytest.raises(KeyboardInterrupt):
-        heal(before, tmp_path / "out", dense, progress=Stop(6), **options)
-    heal(before, tmp_path / "out", dense, **options)
+        heal(before, tmp_path / "out", dense, progress=Watched(6), **options)
+    assert healing_of(heal(before, tmp_path / "out", dense, **options)).rate == usual.rate
     whole, out = files(tmp_path / "whole"), files(tmp_path / "out")
     assert {name: out[name] for name in out if name.endswith(".safetensors")} == {
         name: whole[name] for name in whole if name.endswith(".safetensors")
     }
+
+
+@pytest.mark.parametrize(("enough", "is_lowered"), [(0.3, True), (0.001, False)])
+def test_the_usual_rate_goes_by_the_root_of_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enough: float, is_lowered: bool
+) -> None:
+    (dense, before), watched = quantized(tmp_path, "llama grouped", "int4:8"), Watched()
+    monkeypatch.setattr(whole, "_FULL_RATE", enough)
+    options: dict[str, Any] = {"method": "scales", "tokens": 320, "progress": watched}
+    healing = healing_of(heal(before, tmp_path / "out", dense, rate=None, **options))
+    lost = healing.points[0].error
+    assert (lost < enough) == is_lowered
+    assert healing.rate == pytest.approx(SCALES_RATE * (lost / enough) ** 0.5 if is_lowered else SCALES_RATE)
+    assert any("for what is lost, the learning rate is" in note for note in watched.notes)
+    assert healing_of(heal(before, tmp_path / "given", dense, rate=SCALES_RATE, **options)).rate == SCALES_RATE
 
 
 def test_a_scale_keeps_its_sign_and_size(tmp_path: Path) -> None:

@@ -204,8 +204,8 @@ class TrainingArguments:
         own_text: Fraction of the training text that the dense model generates; 0 for none.
 
     More options:
-        rate: Learning rate, relative to the size of the weights. [default: {healing_rate}, {scales_rate} for scales,
-            {blocks_rate} for blocks]
+        rate: Learning rate, relative to the size of the weights. [default: {healing_rate}, {blocks_rate} for blocks,
+            {scales_rate} for scales and less where little is lost]
         batch: Tokens per step, such as 512 or 1k.
     """
 

@@ -382,12 +382,15 @@ class Healing(Task):
         base, length, made = self.base, self.texts.windows.tokens.shape[1], self.student.checkpoint.pruning
         rate = self.stage.rate or {"blocks": BLOCKS_RATE, "scales": SCALES_RATE}.get(self.method, HEALING_RATE)
         settings: dict[str, Any] = {"method": self.method, "rate": rate, **self._settings}
+        solver = {"name": "heal", **settings}
+        if self.stage.rate is None and self.method == "scales" and self.dense.has_head:
+            del solver["rate"]  # what is lost at first says it; a distance of states is no such measure
         record = self.begin_record(
             run,
             self.dense,
             self.student.checkpoint,
             method="heal",
-            solver={"name": "heal", **settings},
+            solver=solver,
             pattern=base.pattern if base else made.pattern or "as it came",
             mask_from=None,
             healing=HealingRecord(

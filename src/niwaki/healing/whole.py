@@ -25,6 +25,7 @@ from niwaki.models.pairs import count_tokens
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH
 from niwaki.models.training import gradients
+from niwaki.options import SCALES_RATE
 from niwaki.records.progress import Progress
 from niwaki.records.record import HealingPoint, HealingRecord
 from niwaki.records.wording import counted
@@ -33,6 +34,8 @@ from niwaki.records.wording import counted
 
 #: The share of a training in which the learning rate rises.
 _WARMUP = 0.1
+#: Nats a token that are lost at first, from which on scales are trained at their full rate.
+_FULL_RATE = 0.3
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Schedule:
 
     tokens: int
     seconds: float  # infinite for no limit
+    is_by_loss: bool = False  # whether what is lost at first says how high the rate is, as :meth:`by_loss` has it
     steps: int = 0  # so far
     trained: int = 0  # tokens so far
     at_the_end: float = 0.0  # seconds that are to be left for what is not a step
@@ -68,6 +72,16 @@ class Schedule:
     def now(self) -> float:
         """The share of the training that is behind."""
         return self.share(self.trained, self.spent())
+
+    @staticmethod
+    def by_loss(lost: float) -> float:
+        """The highest learning rate of scales for a model that has ``lost`` so many nats a token.
+
+        Steps have a length that is given, and a direction that is mostly chance where few tokens say it. Chance in the
+        scales costs nats in proportion to the rate and to the size of gradients, which goes by the root of what is
+        lost; so the rate does.
+        """
+        return SCALES_RATE * min(1.0, math.sqrt(lost / _FULL_RATE))
 
     def rate(self, share: float) -> float:
         """The learning rate at this ``share`` of the training, relative to the highest."""
@@ -169,6 +183,9 @@ class Training:
             self._resume()
         else:
             self._add_point()
+        if self.schedule.is_by_loss:
+            self.record.rate = self.schedule.by_loss(self.record.points[0].error)
+            self.progress.note(f"for what is lost, the learning rate is {self.record.rate:.2g}; --rate gives another")
         while not self._train():
             self.record.halved += 1
             if self.record.halved > _HALVED:
@@ -427,7 +444,9 @@ class WholeRun(HealingRun):
         if healing.limit is not None:
             others = sum(spent for stage, spent in run.clock.seconds.items() if stage not in ("heal", "teach"))
             limit = max(1.0, healing.limit - others - self.measuring)
-        held, schedule = self.held if place else 0, Schedule(healing.tokens, limit)
+        # The record of a run has the rate that was asked for, or that is usual, unless the loss is to say it.
+        schedule = Schedule(healing.tokens, limit, is_by_loss="rate" not in self.record.solver)
+        held = self.held if place else 0
         return Training(
             student, lessons, held, healing, schedule, scratch, saved, teach=ask, progress=run.progress, world=run.world
         )
