@@ -221,10 +221,10 @@ void fill(const Matrix& m, std::int64_t row, int count, std::int64_t word, std::
         float* scales = panel.scales.data() + at * rows;
         for (int r = 0; r < rows; r += STRIP) {
             if (row + r < m.in_strips && r < count)
-                std::copy_n(m.scales + (row + r) * m.groups + group * STRIP, STRIP, scales + r);
+                std::copy_n(scale_of(m, row + r, group), STRIP, scales + r);
             else
                 for (int lane = r; lane < r + STRIP; ++lane)
-                    scales[lane] = lane < count ? scale_of(m, row + lane, group) : 0.0f;
+                    scales[lane] = lane < count ? *scale_of(m, row + lane, group) : 0.0f;
         }
         for (int pair = 0; count < rows && pair < PAIRS; ++pair)
             std::fill_n(panel.pairs.data() + (at * PAIRS + pair) * rows + count, rows - count, 0);

@@ -44,7 +44,7 @@ PART_OF_CALLER void strip(const Product& p, std::int64_t b, std::int64_t row, fl
     const Matrix& m = p.matrix;
     const std::int64_t words = m.stride / 8, each = words / m.groups, ahead = bytes_ahead();
     const std::uint8_t* place = row_of<dtype>(m, row);
-    const float* scales = m.scales + row * m.groups;
+    const float* scales = scale_of(m, row, 0);
     typename V::Floats total[parts][vectors];
     for (auto& those : total)
         for (auto& sum : those) sum = V::floats(0.0f);

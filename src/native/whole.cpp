@@ -48,7 +48,7 @@ void portable_rows(const Product& p, std::int64_t b, int vectors, std::int64_t f
                     }
                 }
             }
-            const float scale = scale_of(m, row, group) * UNIT<dtype>;
+            const float scale = *scale_of(m, row, group) * UNIT<dtype>;
             for (int v = 0; v < vectors; ++v) sums[v] += parts[v] * scale;
         }
         for (int v = 0; v < vectors; ++v) p.y[(b + v) * m.rows + row] = sums[v];
@@ -257,7 +257,7 @@ PART_OF_CALLER void expand(const Matrix& m, std::int64_t row, std::int64_t colum
     for (std::int64_t word = 0; word * WORD < columns; ++word) {
         std::int8_t numbers[WORD];
         unpack<dtype>(word_of<dtype>(m, row, word, room), numbers);
-        const float scale = scale_of(m, row, word / each);
+        const float scale = *scale_of(m, row, word / each);
         const int count = static_cast<int>(std::min<std::int64_t>(WORD, columns - word * WORD));
         // Not as one factor: with it a small scale would lose digits.
         for (int i = 0; i < count; ++i) out[word * WORD + i] = numbers[i] * UNIT<dtype> * scale;

@@ -82,9 +82,10 @@ PART_OF_CALLER const std::uint8_t* word_of(const Matrix& m, std::int64_t row, st
     return room;
 }
 
-inline float scale_of(const Matrix& m, std::int64_t row, std::int64_t group) {
+// Where the scale of a group of a row is; in a strip those of the rows behind it follow.
+inline const float* scale_of(const Matrix& m, std::int64_t row, std::int64_t group) {
     const std::int64_t lane = row % STRIP;
-    return m.scales[row < m.in_strips ? (row - lane) * m.groups + group * STRIP + lane : row * m.groups + group];
+    return m.scales + (row < m.in_strips ? (row - lane) * m.groups + group * STRIP + lane : row * m.groups + group);
 }
 
 template <int dtype>
